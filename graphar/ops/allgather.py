@@ -81,61 +81,61 @@ def allgather(x, group=None, *, axis=0, sizes=None, algorithm="auto", timeout_s=
     tensors = x if isinstance(x, tuple) else (x,)
     of_ranks = None if sizes is None else typed(sizes)
     how = axis, type(axis), of_ranks, algorithm, timeout_s, type(timeout_s)
-    if tensors and (found := repeated(NAME if tensors is not x else TUPLE, group, tensors, how)) is not None:
-        return found
+    if tensors and (result := repeated(NAME if tensors is not x else TUPLE, group, tensors, how)) is not None:
+        return result
     asked = tensors, how, None
     call_checks.check_call(NAME, algorithm, timeout_s, NAME)
     if isinstance(x, tuple):
         if algorithm != "auto":
             raise ValueError(f"{NAME}: algorithm must be 'auto' for a tuple, got {str(algorithm)!r}")
         check_tuple(x, axis, sizes)
-        tensors = [one for ones in x for one in ones] if isinstance(x[0], (list, tuple)) else x
-        if torch.is_grad_enabled() and any(one.requires_grad for one in tensors):
-            return tuple([allgather(one, group, sizes=sizes, timeout_s=timeout_s) for one in x])
+        tensors = [tensor for of_rank in x for tensor in of_rank] if isinstance(x[0], (list, tuple)) else x
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+            return tuple([allgather(tensor, group, sizes=sizes, timeout_s=timeout_s) for tensor in x])
         return allgather_tuple(x, group, sizes, timeout_s, asked)
     name = engine_name(group, NAME)
     if isinstance(x, list):
         if sizes is not None:
             raise ValueError("allgather: sizes is for calls with one tensor; omit it for a list")
         axis = tensor_checks.check_list_to_join(NAME, x, axis)
-        sizes = [one.shape[axis] for one in x]
+        sizes = [tensor.shape[axis] for tensor in x]
         return OP(x, given=parts.AlongAxis(name, timeout_s, (), -1, sizes, axis, str(algorithm)))
     tensor_checks.check_strided(NAME, "x", x)
     axis = call_checks.check_axis(NAME, x, axis)
     rank, world_size = parts.place(group)
     length = x.shape[axis]
     sizes = [length] * world_size if sizes is None else call_checks.check_sizes(NAME, sizes, world_size, rank, length)
-    given = parts.AlongAxis(name, timeout_s, (), rank, sizes, axis, str(algorithm))
-    return OP(x, given=given, plain=is_plain(x) and not x.is_conj(), asked=asked)
+    arguments = parts.AlongAxis(name, timeout_s, (), rank, sizes, axis, str(algorithm))
+    return OP(x, given=arguments, plain=is_plain(x) and not x.is_conj(), asked=asked)
 
 
-def _fake(xs, given: parts.AlongAxis) -> list[torch.Tensor]:
-    return [parts.with_length(x, given.axis, sum(given.sizes)) for x in xs]
+def _fake(xs, arguments: parts.AlongAxis) -> list[torch.Tensor]:
+    return [parts.with_length(x, arguments.axis, sum(arguments.sizes)) for x in xs]
 
 
-def _run(engine: Engine, xs, outs, given: parts.AlongAxis):
+def _run(engine: Engine, xs, outs, arguments: parts.AlongAxis):
     """Writes the tensors of all ranks into every tensor of ``outs``, which are contiguous."""
-    axis = given.axis
+    axis = arguments.axis
     rows, rooms = [parts.rows_of(x, axis) for x in xs], [parts.room_for(out, axis) for out in outs]
-    work = Parts(NAME, parts.counts_of(rows[0], given.sizes), axis=axis, row=tuple(rows[0].shape[1:]))
+    work = Parts(NAME, parts.counts_of(rows[0], arguments.sizes), axis=axis, row=tuple(rows[0].shape[1:]))
     ranks = options.operands_of_sum(rows, rooms, None)
-    plan = engine.run(Call.of(work, rows[0], algorithm=given.algorithm, timeout_s=given.timeout_s), ranks)
+    plan = engine.run(Call.of(work, rows[0], algorithm=arguments.algorithm, timeout_s=arguments.timeout_s), ranks)
     for room, out in zip(rooms, outs, strict=True):
         parts.put_back(room, out, axis)
     return None if axis else (plan, ranks)
 
 
-def _check(engine: Engine, xs, given: parts.AlongAxis) -> None:
-    parts.check_place(NAME, engine, given)
-    parts.check_lengths(NAME, given.sizes, [x.shape[given.axis] for x in xs], parts.own_sizes(given))
+def _check(engine: Engine, xs, arguments: parts.AlongAxis) -> None:
+    parts.check_place(NAME, engine, arguments)
+    parts.check_lengths(NAME, arguments.sizes, [x.shape[arguments.axis] for x in xs], parts.own_sizes(arguments))
 
 
 def _backward(ctx, gradients):
     where = {name: ctx.given[name] for name in ("communicator", "rank", "axis", "sizes", "timeout_s")}
     if not gradients[0].is_complex():
         return for_ranks(ctx, "reducescatter", gradients, **where), {}
-    reals = [torch.view_as_real(one.resolve_conj()) for one in gradients]  # the ops do not add complex numbers
-    return [torch.view_as_complex(one) for one in for_ranks(ctx, "reducescatter", reals, **where)], {}
+    reals = [torch.view_as_real(x.resolve_conj()) for x in gradients]  # the ops do not add complex numbers
+    return [torch.view_as_complex(x) for x in for_ranks(ctx, "reducescatter", reals, **where)], {}
 
 
-OP = Op(NAME, ["x"], parts.AlongAxis, _run, _fake, check=_check, backward=_backward, saved=lambda given: ())
+OP = Op(NAME, ["x"], parts.AlongAxis, _run, _fake, check=_check, backward=_backward, saved=lambda arguments: ())

@@ -153,17 +153,17 @@ def fused_allgather_matmul(
     how = bool(gathered), of_ranks, partition, bias is None, timeout_s, type(timeout_s), out_dtype
     scales = () if a_scale is None and w_scale is None else (a_scale, w_scale)
     asked = (a, w, *scales, *(() if bias is None else (bias,))), how, epilogue
-    if (found := repeated(NAME, group, *asked)) is not None:
-        return found
-    given = Arguments(timeout_s=timeout_s, partition=partition, gathered=gathered)
-    return _gather(a, w, bias, (*(scales or (None, None)), out_dtype), sizes, epilogue, group, given, asked)
+    if (result := repeated(NAME, group, *asked)) is not None:
+        return result
+    arguments = Arguments(timeout_s=timeout_s, partition=partition, gathered=gathered)
+    return _gather(a, w, bias, (*(scales or (None, None)), out_dtype), sizes, epilogue, group, arguments, asked)
 
 
-def _gather(a, w, bias, scales: tuple, sizes, epilogue, group: Group, given: Arguments, asked: Asked):
+def _gather(a, w, bias, scales: tuple, sizes, epilogue, group: Group, arguments: Arguments, asked: Asked):
     """Checks a call's arguments, and makes it through torch's dispatcher if that is needed."""
-    partition, has_scales = given.partition, any(one is not None for one in scales[:2])
-    if given.timeout_s is not None:
-        call_checks.check_timeout(NAME, given.timeout_s)
+    partition, has_scales = arguments.partition, any(scale is not None for scale in scales[:2])
+    if arguments.timeout_s is not None:
+        call_checks.check_timeout(NAME, arguments.timeout_s)
     served = PARTITIONS[:-1] if has_scales else PARTITIONS
     if partition not in served:
         of = "with scales partition" if has_scales else "partition"
@@ -173,27 +173,27 @@ def _gather(a, w, bias, scales: tuple, sizes, epilogue, group: Group, given: Arg
     scaled = matmul_operands.check(NAME, a, w, bias, scales, rows_differ=True)
     matmul_operands.check_has_rows(NAME, a[0] if in_list else a)
     if partition == TP_INVARIANT:
-        _check_invariant(a, given.gathered)
+        _check_invariant(a, arguments.gathered)
     rank, sizes = _place(a, sizes, group, alone)
     followed = _epilogue_option(a, w, bias, epilogue, sizes, scaled.scaled_dtype)
     biases = [] if bias is None or epilogue is not None else list(bias) if in_list else [bias]
     plain = not in_list and all(map(is_plain, (a, w, *biases, *scaled.scales)))
     plain = plain and not options.needs_gradient(followed["tensors"])
     where = {"communicator": name, "rank": rank, "sizes": sizes, **scaled._asdict()}
-    found = OP(a, w, given=replace(given, bias=biases, **where, **followed), plain=plain, asked=asked)
+    flat = OP(a, w, given=replace(arguments, bias=biases, **where, **followed), plain=plain, asked=asked)
     each = 3 if has_scales else 2
-    results = tuple(found[at::each] for at in range(each)) if in_list else tuple(found)
-    return results if given.gathered else results[0]
+    results = tuple(flat[at::each] for at in range(each)) if in_list else tuple(flat)
+    return results if arguments.gathered else results[0]
 
 
 def _check_invariant(a, gathered: bool) -> None:
     """Raises ValueError if a call has no tensor-parallel invariant result or gradient."""
-    ones, partition = a if isinstance(a, (list, tuple)) else [a], TP_INVARIANT
-    if ones[0].dtype not in TYPE_NAMES:
+    xs, partition = a if isinstance(a, (list, tuple)) else [a], TP_INVARIANT
+    if xs[0].dtype not in TYPE_NAMES:
         raise ValueError(
-            f"{NAME}: with partition={partition!r} a must be bfloat16, float16 or float32, got {ones[0].dtype}"
+            f"{NAME}: with partition={partition!r} a must be bfloat16, float16 or float32, got {xs[0].dtype}"
         )
-    if gathered and torch.is_grad_enabled() and any(one.requires_grad for one in ones):
+    if gathered and torch.is_grad_enabled() and any(x.requires_grad for x in xs):
         raise ValueError(
             f"{NAME}: with partition={partition!r} and gathered=True it cannot be differentiated: the gradients of the "
             "gathered rows are rounded before they are summed; gather once for each weight"
@@ -223,44 +223,44 @@ def _epilogue_option(a, w, bias, epilogue, sizes: Sequence[int], dtype: torch.dt
     return options.epilogue_option(NAME, epilogue, like, len(a) if in_list else None, bias=bias)
 
 
-def _fake(a, w, given) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    rows, found = sum(given.sizes), []
+def _fake(a, w, arguments) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    rows, results = sum(arguments.sizes), []
     for rank, (x, weight) in enumerate(zip(a, w, strict=True)):
-        made = [x.new_empty((rows, *x.shape[1:-1], weight.shape[0]), dtype=given.scaled_dtype)]
-        made.append(x.new_empty((rows, *x.shape[1:]) if given.gathered else (0,)))
-        if given.scales:
-            scale = given.scales[2 * rank]
+        made = [x.new_empty((rows, *x.shape[1:-1], weight.shape[0]), dtype=arguments.scaled_dtype)]
+        made.append(x.new_empty((rows, *x.shape[1:]) if arguments.gathered else (0,)))
+        if arguments.scales:
+            scale = arguments.scales[2 * rank]
             of_row = scale.shape[-1] if scale.ndim > 1 else 1
-            shape = (rows, *x.shape[1:-1], of_row) if given.gathered else (0,)
+            shape = (rows, *x.shape[1:-1], of_row) if arguments.gathered else (0,)
             made.append(x.new_empty(shape, dtype=torch.float32))
-        found.append(tuple(made))
-    return found
+        results.append(tuple(made))
+    return results
 
 
-def _run(engine: Engine, a, w, outs, given):
+def _run(engine: Engine, a, w, outs, arguments):
     """Writes for each rank the product, and the gathered rows if they are wanted."""
-    followed = options.applied(NAME, given, [product for product, *_ in outs])
+    followed = options.applied(NAME, arguments, [product for product, *_ in outs])
     in_one = a[0].shape[1:-1].numel()
-    if not sum(given.sizes) * in_one:
+    if not sum(arguments.sizes) * in_one:
         return None
-    counts = tuple([size * in_one for size in given.sizes])
+    counts = tuple([size * in_one for size in arguments.sizes])
     form = followed and replace(followed.form, columns=1)  # ranks may differ in columns
-    how = {"partition": given.partition, "gathered": given.gathered}
-    how |= matmul_operands.multiplied(NAME, a, w, given)
-    work = Product(NAME, counts, a[0].shape[-1], bool(given.bias), epilogue=form, **how)
+    how = {"partition": arguments.partition, "gathered": arguments.gathered}
+    how |= matmul_operands.multiplied(NAME, a, w, arguments)
+    work = Product(NAME, counts, a[0].shape[-1], bool(arguments.bias), epilogue=form, **how)
     ranks = []
     for rank, results in enumerate(outs):
-        bias = [given.bias[rank]] if given.bias else []
+        bias = [arguments.bias[rank]] if arguments.bias else []
         tensors, numbers = (followed.inputs[rank].tensors, followed.inputs[rank].scalars) if followed else ((), ())
-        inputs = *matmul_operands.factors(a, w, given, rank), *bias, *tensors
-        ranks.append(Operands(inputs, results if given.gathered else results[:1], tuple(numbers)))
-    plan = engine.run(Call.of(work, outs[0][0], timeout_s=given.timeout_s), ranks)
+        inputs = *matmul_operands.factors(a, w, arguments, rank), *bias, *tensors
+        ranks.append(Operands(inputs, results if arguments.gathered else results[:1], tuple(numbers)))
+    plan = engine.run(Call.of(work, outs[0][0], timeout_s=arguments.timeout_s), ranks)
     return plan, ranks
 
 
-def _check(engine: Engine, a, w, given) -> None:
-    parts.check_place(NAME, engine, given)
-    parts.check_lengths(NAME, given.sizes, [len(x) for x in a], parts.own_sizes(given))
+def _check(engine: Engine, a, w, arguments) -> None:
+    parts.check_place(NAME, engine, arguments)
+    parts.check_lengths(NAME, arguments.sizes, [len(x) for x in a], parts.own_sizes(arguments))
 
 
 def _backward(ctx, gradients):
@@ -272,8 +272,8 @@ def _backward(ctx, gradients):
     of_a, of_w, wholes, rest = [None] * len(a), [None] * len(w), None, {}
     if ctx.given["epilogue"]:
         again = {"gathered": needs_w, "partition": ctx.given["partition"], "after": in_backward(of_products)}
-        found = for_ranks(ctx, NAME, a, w, **again, **where)
-        products, wholes = [one.float() for one in found[::2]], found[1::2]
+        results = for_ranks(ctx, NAME, a, w, **again, **where)
+        products, wholes = [product.float() for product in results[::2]], results[1::2]
         of_products, rest = before_epilogue(ctx, products, of_products, tensors, a[0].dtype)
     if needs_a:
         of_a = _of_rows(ctx, of_products, of_rows, w, where)

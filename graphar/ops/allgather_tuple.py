@@ -80,32 +80,33 @@ def _empty(xs: Sequence[torch.Tensor], sizes: Sequence[int]) -> tuple[torch.Tens
     return tuple([x.new_empty((length, *x.shape[1:])) for x in xs])
 
 
-def _of_ranks(xs, given: Arguments) -> list[list[torch.Tensor]]:
+def _of_ranks(xs, arguments: Arguments) -> list[list[torch.Tensor]]:
     """Returns the tensors of each rank of this process."""
-    each = len(given.more) // len(xs)
-    return [[x, *given.more[rank * each : (rank + 1) * each]] for rank, x in enumerate(xs)]
+    each = len(arguments.more) // len(xs)
+    return [[x, *arguments.more[rank * each : (rank + 1) * each]] for rank, x in enumerate(xs)]
 
 
-def _run(engine: Engine, xs, outs, given: Arguments):
+def _run(engine: Engine, xs, outs, arguments: Arguments):
     """Writes the tensors of all ranks into the results of each rank of this process."""
     ranks = [
         Operands(tuple([x.contiguous() for x in of_rank]), results)
-        for of_rank, results in zip(_of_ranks(xs, given), outs, strict=True)
+        for of_rank, results in zip(_of_ranks(xs, arguments), outs, strict=True)
     ]
     first = ranks[0].inputs
-    call = Call(work_of(first, given.sizes), BYTE, first[0].get_device(), timeout_s=given.timeout_s)
+    call = Call(work_of(first, arguments.sizes), BYTE, first[0].get_device(), timeout_s=arguments.timeout_s)
     return engine.run(call, ranks), ranks
 
 
-def _fake(xs, given: Arguments) -> list[tuple[torch.Tensor, ...]]:
-    return [_empty(of_rank, given.sizes) for of_rank in _of_ranks(xs, given)]
+def _fake(xs, arguments: Arguments) -> list[tuple[torch.Tensor, ...]]:
+    return [_empty(of_rank, arguments.sizes) for of_rank in _of_ranks(xs, arguments)]
 
 
-def _check(engine: Engine, xs, given: Arguments) -> None:
-    parts.check_place(NAME, engine, given)
-    lengths = [len(x) for of_rank in _of_ranks(xs, given) for x in of_rank]
+def _check(engine: Engine, xs, arguments: Arguments) -> None:
+    parts.check_place(NAME, engine, arguments)
+    lengths = [len(x) for of_rank in _of_ranks(xs, arguments) for x in of_rank]
     each = len(lengths) // len(xs)
-    parts.check_lengths(NAME, given.sizes, lengths, [own for own in parts.own_sizes(given) for _ in range(each)])
+    expected = [size for size in parts.own_sizes(arguments) for _ in range(each)]
+    parts.check_lengths(NAME, arguments.sizes, lengths, expected)
 
 
 OP = Op(TUPLE, ["x"], Arguments, _run, _fake, check=_check, returns="Tensor[]")

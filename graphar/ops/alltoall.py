@@ -90,25 +90,25 @@ def alltoall(
     """
     typed: object = sizes
     if isinstance(sizes, (list, tuple)):  # a call of `repeats.typed` for each takes longer
-        typed = tuple([(*own, *map(type, own)) if isinstance(own, (list, tuple)) else (own,) for own in sizes])
+        typed = tuple([(*pair, *map(type, pair)) if isinstance(pair, (list, tuple)) else (pair,) for pair in sizes])
     dims = scatter_dim, type(scatter_dim), gather_dim, type(gather_dim)
     how = *dims, typed, algorithm, timeout_s, type(timeout_s)
-    if (found := repeated(NAME, group, (x,), how, None, out)) is not None:
-        return found
+    if (result := repeated(NAME, group, (x,), how, None, out)) is not None:
+        return result
     call_checks.check_call(NAME, algorithm, timeout_s, NAME)
     in_list, name = isinstance(x, list), engine_name(group, NAME)
     arguments_of = _arguments_of_list if in_list else _arguments_of_rank
-    given = arguments_of(name, x, group, sizes, scatter_dim, gather_dim, str(algorithm), timeout_s)
+    arguments = arguments_of(name, x, group, sizes, scatter_dim, gather_dim, str(algorithm), timeout_s)
     xs: Any = x if in_list else [x]
     asked = None if in_list else ((x,), how, None)
     if out is None:
-        return OP(x, given=given, plain=is_plain(x) and not xs[0].is_conj(), asked=asked)
+        return OP(x, given=arguments, plain=is_plain(x) and not xs[0].is_conj(), asked=asked)
     outs: Any = out if in_list else [out]
-    _check_destinations(xs, outs, given)
+    _check_destinations(xs, outs, arguments)
     if all(is_plain(tensor) and not tensor.is_conj() for tensor in (*xs, *outs)):
-        OP.into(x, out, given=given, plain=True, asked=asked)
+        OP.into(x, out, given=arguments, plain=True, asked=asked)
         return out
-    results = OP(x, given=given)  # a compiler sees what is written to
+    results = OP(x, given=arguments)  # a compiler sees what is written to
     for to, result in zip(outs, results if in_list else [results], strict=True):
         to.copy_(result)
     return out
@@ -125,10 +125,10 @@ def _arguments_of_rank(name, x, group, sizes, scatter_dim, gather_dim, algorithm
     else:
         sends, receives = _check_pair(sizes, ranks)
         _check_sum(x, scatter, sends)
-        own = sends[rank] if scatter == gather else x.shape[gather]
-        if receives[rank] != own:
+        sent = sends[rank] if scatter == gather else x.shape[gather]
+        if receives[rank] != sent:
             raise ValueError(
-                f"{NAME}: sizes must have {own} from rank {rank}, which is this one, got {list(receives)} as received"
+                f"{NAME}: sizes must have {sent} from rank {rank}, which is this one, got {list(receives)} as received"
             )
     known = sizes is None or scatter != gather
     return Arguments(name, timeout_s, (), rank, [*sends, *receives], scatter, gather, known, algorithm)
@@ -138,19 +138,19 @@ def _arguments_of_list(name, xs, group, sizes, scatter_dim, gather_dim, algorith
     gather, ranks = tensor_checks.check_list_to_join(NAME, xs, gather_dim), len(xs)
     scatter = call_checks.check_axis(NAME, xs[0], scatter_dim, "scatter_dim")
     if scatter != gather:
-        own = [x.shape[gather] for x in xs]
-        sends, receives = (_equal(xs[0], scatter, ranks), own) if sizes is None else _check_pair(sizes, ranks)
+        actual = [x.shape[gather] for x in xs]
+        sends, receives = (_equal(xs[0], scatter, ranks), actual) if sizes is None else _check_pair(sizes, ranks)
         for x in xs:
             _check_sum(x, scatter, sends)
-        if list(receives) != own:
-            raise ValueError(f"{NAME}: sizes must have the tensors' lengths {own} as received, got {list(receives)}")
-        lengths = sends, receives
+        if list(receives) != actual:
+            raise ValueError(f"{NAME}: sizes must have the tensors' lengths {actual} as received, got {list(receives)}")
+        pairs = sends, receives
     else:
-        lengths = [_equal(x, scatter, ranks) for x in xs] if sizes is None else sizes
-        tensor_checks.check_one_each(NAME, "sizes", lengths, xs)
-        for x, own in zip(xs, lengths, strict=True):
-            _check_sum(x, scatter, _check_lengths(own, ranks))
-    return Arguments(name, timeout_s, (), -1, list(chain(*lengths)), scatter, gather, True, algorithm)
+        pairs = [_equal(x, scatter, ranks) for x in xs] if sizes is None else sizes
+        tensor_checks.check_one_each(NAME, "sizes", pairs, xs)
+        for x, pair in zip(xs, pairs, strict=True):
+            _check_sum(x, scatter, _check_lengths(pair, ranks))
+    return Arguments(name, timeout_s, (), -1, list(chain(*pairs)), scatter, gather, True, algorithm)
 
 
 # ---- checks ---------------------------------------------------------------------------------------------------------
@@ -187,28 +187,28 @@ def _check_sum(x: torch.Tensor, dim: int, sends: Sequence[int]) -> None:
         )
 
 
-def _check_destinations(xs, outs, given: Arguments) -> None:
+def _check_destinations(xs, outs, arguments: Arguments) -> None:
     tensor_checks.check_one_each(NAME, "out", outs, xs)
-    for x, to, shape in zip(xs, outs, _result_shapes(xs, given), strict=True):
+    for x, to, shape in zip(xs, outs, _result_shapes(xs, arguments), strict=True):
         tensor_checks.check_strided(NAME, "out", to)
         wanted = {"shape": torch.Size(shape), "dtype": x.dtype, "device": x.device}
         tensor_checks.check_destination(NAME, "out", to, wanted, "result", (x,))
 
 
-def _check(engine: Engine, xs, given: Arguments) -> None:
+def _check(engine: Engine, xs, arguments: Arguments) -> None:
     """Raises ValueError if a compiled graph made a call for another rank, other ranks or other tensors."""
-    sends, receives = _lengths(given, len(xs))
-    mine, ranks = -1 if engine.devices else engine.rank, len(sends[0])
-    if (given.rank, ranks) != (mine, engine.world_size):
-        raise ValueError(f"{NAME}: made for rank {given.rank} of {ranks}, called by rank {mine} of {engine.world_size}")
+    sends, receives = _lengths(arguments, len(xs))
+    mine, rank, ranks = -1 if engine.devices else engine.rank, arguments.rank, len(sends[0])
+    if (rank, ranks) != (mine, engine.world_size):
+        raise ValueError(f"{NAME}: made for rank {rank} of {ranks}, called by rank {mine} of {engine.world_size}")
     for at, x in enumerate(xs):
-        me = max(given.rank, 0) + at
-        own = sends[at][me] if given.scatter_dim == given.gather_dim else x.shape[given.gather_dim]
-        if min(given.sizes) < 0 or sum(sends[at]) != x.shape[given.scatter_dim] or receives[at][me] != own:
-            raise ValueError(f"{NAME}: sizes {list(given.sizes)} do not fit a tensor of shape {list(x.shape)}")
+        me = max(rank, 0) + at
+        expected = sends[at][me] if arguments.scatter_dim == arguments.gather_dim else x.shape[arguments.gather_dim]
+        if min(arguments.sizes) < 0 or sum(sends[at]) != x.shape[arguments.scatter_dim] or receives[at][me] != expected:
+            raise ValueError(f"{NAME}: sizes {list(arguments.sizes)} do not fit a tensor of shape {list(x.shape)}")
 
 
-def _check_out(xs, outs, given: Arguments) -> None:
+def _check_out(xs, outs, arguments: Arguments) -> None:
     for x, out in zip(xs, outs, strict=True):
         tensor_checks.check_apart(NAME, out, x=x)
 
@@ -216,10 +216,10 @@ def _check_out(xs, outs, given: Arguments) -> None:
 # ---- the op ---------------------------------------------------------------------------------------------------------
 
 
-def _lengths(given: Arguments, tensors: int) -> tuple[Lengths, Lengths]:
+def _lengths(arguments: Arguments, tensors: int) -> tuple[Lengths, Lengths]:
     """Returns what each rank of this process sends to each rank, and what it receives from each rank."""
-    sizes = list(given.sizes)
-    if given.rank >= 0 or given.scatter_dim != given.gather_dim:
+    sizes = list(arguments.sizes)
+    if arguments.rank >= 0 or arguments.scatter_dim != arguments.gather_dim:
         ranks = len(sizes) // 2
         return [sizes[:ranks]] * tensors, [sizes[ranks:]] * tensors
     ranks = math.isqrt(len(sizes))
@@ -227,37 +227,37 @@ def _lengths(given: Arguments, tensors: int) -> tuple[Lengths, Lengths]:
     return sends, [list(column) for column in zip(*sends, strict=True)]
 
 
-def _result_shapes(xs: Sequence[torch.Tensor], given: Arguments) -> list[list[int]]:
-    sends, receives = _lengths(given, len(xs))
+def _result_shapes(xs: Sequence[torch.Tensor], arguments: Arguments) -> list[list[int]]:
+    sends, receives = _lengths(arguments, len(xs))
     shapes = [list(x.shape) for x in xs]
     for at, shape in enumerate(shapes):
-        shape[given.scatter_dim] = sends[at][max(given.rank, 0) + at]
-        shape[given.gather_dim] = sum(receives[at])
+        shape[arguments.scatter_dim] = sends[at][max(arguments.rank, 0) + at]
+        shape[arguments.gather_dim] = sum(receives[at])
     return shapes
 
 
-def _fake(xs, given: Arguments) -> list[torch.Tensor]:
-    return [x.new_empty(shape) for x, shape in zip(xs, _result_shapes(xs, given), strict=True)]
+def _fake(xs, arguments: Arguments) -> list[torch.Tensor]:
+    return [x.new_empty(shape) for x, shape in zip(xs, _result_shapes(xs, arguments), strict=True)]
 
 
-def _run(engine: Engine, xs, outs, given: Arguments):
+def _run(engine: Engine, xs, outs, arguments: Arguments):
     """Writes each rank's parts into its tensor of ``outs``, which are contiguous."""
-    xs, (scatter, gather) = [x.contiguous() for x in xs], (given.scatter_dim, given.gather_dim)
+    xs, (scatter, gather) = [x.contiguous() for x in xs], (arguments.scatter_dim, arguments.gather_dim)
     row = tuple([1 if at in (scatter, gather) else length for at, length in enumerate(xs[0].shape)])
-    sends, receives = (tuple(map(tuple, lengths)) for lengths in _lengths(given, len(xs)))
-    work = Exchange(max(given.rank, 0), row, sends, receives, scatter, gather, given.known)
+    sends, receives = (tuple(map(tuple, lengths)) for lengths in _lengths(arguments, len(xs)))
+    work = Exchange(max(arguments.rank, 0), row, sends, receives, scatter, gather, arguments.known)
     ranks = options.operands_of_sum(xs, outs, None)
-    return engine.run(Call.of(work, xs[0], algorithm=given.algorithm, timeout_s=given.timeout_s), ranks), ranks
+    return engine.run(Call.of(work, xs[0], algorithm=arguments.algorithm, timeout_s=arguments.timeout_s), ranks), ranks
 
 
 def _backward(ctx, gradients):
-    given = ctx.given
-    sends, receives = _lengths(Arguments(**given), ctx.ranks)
-    in_pairs = given["rank"] >= 0 or given["scatter_dim"] != given["gather_dim"]
-    back = given | {
+    arguments = ctx.given
+    sends, receives = _lengths(Arguments(**arguments), ctx.ranks)
+    in_pairs = arguments["rank"] >= 0 or arguments["scatter_dim"] != arguments["gather_dim"]
+    back = arguments | {
         "sizes": [*receives[0], *sends[0]] if in_pairs else list(chain(*receives)),
-        "scatter_dim": given["gather_dim"],
-        "gather_dim": given["scatter_dim"],
+        "scatter_dim": arguments["gather_dim"],
+        "gather_dim": arguments["scatter_dim"],
     }
     return for_ranks(ctx, NAME, gradients, **back), {}
 
@@ -272,5 +272,5 @@ OP = Op(
     check_out=_check_out,
     with_out=False,
     backward=_backward,
-    saved=lambda given: (),
+    saved=lambda arguments: (),
 )

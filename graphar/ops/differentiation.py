@@ -36,7 +36,7 @@ class Differentiation:
         has_several: bool,
     ) -> None:
         self._tensors, self._kinds, self._backward, self._has_several = tensors, kinds, backward, has_several
-        self._saved, self._saved_result = saved or (lambda given: tensors), saved_result
+        self._saved, self._saved_result = saved or (lambda _: tensors), saved_result
 
     def register(self, library: torch.library.Library, name: str, in_list: bool) -> None:
         """Registers the backward pass of one of the op's forms."""
@@ -48,14 +48,14 @@ class Differentiation:
 
     def _keep(self, ctx, inputs, output, *, in_list: bool) -> None:
         count = len(self._tensors)
-        lists = [list(one) if in_list else [one] for one in inputs[:count]]
+        lists = [list(value) if in_list else [value] for value in inputs[:count]]
         named = dict(zip(self._kinds, inputs[count:], strict=True))
         tensors = named.get("tensors", ())
-        ctx.given = {name: one for name, one in named.items() if self._kinds[name] != "Tensor[]"}
+        ctx.given = {name: value for name, value in named.items() if self._kinds[name] != "Tensor[]"}
         ctx.in_list, ctx.ranks = in_list, len(lists[0])
-        ctx.none = [_no_gradient(one) for one in named.values()]
-        ctx.wanted = [one.requires_grad for one in tensors]
-        saved = [one for at in self._places_saved(ctx) for one in lists[at]]
+        ctx.none = [_no_gradient(value) for value in named.values()]
+        ctx.wanted = [tensor.requires_grad for tensor in tensors]
+        saved = [x for at in self._places_saved(ctx) for x in lists[at]]
         if self._saved_result is not None:
             saved += output[self._saved_result :: len(output) // ctx.ranks]
         ctx.save_for_backward(*saved, *tensors)
@@ -64,7 +64,7 @@ class Differentiation:
     def _rule(self, ctx, gradient, *, in_list: bool):
         ctx.needs = dict(zip((*self._tensors, *self._kinds), ctx.needs_input_grad, strict=True))
         *of_lists, of_named = self._backward(ctx, list(gradient) if in_list or self._has_several else [gradient])
-        of_lists = of_lists if in_list else [one[0] for one in of_lists]
+        of_lists = of_lists if in_list else [gradients[0] for gradients in of_lists]
         return *of_lists, *[of_named.get(name, none) for name, none in zip(self._kinds, ctx.none, strict=True)]
 
     def saved(self, ctx) -> Saved:
@@ -112,13 +112,13 @@ def _in_stream_order(backward: Callable) -> Callable:
     """
 
     def backward_in_order(ctx, gradients):
-        on_gpus = [one for one in gradients if type(one) is torch.Tensor and one.is_cuda]  # excludes fake tensors
-        streams = [torch.cuda.current_stream(one.device) for one in on_gpus]
-        for other in streams[1:]:
-            other.wait_stream(streams[0])
-        found = backward(ctx, gradients)
-        for other in streams[1:]:
-            streams[0].wait_stream(other)
-        return found
+        on_gpus = [x for x in gradients if type(x) is torch.Tensor and x.is_cuda]  # excludes fake tensors
+        streams = [torch.cuda.current_stream(x.device) for x in on_gpus]
+        for stream in streams[1:]:
+            stream.wait_stream(streams[0])
+        results = backward(ctx, gradients)
+        for stream in streams[1:]:
+            streams[0].wait_stream(stream)
+        return results
 
     return backward_in_order

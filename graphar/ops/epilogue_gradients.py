@@ -17,15 +17,15 @@ library.define(
 
 def _epilogue_backward(v, gradient, tensors, scalars, epilogue, wanted) -> list[torch.Tensor]:
     form, inputs = bind("epilogue", epilogue, v, tensors, scalars)
-    leaves = [one.detach().requires_grad_(one_wanted) for one, one_wanted in zip([v, *tensors], wanted, strict=True)]
+    leaves = [x.detach().requires_grad_(is_wanted) for x, is_wanted in zip([v, *tensors], wanted, strict=True)]
     with torch.enable_grad():
         result = form.apply_whole(leaves[0], inputs._replace(tensors=leaves[1:]))
     needed = [leaf for leaf in leaves if leaf.requires_grad]
-    found = [None] * len(needed)
+    of_leaves = [None] * len(needed)
     if result.requires_grad:
-        found = torch.autograd.grad(result, needed, gradient.to(torch.float32), allow_unused=True)
-    gradients = [torch.zeros_like(leaf) if one is None else one for leaf, one in zip(needed, found, strict=True)]
-    return [one.contiguous() for one in gradients]
+        of_leaves = torch.autograd.grad(result, needed, gradient.to(torch.float32), allow_unused=True)
+    gradients = [torch.zeros_like(leaf) if x is None else x for leaf, x in zip(needed, of_leaves, strict=True)]
+    return [x.contiguous() for x in gradients]
 
 
 for _key in ("CPU", "CUDA"):
@@ -34,8 +34,8 @@ for _key in ("CPU", "CUDA"):
 
 @torch.library.register_fake("graphar::epilogue_backward", lib=library)
 def _(v, gradient, tensors, scalars, epilogue, wanted):
-    leaves = [one for one, one_wanted in zip([v, *tensors], wanted, strict=True) if one_wanted]
-    return [torch.empty_like(one.contiguous()) for one in leaves]
+    leaves = [x for x, is_wanted in zip([v, *tensors], wanted, strict=True) if is_wanted]
+    return [torch.empty_like(x.contiguous()) for x in leaves]
 
 
 def of_sums_before_epilogue(
@@ -47,7 +47,7 @@ def of_sums_before_epilogue(
     """
     if not ctx.given["epilogue"]:
         return gradients, {}
-    vs = for_ranks(ctx, summing, [one.float() for one in summands], after=in_backward(gradients), **call)
+    vs = for_ranks(ctx, summing, [x.float() for x in summands], after=in_backward(gradients), **call)
     return before_epilogue(ctx, vs, gradients, tensors, gradients[0].dtype)
 
 
@@ -56,7 +56,7 @@ def in_backward(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
     torch.compile could otherwise move it into the forward pass. It decides by sizes, on each rank for itself.
     """
-    return [one.detach() for one in gradients]
+    return [gradient.detach() for gradient in gradients]
 
 
 def before_epilogue(
@@ -66,24 +66,24 @@ def before_epilogue(
 
     ``vs`` are these values, in fp32, and ``gradients`` belong to the values after the epilogue.
     """
-    each, of_vs, of_tensors = len(tensors) // len(vs), [], []
+    count, of_vs, of_tensors = len(tensors) // len(vs), [], []
     for rank, (v, gradient) in enumerate(zip(vs, gradients, strict=True)):
-        own = slice(rank * each, (rank + 1) * each)
-        of_v, of_own = _of_rank(ctx.given, v, gradient, tensors[own], ctx.wanted[own])
+        places = slice(rank * count, (rank + 1) * count)
+        of_v, of_inputs = _of_rank(ctx.given, v, gradient, tensors[places], ctx.wanted[places])
         of_vs.append(of_v.to(dtype))
-        of_tensors += of_own
+        of_tensors += of_inputs
     return of_vs, {"tensors": of_tensors}
 
 
 def _of_rank(
-    given: dict, v: torch.Tensor, gradient: torch.Tensor, tensors: list[torch.Tensor], wanted: list[bool]
+    arguments: dict, v: torch.Tensor, gradient: torch.Tensor, tensors: list[torch.Tensor], wanted: list[bool]
 ) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
     backward = torch.ops.graphar.epilogue_backward
-    found = backward(v, gradient, tensors, given["scalars"], given["epilogue"], [True, *wanted])
+    gradients = backward(v, gradient, tensors, arguments["scalars"], arguments["epilogue"], [True, *wanted])
     if torch.is_grad_enabled():  # the gradient itself may be differentiated
-        found = _WithoutDerivative.apply(*found)
-    rest = iter(found[1:])
-    return found[0], [next(rest) if one else None for one in wanted]
+        gradients = _WithoutDerivative.apply(*gradients)
+    rest = iter(gradients[1:])
+    return gradients[0], [next(rest) if is_wanted else None for is_wanted in wanted]
 
 
 class _WithoutDerivative(torch.autograd.Function):
@@ -91,7 +91,7 @@ class _WithoutDerivative(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, *gradients):
-        return tuple([one.view_as(one) for one in gradients])
+        return tuple([gradient.view_as(gradient) for gradient in gradients])
 
     @staticmethod
     def backward(ctx, *gradients):

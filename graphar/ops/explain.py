@@ -61,8 +61,8 @@ def explain(x, *operands, **options):
     with watching(_explain):
         try:
             call()
-        except _Explained as found:
-            return found.explanation
+        except _Explained as end:
+            return end.explanation
     raise ValueError(f"explain: {getattr(x, '__name__', x)} made no call of graphar's with these tensors")
 
 

@@ -214,9 +214,9 @@ def _call(op: str, tensors: tuple, how: tuple, group: Any, terms: dict[str, Any]
     in_list = isinstance(logits, (list, tuple))
     if communicator is None:
         communicator = ALONE if group == ALONE else engine_name(group, op, alone=not in_list)
-    given = Arguments(communicator, timeout_s, (), **terms)
+    arguments = Arguments(communicator, timeout_s, (), **terms)
     plain = not in_list and all(map(is_plain, ranks[0]))
-    results = OP(logits, target, given=given, plain=plain, asked=(tensors, how, None))
+    results = OP(logits, target, given=arguments, plain=plain, asked=(tensors, how, None))
     return by_result(results, len(ranks) if in_list else None)
 
 
@@ -257,44 +257,44 @@ def _checked(op: str, logits: Any, target: Any) -> list[tuple]:
     return ranks
 
 
-def _check(engine: Engine, logits, targets, given: Arguments) -> None:
-    op = LOG_PROBS if given.result == LOG_PROBS else NAME
+def _check(engine: Engine, logits, targets, arguments: Arguments) -> None:
+    op = LOG_PROBS if arguments.result == LOG_PROBS else NAME
     columns, ranks = logits[0].shape[-1], engine.world_size
     leaf_tree.check_ranks(op, ranks)
     leaf_tree.check_columns(op, columns, ranks)
-    if given.vocab_size is not None and given.vocab_size > columns * ranks:
-        raise ValueError(f"{op}: vocab_size must be at most the {columns * ranks} columns, got {given.vocab_size}")
+    if arguments.vocab_size is not None and arguments.vocab_size > columns * ranks:
+        raise ValueError(f"{op}: vocab_size must be at most the {columns * ranks} columns, got {arguments.vocab_size}")
 
 
 def _work(logits: torch.Tensor, terms: Terms) -> Loss:
     return Loss(NAME if terms.is_loss else LOG_PROBS, logits.shape[:-1].numel(), logits.shape[-1], terms)
 
 
-def _fake(logits, targets, given: Arguments) -> list[tuple[torch.Tensor, ...]]:
+def _fake(logits, targets, arguments: Arguments) -> list[tuple[torch.Tensor, ...]]:
     """Returns uninitialised tensors for each rank's results: losses, state, entropies if asked, columns if asked."""
-    return [_empty(target, given) for target in targets]
+    return [_empty(target, arguments) for target in targets]
 
 
-def _empty(target: torch.Tensor, given: Arguments) -> tuple[torch.Tensor, ...]:
+def _empty(target: torch.Tensor, arguments: Arguments) -> tuple[torch.Tensor, ...]:
     shape, fp32 = target.shape, partial(target.new_empty, dtype=torch.float32)
-    results = [fp32(() if given.result in ("mean", "sum") else shape), fp32(2 * target.numel() + 1)]
-    if given.entropy:
+    results = [fp32(() if arguments.result in ("mean", "sum") else shape), fp32(2 * target.numel() + 1)]
+    if arguments.entropy:
         results.append(fp32(shape))
-    if given.top1:
+    if arguments.top1:
         results.append(target.new_empty(shape))
     return tuple(results)
 
 
-def _run(engine: Engine, logits, targets, outs, given: Arguments):
+def _run(engine: Engine, logits, targets, outs, arguments: Arguments):
     """Writes each rank's results."""
     ranks = [
         Operands((x.contiguous(), target.contiguous()), results)
         for x, target, results in zip(logits, targets, outs, strict=True)
     ]
     x = ranks[0].inputs[0]
-    size = given.vocab_size or x.shape[-1] * engine.world_size
-    terms = Terms(size, *[getattr(given, name) for name in Terms._fields[1:]])
-    return engine.run(Call.of(_work(x, terms), x, timeout_s=given.timeout_s), ranks), ranks
+    size = arguments.vocab_size or x.shape[-1] * engine.world_size
+    terms = Terms(size, *[getattr(arguments, name) for name in Terms._fields[1:]])
+    return engine.run(Call.of(_work(x, terms), x, timeout_s=arguments.timeout_s), ranks), ranks
 
 
 # ---- gradients ------------------------------------------------------------------------------------------------------

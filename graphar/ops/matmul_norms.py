@@ -109,8 +109,8 @@ def fused_matmul_allreduce_residual_rmsnorm(
     kinds = type(eps), type(weight_offset), type(timeout_s)
     how = eps, weight_offset, partition, timeout_s, kinds
     asked = (a, w, *scales, residual, weight), how, None
-    if (found := repeated(_SUMMED, group, *asked)) is not None:
-        return found
+    if (result := repeated(_SUMMED, group, *asked)) is not None:
+        return result
     return _call(NORM, asked, group, eps, weight_offset, partition, timeout_s)
 
 
@@ -177,8 +177,8 @@ def fused_matmul_reducescatter_residual_rmsnorm(
     scales = () if a_scale is None and w_scale is None else (a_scale, w_scale)
     kinds = type(eps), type(weight_offset), type(timeout_s)
     asked = (a, w, *scales, residual, weight), (eps, weight_offset, partition, timeout_s, kinds), None
-    if (found := repeated(_SCATTERED, group, *asked)) is not None:
-        return found
+    if (result := repeated(_SCATTERED, group, *asked)) is not None:
+        return result
     return _call(SCATTERED_NORM, asked, group, eps, weight_offset, partition, timeout_s)
 
 
@@ -198,8 +198,8 @@ def _check(
     scaled = Scaled() if scales else matmul_operands.check(op, a, w, None)
     ranks = [(a, w, residual, weight)]
     if isinstance(a, (list, tuple)):
-        for name, given in (("w", w), ("residual", residual), ("weight", weight)):
-            tensor_checks.check_one_each(op, name, given, a, "a")
+        for name, of_ranks in (("w", w), ("residual", residual), ("weight", weight)):
+            tensor_checks.check_one_each(op, name, of_ranks, a, "a")
         ranks = list(zip(a, w, residual, weight, strict=True))
     if scales:
         _check_beside_scaled(op, ranks)
@@ -258,22 +258,22 @@ def _call(op: Op, asked: Asked, group: Group, eps, weight_offset, partition, tim
     return norms.make(op, (a, w, residual, weight), ranks, numbers, how, asked, group)
 
 
-def _fake(a, w, residual, weight, given: _Normed) -> list[tuple[torch.Tensor, ...]]:
+def _fake(a, w, residual, weight, arguments: _Normed) -> list[tuple[torch.Tensor, ...]]:
     """Returns uninitialised tensors for each rank's results: normed rows, and the new residual."""
-    return [norms.empty("like_input", one) for one in residual]
+    return [norms.empty("like_input", rows) for rows in residual]
 
 
-def _run(op: str, engine: Engine, a, w, residual, weight, outs, given: _Normed):
+def _run(op: str, engine: Engine, a, w, residual, weight, outs, arguments: _Normed):
     """Writes each rank's results: normed rows, and the new residual."""
-    if isinstance(given, ArgumentsOfParts):
-        counts = [size * a[0].shape[1:-1].numel() for size in given.sizes]
+    if isinstance(arguments, ArgumentsOfParts):
+        counts = [size * a[0].shape[1:-1].numel() for size in arguments.sizes]
     else:
         counts = owned_rows(a[0].shape[:-1].numel(), engine.world_size)
-    how = {"partition": given.partition, "norm": (given.eps, given.weight_offset)}
-    work = Product(op, tuple(counts), w[0].shape[0], **how, **matmul_operands.multiplied(op, a, w, given))
+    how = {"partition": arguments.partition, "norm": (arguments.eps, arguments.weight_offset)}
+    work = Product(op, tuple(counts), w[0].shape[0], **how, **matmul_operands.multiplied(op, a, w, arguments))
     each = enumerate(zip(residual, weight, outs, strict=True))
-    ranks = [Operands((*matmul_operands.factors(a, w, given, at), *beside), out) for at, (*beside, out) in each]
-    return engine.run(Call.of(work, residual[0], timeout_s=given.timeout_s), ranks), ranks
+    ranks = [Operands((*matmul_operands.factors(a, w, arguments, at), *beside), out) for at, (*beside, out) in each]
+    return engine.run(Call.of(work, residual[0], timeout_s=arguments.timeout_s), ranks), ranks
 
 
 def _backward(ctx, gradients):
@@ -293,7 +293,7 @@ def _backward_of_parts(ctx, gradients):
     return *matmul_gradients.of_parts(ctx, of_rows, saved[0], saved[1], where), of_rows, of_weights, {}
 
 
-_HOW: dict[str, Any] = {"saved": lambda given: ("a", "w", "weight"), "saved_result": 1, "returns": "Tensor[]"}
+_HOW: dict[str, Any] = {"saved": lambda arguments: ("a", "w", "weight"), "saved_result": 1, "returns": "Tensor[]"}
 _TENSORS = ["a", "w", "residual", "weight"]
 _check_leaves = partial(matmul_sums.check_leaves, _SUMMED)
 NORM = Op(_SUMMED, _TENSORS, Arguments, partial(_run, _SUMMED), _fake, check=_check_leaves, backward=_backward, **_HOW)

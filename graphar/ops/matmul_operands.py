@@ -61,7 +61,7 @@ def _scaled(op: str, a: object, a_scale: Any, w_scale: Any, out_dtype: torch.dty
         return Scaled((a_scale, w_scale), dtype)
     check_one_each(op, "a_scale", a_scale, a, "a")
     check_one_each(op, "w_scale", w_scale, a, "a")
-    return Scaled([one for pair in zip(a_scale, w_scale, strict=True) for one in pair], dtype)
+    return Scaled([scale for pair in zip(a_scale, w_scale, strict=True) for scale in pair], dtype)
 
 
 def check(
@@ -105,8 +105,8 @@ def _check_rank(op: str, a, w, bias, scaled: Scaled, rank: int, where: str) -> N
     if not scaled.scales:
         _check_plain(op, a, w, bias, where)
         return
-    given = scaled.scales[2 * rank : 2 * rank + 2]
-    for name, x in (("a", a), ("w", w), ("bias", bias), ("a_scale", given[0]), ("w_scale", given[1])):
+    scales = scaled.scales[2 * rank : 2 * rank + 2]
+    for name, x in (("a", a), ("w", w), ("bias", bias), ("a_scale", scales[0]), ("w_scale", scales[1])):
         if x is None:
             continue
         check_strided(op, name, x)
@@ -142,14 +142,14 @@ def _check_plain(op: str, a, w, bias, where: str) -> None:
 
 
 def _check_alike(
-    op: str, first: Sequence[torch.Tensor], own: Sequence[torch.Tensor], rank: int, rows_differ: bool
+    op: str, first: Sequence[torch.Tensor], mine: Sequence[torch.Tensor], rank: int, rows_differ: bool
 ) -> None:
     """Raises ValueError unless a rank's ``a`` and ``w`` have the shapes of the first rank's, but for K, or for rows."""
-    (x, _), (mine, _) = first, own
-    check_same_kind(op, x, mine, rank)
-    fixed = [(a.shape[1:], w.shape[1]) if rows_differ else (a.shape[:-1], len(w)) for a, w in (first, own)]
+    (x, _), (my_x, _) = first, mine
+    check_same_kind(op, x, my_x, rank)
+    fixed = [(a.shape[1:], w.shape[1]) if rows_differ else (a.shape[:-1], len(w)) for a, w in (first, mine)]
     if fixed[0] != fixed[1]:
-        free, shapes = "the rows of a and w" if rows_differ else "K", [list(one.shape) for one in (*first, *own)]
+        free, shapes = "the rows of a and w" if rows_differ else "K", [list(x.shape) for x in (*first, *mine)]
         raise ValueError(
             f"{op}: the shapes of ranks may differ only in {free}, got {shapes[0]} and {shapes[1]} at 0, {shapes[2]} "
             f"and {shapes[3]} at {rank}"
@@ -164,21 +164,21 @@ def check_no_gradient(op: str, name: str, x: torch.Tensor) -> None:
 def format_of(op: str, a: Sequence[torch.Tensor], w: Sequence[torch.Tensor], scales: Sequence[torch.Tensor]) -> str:
     """Returns the format of the ranks' scales, "rows" or "blocks"; raises unless all have the same."""
     pairs = zip(a, w, scales[::2], scales[1::2], strict=True)
-    found = [fp8_products.checked_scales(op, flat(x), weight, flat_scale(s), t).in_blocks for x, weight, s, t in pairs]
-    if len(set(found)) > 1:
+    checked = [fp8_products.checked_scales(op, flat(x), weight, flat_scale(s), t) for x, weight, s, t in pairs]
+    if len({scales.in_blocks for scales in checked}) > 1:
         raise ValueError(f"{op}: the scales of all ranks must be of rows, or all of blocks")
-    return "blocks" if found[0] else "rows"
+    return "blocks" if checked[0].in_blocks else "rows"
 
 
-def multiplied(op: str, a, w, given: Multiplied) -> dict[str, Any]:
+def multiplied(op: str, a, w, arguments: Multiplied) -> dict[str, Any]:
     """Returns what a Product has of the factors of a call."""
-    of = {"format": format_of(op, a, w, given.scales)} if given.scales else {}
-    return of | {"constant_weight": getattr(given, "constant_weight", False)}
+    of = {"format": format_of(op, a, w, arguments.scales)} if arguments.scales else {}
+    return of | {"constant_weight": getattr(arguments, "constant_weight", False)}
 
 
-def factors(a, w, given: Multiplied, rank: int) -> tuple[torch.Tensor, ...]:
+def factors(a, w, arguments: Multiplied, rank: int) -> tuple[torch.Tensor, ...]:
     """Returns the tensors of a rank's factors."""
-    return a[rank], w[rank], *given.scales[2 * rank : 2 * rank + 2]
+    return a[rank], w[rank], *arguments.scales[2 * rank : 2 * rank + 2]
 
 
 # ---- results ---------------------------------------------------------------------------------------------------------

@@ -111,11 +111,11 @@ def fused_matmul_allreduce(
     how = partition, num_partitions, codec, timeout_s, out_dtype, False, kinds
     scales = () if a_scale is None and w_scale is None else (a_scale, w_scale)
     asked = (a, w, *scales, *(() if bias is None else (bias,))), how, epilogue
-    found = repeated(MATMUL_ALLREDUCE, group, *asked, out)
-    if found is not None:
-        return found
-    given = Arguments(timeout_s=timeout_s, partition=partition, num_partitions=num_partitions)
-    return _call(SUM, a, w, bias, (a_scale, w_scale, out_dtype), codec, epilogue, group, given, asked, out)
+    result = repeated(MATMUL_ALLREDUCE, group, *asked, out)
+    if result is not None:
+        return result
+    arguments = Arguments(timeout_s=timeout_s, partition=partition, num_partitions=num_partitions)
+    return _call(SUM, a, w, bias, (a_scale, w_scale, out_dtype), codec, epilogue, group, arguments, asked, out)
 
 
 def with_constant_weight(
@@ -136,11 +136,11 @@ def with_constant_weight(
     how = partition, None, None, None, out_dtype, True, (type(None), type(None))
     scales = () if a_scale is None and w_scale is None else (a_scale, w_scale)
     asked = (a, w, *scales, *(() if bias is None else (bias,))), how, None
-    found = repeated(MATMUL_ALLREDUCE, group, *asked)
-    if found is not None:
-        return found
-    given = Arguments(partition=partition, constant_weight=True)
-    return _call(SUM, a, w, bias, (a_scale, w_scale, out_dtype), None, None, group, given, asked)
+    result = repeated(MATMUL_ALLREDUCE, group, *asked)
+    if result is not None:
+        return result
+    arguments = Arguments(partition=partition, constant_weight=True)
+    return _call(SUM, a, w, bias, (a_scale, w_scale, out_dtype), None, None, group, arguments, asked)
 
 
 def fused_matmul_reducescatter(
@@ -216,19 +216,19 @@ def fused_matmul_reducescatter(
     how = partition, num_partitions, codec, bias is None, timeout_s, out_dtype, kinds
     scales = () if a_scale is None and w_scale is None else (a_scale, w_scale)
     asked = (a, w, *scales, *(() if bias is None else (bias,))), how, epilogue
-    if (found := repeated(MATMUL_REDUCESCATTER, group, *asked)) is not None:
-        return found
-    given = ArgumentsOfParts(timeout_s=timeout_s, partition=partition, num_partitions=num_partitions)
-    return _call(SCATTER, a, w, bias, (a_scale, w_scale, out_dtype), codec, epilogue, group, given, asked)
+    if (result := repeated(MATMUL_REDUCESCATTER, group, *asked)) is not None:
+        return result
+    arguments = ArgumentsOfParts(timeout_s=timeout_s, partition=partition, num_partitions=num_partitions)
+    return _call(SCATTER, a, w, bias, (a_scale, w_scale, out_dtype), codec, epilogue, group, arguments, asked)
 
 
 def _call(
-    op: Op, a, w, bias, scales: tuple, codec, epilogue, group: Group, given: _Summed, asked: Asked, out=None
+    op: Op, a, w, bias, scales: tuple, codec, epilogue, group: Group, arguments: _Summed, asked: Asked, out=None
 ) -> Any:
     """Checks a call's arguments, and makes it through torch's dispatcher if that is needed."""
-    name, partition, in_list = op.name, given.partition, isinstance(a, (list, tuple))
-    if given.timeout_s is not None:
-        call_checks.check_timeout(name, given.timeout_s)
+    name, partition, in_list = op.name, arguments.partition, isinstance(a, (list, tuple))
+    if arguments.timeout_s is not None:
+        call_checks.check_timeout(name, arguments.timeout_s)
     communicator = engine_name(group, name, alone=partition == TP_INVARIANT and not in_list)
     options.check_together(name, codec, epilogue)
     if partition in (BATCH_INVARIANT, TP_INVARIANT) and codec is not None:
@@ -236,7 +236,7 @@ def _call(
     scaled = matmul_operands.check(name, a, w, bias, scales, partition)
     first, weight = (a[0], w[0]) if in_list else (a, w)
     where: dict[str, Any] = {}
-    if isinstance(given, ArgumentsOfParts):
+    if isinstance(arguments, ArgumentsOfParts):
         matmul_operands.check_has_rows(name, first)
         rank, world_size = (-1, len(a)) if in_list else parts.place(group, partition == TP_INVARIANT)
         where = {"rank": rank, "sizes": split(first.shape[0], world_size)}
@@ -246,58 +246,57 @@ def _call(
         like = torch.empty((*rows.shape[:-1], weight.shape[0]), dtype=scaled.scaled_dtype or first.dtype, device="meta")
         ranks, whole = len(a) if in_list else None, 0 if where else None
         followed = options.epilogue_option(name, epilogue, like, ranks, whole, bias)
-    text = options.codec_option(name, codec)
-    given = replace(given, communicator=communicator, bias=biases, codec=text, **where, **followed, **scaled._asdict())
-    plain = not in_list and all(map(is_plain, (a, w, *biases, *given.scales)))
-    plain = plain and not options.needs_gradient(given.tensors)
+    where |= {"communicator": communicator, "codec": options.codec_option(name, codec)}
+    arguments = replace(arguments, bias=biases, **where, **followed, **scaled._asdict())
+    plain = not in_list and all(map(is_plain, (a, w, *biases, *arguments.scales)))
+    plain = plain and not options.needs_gradient(arguments.tensors)
     if out is None:
-        return op(a, w, given=given, plain=plain, asked=asked)
-    matmul_operands.check_results(name, a, w, bias, out, given.scaled_dtype)
-    op.into(a, w, out, given=given, plain=plain and is_plain(out), asked=asked)
+        return op(a, w, given=arguments, plain=plain, asked=asked)
+    matmul_operands.check_results(name, a, w, bias, out, arguments.scaled_dtype)
+    op.into(a, w, out, given=arguments, plain=plain and is_plain(out), asked=asked)
     return list(out) if in_list else out
 
 
-def _fake(a, w, given: _Summed) -> list[torch.Tensor]:
+def _fake(a, w, arguments: _Summed) -> list[torch.Tensor]:
     shapes = [x.shape[:-1] for x in a]
-    if isinstance(given, ArgumentsOfParts):
-        shapes = [(size, *shape[1:]) for size, shape in zip(parts.own_sizes(given), shapes, strict=True)]
+    if isinstance(arguments, ArgumentsOfParts):
+        shapes = [(size, *shape[1:]) for size, shape in zip(parts.own_sizes(arguments), shapes, strict=True)]
     each = zip(a, w, shapes, strict=True)
-    return [x.new_empty((*shape, weight.shape[0]), dtype=given.scaled_dtype) for x, weight, shape in each]
+    return [x.new_empty((*shape, weight.shape[0]), dtype=arguments.scaled_dtype) for x, weight, shape in each]
 
 
-def _run(op: str, engine: Engine, a, w, outs, given: _Summed):
+def _run(op: str, engine: Engine, a, w, outs, arguments: _Summed):
     """Writes each rank's sum, or its part of it, into its tensor of ``outs``, which are contiguous."""
     columns, in_one = w[0].shape[0], a[0].shape[1:-1].numel()
-    if isinstance(given, ArgumentsOfParts):
-        counts = cut = [size * in_one for size in given.sizes]
+    if isinstance(arguments, ArgumentsOfParts):
+        counts = cut = [size * in_one for size in arguments.sizes]
     else:
         cut = [outs[0].shape[:-1].numel()]
         counts = owned_rows(cut[0], engine.world_size)
-    partitions.panels(op, given.partition, given.num_partitions, cut, columns)  # raises
-    followed = options.applied(op, given, outs)
-    if given.codec:
-        call_checks.check_quantized_call(op, given.codec, "auto", outs[0])
+    partitions.panels(op, arguments.partition, arguments.num_partitions, cut, columns)  # raises
+    followed = options.applied(op, arguments, outs)
+    if arguments.codec:
+        call_checks.check_quantized_call(op, arguments.codec, "auto", outs[0])
     if not sum(counts) or not columns:
         return None
-    how = {"partition": given.partition, "num_partitions": given.num_partitions} | matmul_operands.multiplied(
-        op, a, w, given
-    )
-    work = Product(op, tuple(counts), columns, bool(given.bias), given.codec, followed and followed.form, **how)
+    how = {"partition": arguments.partition, "num_partitions": arguments.num_partitions}
+    how |= matmul_operands.multiplied(op, a, w, arguments)
+    work = Product(op, tuple(counts), columns, bool(arguments.bias), arguments.codec, followed and followed.form, **how)
     ranks = []
     for rank, out in enumerate(outs):
-        more = [given.bias[rank].resolve_neg().contiguous()] if given.bias else []  # kernels read raw memory
+        more = [arguments.bias[rank].resolve_neg().contiguous()] if arguments.bias else []  # kernels read raw memory
         more += followed.inputs[rank].tensors if followed else []
         numbers = tuple(followed.inputs[rank].scalars) if followed else ()
-        ranks.append(Operands((*matmul_operands.factors(a, w, given, rank), *more), (out,), numbers))
-    return engine.run(Call.of(work, outs[0], timeout_s=given.timeout_s), ranks), ranks
+        ranks.append(Operands((*matmul_operands.factors(a, w, arguments, rank), *more), (out,), numbers))
+    return engine.run(Call.of(work, outs[0], timeout_s=arguments.timeout_s), ranks), ranks
 
 
-def _check_out(a, w, outs, given: Arguments) -> None:
+def _check_out(a, w, outs, arguments: Arguments) -> None:
     tensor_checks.check_distinct(MATMUL_ALLREDUCE, "out", outs)
     for rank, out in enumerate(outs):
-        bias = {"bias": given.bias[rank]} if given.bias else {}
+        bias = {"bias": arguments.bias[rank]} if arguments.bias else {}
         tensor_checks.check_apart(MATMUL_ALLREDUCE, out, a=a[rank], w=w[rank], **bias)
-    options.check_apart_from_epilogue(MATMUL_ALLREDUCE, outs, given.tensors)
+    options.check_apart_from_epilogue(MATMUL_ALLREDUCE, outs, arguments.tensors)
 
 
 def check_leaves(op: str, engine: Engine, a: Sequence[torch.Tensor], *rest) -> None:
@@ -309,10 +308,10 @@ def check_leaves(op: str, engine: Engine, a: Sequence[torch.Tensor], *rest) -> N
     leaf_tree.check_operands(op, a if engine.devices else list(a) * engine.world_size)
 
 
-def _check_parts(engine: Engine, a, w, given: ArgumentsOfParts) -> None:
-    parts.check_lengths(MATMUL_REDUCESCATTER, given.sizes, [x.shape[0] for x in a], [sum(given.sizes)] * len(a))
-    parts.check_place(MATMUL_REDUCESCATTER, engine, given)
-    check_leaves(MATMUL_REDUCESCATTER, engine, a, w, given)
+def _check_parts(engine: Engine, a, w, arguments: ArgumentsOfParts) -> None:
+    parts.check_lengths(MATMUL_REDUCESCATTER, arguments.sizes, [x.shape[0] for x in a], [sum(arguments.sizes)] * len(a))
+    parts.check_place(MATMUL_REDUCESCATTER, engine, arguments)
+    check_leaves(MATMUL_REDUCESCATTER, engine, a, w, arguments)
 
 
 def _backward(ctx, gradients):

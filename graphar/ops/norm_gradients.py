@@ -30,8 +30,8 @@ def of_rows_and_weights(
     wanted = wanted if ctx.in_list else [wanted]
     numbers = ctx.given["eps"], ctx.given["weight_offset"]
     of_ranks = zip(gradients[::2], gradients[1::2], summed, weights, wanted, strict=True)
-    found = [_of_rank(*of_rank, numbers, ranks) for of_rank in of_ranks]
-    return [rows for rows, _ in found], [weight for _, weight in found]
+    pairs = [_of_rank(*of_rank, numbers, ranks) for of_rank in of_ranks]
+    return [rows for rows, _ in pairs], [weight for _, weight in pairs]
 
 
 def load(weight: torch.Tensor) -> None:
@@ -50,17 +50,17 @@ def _of_rank(of_normed, of_summed, summed, weight, wanted: bool, numbers: tuple[
 
 
 def _residual_rmsnorm_backward(of_normed, of_summed, summed, weight, eps, weight_offset, of_weight, ranks):
-    of_normed, summed, weight = (one.contiguous() for one in (of_normed, summed, weight))
+    of_normed, summed, weight = (x.contiguous() for x in (of_normed, summed, weight))
     of_summed = None if of_summed is None else of_summed.contiguous()
     whole, columns = of_weight and not ranks, weight.numel()
     if residual_norm.serves_backward(summed):
-        of_rows, found = residual_norm.backward(of_normed, of_summed, summed, weight, eps, weight_offset, whole)
+        of_rows, of_w = residual_norm.backward(of_normed, of_summed, summed, weight, eps, weight_offset, whole)
     else:
-        of_rows, found = norm_gradients.specification(of_normed, of_summed, summed, weight, eps, weight_offset)
+        of_rows, of_w = norm_gradients.specification(of_normed, of_summed, summed, weight, eps, weight_offset)
     if of_weight and ranks:
         rows = of_normed.view(-1, columns), summed.view(-1, columns)
         return of_rows, norm_gradients.weight_partial(*rows, eps, ranks)
-    return of_rows, found if of_weight else weight.new_empty(0)
+    return of_rows, of_w if of_weight else weight.new_empty(0)
 
 
 for _key in ("CPU", "CUDA"):
@@ -79,17 +79,17 @@ def _keep(ctx, inputs, output) -> None:
 
 
 def _second_derivatives(ctx, gradient_of_rows, gradient_of_weight):
-    given, of_summed, *more = ctx.saved_tensors
-    of_normed, summed, weight = (one.detach().requires_grad_() for one in (given, *more))
+    incoming, of_summed, *more = ctx.saved_tensors
+    of_normed, summed, weight = (x.detach().requires_grad_() for x in (incoming, *more))
     of_summed = None if of_summed is None else of_summed.detach().requires_grad_()
     leaves = [of_normed, of_summed, summed, weight]
     with torch.enable_grad():
         more = torch.zeros_like(summed) if of_summed is None else of_summed
         results = norm_gradients.differentiable(of_normed, more, summed, weight, ctx.eps, ctx.offset)
     count = 2 if ctx.of_weight else 1
-    needed = [one for one in leaves if one is not None]
-    found = iter(torch.autograd.grad(results[:count], needed, (gradient_of_rows, gradient_of_weight)[:count]))
-    return *(None if one is None else next(found) for one in leaves), None, None, None, None
+    needed = [leaf for leaf in leaves if leaf is not None]
+    gradients = iter(torch.autograd.grad(results[:count], needed, (gradient_of_rows, gradient_of_weight)[:count]))
+    return *(None if leaf is None else next(gradients) for leaf in leaves), None, None, None, None
 
 
 torch.library.register_autograd(

@@ -90,8 +90,8 @@ def allreduce_residual_rmsnorm(
     tensors = (x, residual, weight) if scale is None else (x, residual, weight, scale)
     kinds = type(eps), type(weight_offset), type(group_size), type(timeout_s)
     how = eps, weight_offset, out_dtype, group_size, timeout_s, kinds
-    if (found := repeated(ALLREDUCE_NORM, group, tensors, how)) is not None:
-        return found
+    if (result := repeated(ALLREDUCE_NORM, group, tensors, how)) is not None:
+        return result
     return _call(NORM, (tensors, how, None), group, eps, weight_offset, out_dtype, group_size, timeout_s)
 
 
@@ -145,8 +145,8 @@ def reducescatter_residual_rmsnorm(
     tensors = (x, residual, weight) if scale is None else (x, residual, weight, scale)
     kinds = type(eps), type(weight_offset), type(group_size), type(timeout_s)
     how = eps, weight_offset, out_dtype, group_size, timeout_s, kinds
-    if (found := repeated(REDUCESCATTER_NORM, group, tensors, how)) is not None:
-        return found
+    if (result := repeated(REDUCESCATTER_NORM, group, tensors, how)) is not None:
+        return result
     return _call(SCATTERED_NORM, (tensors, how, None), group, eps, weight_offset, out_dtype, group_size, timeout_s)
 
 
@@ -158,13 +158,13 @@ def ranks_of(op: str, x, residual, weight, scale) -> list[tuple]:
 
     They are given as tensors, or as lists with one per rank.
     """
-    given = (x, residual, weight) if scale is None else (x, residual, weight, scale)
+    tensors = (x, residual, weight) if scale is None else (x, residual, weight, scale)
     xs, in_list = x, isinstance(x, (list, tuple))
     if in_list:
         tensor_checks.check_list(op, xs)
-        for name, of_ranks in zip(_TENSORS[1:], given[1:], strict=False):
+        for name, of_ranks in zip(_TENSORS[1:], tensors[1:], strict=False):
             tensor_checks.check_one_each(op, name, of_ranks, xs)
-    ranks = list(zip(*given, strict=True)) if in_list else [given]
+    ranks = list(zip(*tensors, strict=True)) if in_list else [tensors]
     for x, *_ in ranks:
         tensor_checks.check_tensor(op, "x", x)
         if x.dtype not in TYPE_NAMES:
@@ -201,15 +201,15 @@ def _check(
 
 
 def check_beside(
-    op: str, name: str, given: torch.Tensor, shape: Sequence[int], x: torch.Tensor, dtype: torch.dtype | None = None
+    op: str, name: str, tensor: torch.Tensor, shape: Sequence[int], x: torch.Tensor, dtype: torch.dtype | None = None
 ) -> None:
     """Raises unless ``given`` is a tensor of that shape with the device of ``x``, and ``dtype``, or that of ``x``."""
-    tensor_checks.check_tensor(op, name, given)
+    tensor_checks.check_tensor(op, name, tensor)
     dtype = dtype or x.dtype
-    if (tuple(given.shape), given.dtype, given.device) != (tuple(shape), dtype, x.device):
+    if (tuple(tensor.shape), tensor.dtype, tensor.device) != (tuple(shape), dtype, x.device):
         raise ValueError(
-            f"{op}: {name} must be {list(shape)} {dtype} on {x.device}, got {list(given.shape)} {given.dtype} "
-            f"on {given.device}"
+            f"{op}: {name} must be {list(shape)} {dtype} on {x.device}, got {list(tensor.shape)} {tensor.dtype} "
+            f"on {tensor.device}"
         )
 
 
@@ -226,7 +226,7 @@ def check_number(op: str, name: str, number: object) -> float:
 
 def prepare_gradients(op: str, ranks: Sequence[Sequence[torch.Tensor]], output: str = "like_input") -> None:
     """Loads what the backward pass of a call needs, if it needs one; ValueError if the call's ``output`` has none."""
-    if not torch.is_grad_enabled() or not any(one.requires_grad for of_rank in ranks for one in of_rank):
+    if not torch.is_grad_enabled() or not any(tensor.requires_grad for of_rank in ranks for tensor in of_rank):
         return
     if output != "like_input":
         raise ValueError(f"{op}: FP8 cannot be differentiated; omit out_dtype, or call under torch.no_grad()")
@@ -249,7 +249,7 @@ def _call(op: Op, asked: Asked, group: Group, eps, weight_offset, out_dtype, gro
     pairs = zip(lengths or [None] * len(ranks), ranks, strict=True)
     output = {_check(name, out_dtype, group_size, length, *of_rank) for length, of_rank in pairs}.pop()
     prepare_gradients(name, ranks, output)
-    scales = [one for _, _, _, *of_rank in ranks for one in of_rank]
+    scales = [scale for _, _, _, *of_rank in ranks for scale in of_rank]
     how = where | {"output": output, "scales": scales, "timeout_s": timeout_s}
     return make(op, (x, residual, weight), ranks, numbers, how, asked, group)
 
@@ -280,35 +280,35 @@ def make(op: Op, tensors: tuple, ranks: Sequence[tuple], numbers: tuple[float, f
     name = engine_name(group, op.name, alone=how.get("partition") == TP_INVARIANT and not in_list)
     how |= {"eps": numbers[0], "weight_offset": numbers[1], "communicator": name}
     plain = not in_list and all(map(is_plain, (*ranks[0], *how.get("scales", ()))))
-    found = op(*tensors, given=op.given(**how), plain=plain, asked=asked)
-    return by_result(found, len(ranks) if in_list else None)
+    flat = op(*tensors, given=op.given(**how), plain=plain, asked=asked)
+    return by_result(flat, len(ranks) if in_list else None)
 
 
 def check_parts(op: str, engine: Engine, xs, *rest) -> None:
     """Checks the sizes of an op that splits rows: its ``sizes`` must fit the first tensors and the residuals."""
-    *_, residuals, _, given = rest
-    parts.check_lengths(op, given.sizes, [len(x) for x in xs], [sum(given.sizes)] * len(xs))
-    parts.check_lengths(op, given.sizes, [len(one) for one in residuals], parts.own_sizes(given))
-    parts.check_place(op, engine, given)
+    *_, residuals, _, arguments = rest
+    parts.check_lengths(op, arguments.sizes, [len(x) for x in xs], [sum(arguments.sizes)] * len(xs))
+    parts.check_lengths(op, arguments.sizes, [len(rows) for rows in residuals], parts.own_sizes(arguments))
+    parts.check_place(op, engine, arguments)
 
 
-def _fake(xs, residuals, weights, given) -> list[tuple[torch.Tensor, ...]]:
+def _fake(xs, residuals, weights, arguments) -> list[tuple[torch.Tensor, ...]]:
     """Returns uninitialised tensors for each rank's results."""
-    return [empty(given.output, residual) for residual in residuals]
+    return [empty(arguments.output, residual) for residual in residuals]
 
 
-def _run(op: str, engine: Engine, xs, residuals, weights, outs, given: Arguments):
+def _run(op: str, engine: Engine, xs, residuals, weights, outs, arguments: Arguments):
     """Writes each rank's results: normed rows, the new residual, and scales if the output has some."""
-    lists = [xs, residuals, weights, *([given.scales] if given.scales else [])]
+    lists = [xs, residuals, weights, *([arguments.scales] if arguments.scales else [])]
     ranks = [
-        Operands(tuple([one.contiguous() for one in of_rank]), results)
+        Operands(tuple([tensor.contiguous() for tensor in of_rank]), results)
         for of_rank, results in zip(zip(*lists, strict=True), outs, strict=True)
     ]
     x = ranks[0].inputs[0]
-    counts = parts.counts_of(x, given.sizes) if isinstance(given, ArgumentsOfParts) else (x.numel(),)
-    numbers = given.eps, given.weight_offset
-    work = Norm(op, counts, x.shape[-1], given.output, *numbers, row=tuple(x.shape[1:]))
-    return engine.run(Call.of(work, x, timeout_s=given.timeout_s), ranks), ranks
+    counts = parts.counts_of(x, arguments.sizes) if isinstance(arguments, ArgumentsOfParts) else (x.numel(),)
+    numbers = arguments.eps, arguments.weight_offset
+    work = Norm(op, counts, x.shape[-1], arguments.output, *numbers, row=tuple(x.shape[1:]))
+    return engine.run(Call.of(work, x, timeout_s=arguments.timeout_s), ranks), ranks
 
 
 def empty(output: str, residual: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -334,7 +334,7 @@ def _backward_of_parts(ctx, gradients):
     return for_ranks(ctx, "allgather", of_rows, **call), of_rows, of_weights, {}
 
 
-_HOW: dict[str, Any] = {"saved": lambda given: ("weight",), "saved_result": 1, "returns": "Tensor[]"}
+_HOW: dict[str, Any] = {"saved": lambda arguments: ("weight",), "saved_result": 1, "returns": "Tensor[]"}
 NORM = Op(ALLREDUCE_NORM, _TENSORS[:3], Arguments, partial(_run, ALLREDUCE_NORM), _fake, backward=_backward, **_HOW)
 SCATTERED_NORM = Op(
     REDUCESCATTER_NORM,

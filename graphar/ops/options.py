@@ -92,14 +92,14 @@ class Normed(Given):
     weight_offset: float = 0.0
 
 
-def kinds(given: type[Given]) -> dict[str, str]:
+def kinds(arguments: type[Given]) -> dict[str, str]:
     """Returns the types of arguments in a schema, by name."""
-    return {argument.name: _KINDS[str(argument.type).removeprefix("options.")] for argument in fields(given)}
+    return {argument.name: _KINDS[str(argument.type).removeprefix("options.")] for argument in fields(arguments)}
 
 
-def defaults(given: type[Given]) -> dict[str, Any]:
+def defaults(arguments: type[Given]) -> dict[str, Any]:
     """Returns the value of each argument in a call that does not use it, by name."""
-    return {argument.name: [] if argument.default == () else argument.default for argument in fields(given)}
+    return {argument.name: [] if argument.default == () else argument.default for argument in fields(arguments)}
 
 
 class EpilogueOption(TypedDict):
@@ -130,9 +130,9 @@ REMOVED = {  # options of earlier versions, and what to do
 }
 
 
-def check_removed(op: str, given: Iterable[str]) -> None:
+def check_removed(op: str, names: Iterable[str]) -> None:
     """Raises TypeError for arguments that an op does not take; of an option that it once took, says what to do."""
-    for name in given:
+    for name in names:
         if name in REMOVED:
             raise TypeError(f"{op}: {name}= was removed: {REMOVED[name]}")
         raise TypeError(f"{op}() got an unexpected keyword argument {name!r}")
@@ -146,21 +146,21 @@ def check_together(op: str, codec: object, epilogue: object, residual: object = 
         raise ValueError(f"{op}: takes a codec or an epilogue, not both")
 
 
-def check_order(op: str, engine: Engine, xs: Sequence[torch.Tensor], given: Ordered) -> None:
+def check_order(op: str, engine: Engine, xs: Sequence[torch.Tensor], arguments: Ordered) -> None:
     """Checks the order in which ``xs`` are added, "rank" or "tree".
 
     Raises:
         ValueError: there is no such order, it excludes the codec, the dtype of ``xs`` or that of the result, or the
             ranks of ``engine`` have no tree.
     """
-    order, out_dtype = given.order, given.out_dtype
+    order, out_dtype = arguments.order, arguments.out_dtype
     if order == "rank" and out_dtype is None:
         return
     if order not in ("rank", "tree"):
         raise ValueError(f"{op}: order must be 'rank' or 'tree', got {order!r}")
     if order == "rank":
         raise ValueError(f"{op}: out_dtype needs order='tree'; in the order of ranks the result has the dtype of x")
-    if given.codec:
+    if arguments.codec:
         raise ValueError(f"{op}: takes a codec or order='tree', not both")
     if xs[0].dtype != torch.float32:
         raise ValueError(f"{op}: order='tree' adds partials in float32, got {xs[0].dtype}")
@@ -230,18 +230,18 @@ def codec_with_feedback(op: str, codec: str, algorithm: str, xs, residuals, outs
     return replace(checked, feedback=True).text
 
 
-def applied(op: str, given, outs: Sequence[torch.Tensor], bind_one: Callable = bind) -> AppliedEpilogue | None:
+def applied(op: str, arguments, outs: Sequence[torch.Tensor], bind_one: Callable = bind) -> AppliedEpilogue | None:
     """Returns the epilogue of a call for the ranks' results ``outs``; None if the call has no epilogue.
 
     Raises:
         ValueError: an argument does not fit, or its dtype differs between ranks.
     """
-    if not given.epilogue:
+    if not arguments.epilogue:
         return None
-    count = len(given.tensors) // len(outs)
+    tensors, count = arguments.tensors, len(arguments.tensors) // len(outs)
     forms, inputs = [], []
     for rank, out in enumerate(outs):
-        form, of_rank = bind_one(op, given.epilogue, out, given.tensors[rank * count :][:count], given.scalars)
+        form, of_rank = bind_one(op, arguments.epilogue, out, tensors[rank * count :][:count], arguments.scalars)
         forms.append(form)
         inputs.append(of_rank)
     if len({form.dtypes for form in forms}) > 1:

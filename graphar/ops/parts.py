@@ -67,9 +67,9 @@ def counts_of(rows: torch.Tensor, sizes: Sequence[int]) -> tuple[int, ...]:
     return tuple([size * in_a_row for size in sizes])
 
 
-def own_sizes(given: InParts) -> list[int]:
+def own_sizes(arguments: InParts) -> list[int]:
     """Returns the lengths of the parts of this process's ranks."""
-    return list(given.sizes) if given.rank < 0 else [given.sizes[given.rank]]
+    return list(arguments.sizes) if arguments.rank < 0 else [arguments.sizes[arguments.rank]]
 
 
 def with_length(x: torch.Tensor, axis: int, length: int, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -78,11 +78,11 @@ def with_length(x: torch.Tensor, axis: int, length: int, dtype: torch.dtype | No
 
 
 # The public functions ensure this, but compiled graphs and torch.ops do not. Kernels compute addresses from it.
-def check_place(op: str, engine: Engine, given: InParts) -> None:
+def check_place(op: str, engine: Engine, arguments: InParts) -> None:
     """Raises ValueError if a call was made for another rank, or for another number of ranks."""
-    mine, ranks = -1 if engine.devices else engine.rank, len(given.sizes)
-    if (given.rank, ranks) != (mine, engine.world_size):
-        raise ValueError(f"{op}: made for rank {given.rank} of {ranks}, called by rank {mine} of {engine.world_size}")
+    mine, rank, ranks = -1 if engine.devices else engine.rank, arguments.rank, len(arguments.sizes)
+    if (rank, ranks) != (mine, engine.world_size):
+        raise ValueError(f"{op}: made for rank {rank} of {ranks}, called by rank {mine} of {engine.world_size}")
 
 
 def check_lengths(op: str, sizes: Sequence[int], lengths: list[int], expected: list[int]) -> None:

@@ -49,7 +49,7 @@ def prepare(
     added = [dtype for dtype in dtypes if dtype in TYPE_NAMES]
     named = ", and e4m3 operands" if FP8 in dtypes else ""
     named += f", codecs {[codec.text for codec in codecs]}" if codecs else ""
-    named += f", epilogues {[one.text for one in epilogues]}" if epilogues else ""
+    named += f", epilogues {[epilogue.text for epilogue in epilogues]}" if epilogues else ""
     named += ", tensor-parallel invariant" if tp_invariant else ""
     with engine.keeping_failure("prepare"):
         if engine.group and engine.world_size > 1:
@@ -71,21 +71,21 @@ def prepare(
         copied = [op for op, size in least.items() if size and (max_nbytes is None or max_nbytes >= size)]
         calls = [(COPYING[op], dtype) for op in copied for dtype in added]
         loaded = runner_of(engine).kernels
-        of_copies = [by_copies.sources(loaded, engine.world_size, *one) for one in calls]
+        of_copies = [by_copies.sources(loaded, engine.world_size, *call) for call in calls]
         loaded.compile(itertools.chain(map(loaded.source_of, kernels), *of_tiles, *of_copies, *of_losses.values()))
         _load_losses(of_losses)
         for kernel in kernels:
             loaded.prepare(kernel)
         for tile in tiles:
             load_tile(runner_of(engine), *tile)
-        for one in calls:
-            by_copies.load(runner_of(engine), *one)
+        for call in calls:
+            by_copies.load(runner_of(engine), *call)
 
 
 def _of_losses(engine: Engine, dtypes: Sequence[torch.dtype]) -> dict[int, list[KernelSource]]:
     """Returns the kernels of losses and log-probabilities by GPU of this process."""
-    devices = [one.index for one in engine.devices or [engine.first_device()] if one.type == "cuda"]
-    return {one: loss.sources(one, dtypes) for one in devices if loss.runs_on(one)}
+    devices = [device.index for device in engine.devices or [engine.first_device()] if device.type == "cuda"]
+    return {device: loss.sources(device, dtypes) for device in devices if loss.runs_on(device)}
 
 
 def _load_losses(of_losses: dict[int, list[KernelSource]]) -> None:
@@ -105,14 +105,14 @@ def _needed_tiles(
     """Yields the fused kernels of every tile that calls of ``ops`` may take."""
     if runner_of(engine).chip.arch != MATMUL_ARCH:
         return
-    results = [one for one in dtypes if one in MATMUL_TYPES]
-    algorithms = [one for op in ops for one in with_kernels(op) if one.row.tiles]
+    results = [dtype for dtype in dtypes if dtype in MATMUL_TYPES]
+    algorithms = [algorithm for op in ops for algorithm in with_kernels(op) if algorithm.row.tiles]
     forms = (None, *epilogues)
     for algorithm, epilogue in itertools.product(algorithms, forms):
         if epilogue and not algorithm.row.takes_epilogue:
             continue
         work, adds = Product(algorithm.op, (), 1, epilogue=epilogue), algorithm.row.sends_tiles
-        works = [work, *[work._replace(codec=one.text) for one in codecs if adds and not epilogue]]
+        works = [work, *[work._replace(codec=codec.text) for codec in codecs if adds and not epilogue]]
         if tp_invariant and adds and engine.table.matmul.tiles_from(engine.world_size, codec=False) < math.inf:
             works.append(work._replace(partition=TP_INVARIANT))
         yield from _tiles(engine, algorithm, works, results)

@@ -139,7 +139,7 @@ class Op(Generic[G]):
         Later calls like a plain one may repeat it, if ``asked`` says what the user asked for: see repeats.py.
         """
         if plain:
-            outs = self._results([[one] for one in tensors], given, False, asked)
+            outs = self._results([[x] for x in tensors], given, False, asked)
             return outs if self.returns != "Tensor" else outs[0]
         rest = self._values(given)
         if not _is_compiling():
@@ -147,40 +147,40 @@ class Op(Generic[G]):
         if not isinstance(tensors[0], (list, tuple)):
             return self.one(*tensors, *rest)
         pairs = zip(rest, self._kinds.values(), strict=True)
-        rest = [with_own_nodes(one) if kind == "Tensor[]" else one for one, kind in pairs]
-        return self.list(*[with_own_nodes(list(ones)) for ones in tensors], *rest)
+        rest = [with_own_nodes(value) if kind == "Tensor[]" else value for value, kind in pairs]
+        return self.list(*[with_own_nodes(list(xs)) for xs in tensors], *rest)
 
-    def into(self, *given_tensors, given: G, plain: bool = False, asked: Asked | None = None) -> None:
+    def into(self, *tensors, given: G, plain: bool = False, asked: Asked | None = None) -> None:
         """Calls the ``out=`` form, in the same way as :meth:`__call__`."""
         if plain:
-            in_list = isinstance(given_tensors[0], list)
-            self._implement_out(*given_tensors, *self._values(given), in_list=in_list, asked=asked)
-        elif isinstance(given_tensors[0], (list, tuple)):
-            self.list_out(*given_tensors, *self._values(given))
+            in_list = isinstance(tensors[0], list)
+            self._implement_out(*tensors, *self._values(given), in_list=in_list, asked=asked)
+        elif isinstance(tensors[0], (list, tuple)):
+            self.list_out(*tensors, *self._values(given))
         else:
-            self.one_out(*given_tensors, *self._values(given))
+            self.one_out(*tensors, *self._values(given))
 
-    def _values(self, given: G) -> list:
-        return [getattr(given, name) for name in self._kinds]
+    def _values(self, arguments: G) -> list:
+        return [getattr(arguments, name) for name in self._kinds]
 
-    def arguments(self, **given: Any) -> tuple:
+    def arguments(self, **named: Any) -> tuple:
         """Returns the arguments after the tensors, in order, with defaults for those that are not given."""
-        if unknown := given.keys() - self._kinds.keys():
+        if unknown := named.keys() - self._kinds.keys():
             raise TypeError(f"{self.name} takes no {unknown}")
-        return tuple([given[name] if name in given else self._defaults[name] for name in self._kinds])
+        return tuple([named[name] if name in named else self._defaults[name] for name in self._kinds])
 
     def takes(self, name: str) -> bool:
         """Whether the op has a tensor or an argument of that name."""
         return name in self.tensors or name in self._kinds
 
-    def read(self, given: Sequence) -> dict[str, Any]:
+    def read(self, values: Sequence) -> dict[str, Any]:
         """Returns by name the tensors and arguments of a call of the first form."""
-        return dict(zip((*self.tensors, *self._kinds), given, strict=True))
+        return dict(zip((*self.tensors, *self._kinds), values, strict=True))
 
-    def write(self, given: Mapping[str, Any]) -> tuple:
+    def write(self, named: Mapping[str, Any]) -> tuple:
         """Returns tensors and arguments in order: the inverse of :meth:`read`, with defaults for missing ones."""
-        rest = {name: one for name, one in given.items() if name not in self.tensors}
-        return *[given[name] for name in self.tensors], *self.arguments(**rest)
+        rest = {name: value for name, value in named.items() if name not in self.tensors}
+        return *[named[name] for name in self.tensors], *self.arguments(**rest)
 
     def saved(self, ctx) -> Saved:
         """Returns in a backward pass what it needs of the forward pass: see :meth:`Differentiation.saved`."""
@@ -192,7 +192,7 @@ class Op(Generic[G]):
     def _register(self, in_list: bool) -> None:
         """Registers a form of the op, its form with ``out=``, if it has one, vmap and the backward pass."""
         name, kind = (f"{self.name}_list", "Tensor[]") if in_list else (self.name, "Tensor")
-        tensors = ", ".join(f"{kind} {one}" for one in self.tensors)
+        tensors = ", ".join(f"{kind} {tensor}" for tensor in self.tensors)
         arguments = ", ".join(f"{kind} {name}" for name, kind in self._kinds.items())
         result = self.returns if self.returns != "Tensor" else kind
         self._define(name, f"({tensors}, {arguments}) -> {result}", in_list, self._implement, self._meta)
@@ -201,9 +201,9 @@ class Op(Generic[G]):
             schema = f"({tensors}, {rest}{kind.replace('Tensor', 'Tensor(b!)')} out, {arguments}) -> ()"
             self._define(f"{name}_out", schema, in_list, self._implement_out, lambda *given, in_list: None)
 
-        def over(info, dims: Sequence, *given):
+        def over(info, dims: Sequence, *values):
             is_one = self.returns == "Tensor" and not in_list
-            return over_batch(self.name, self.list if in_list else self.one, is_one, info.batch_size, dims, given)
+            return over_batch(self.name, self.list if in_list else self.one, is_one, info.batch_size, dims, values)
 
         torch.library.register_vmap(f"graphar::{name}", over, lib=library)
         if self._rule:
@@ -217,31 +217,31 @@ class Op(Generic[G]):
 
     # ---- implementations --------------------------------------------------------------------------------------------
 
-    def _split(self, given: Sequence, in_list: bool) -> tuple[Lists, Sequence]:
+    def _split(self, values: Sequence, in_list: bool) -> tuple[Lists, Sequence]:
         """Returns the tensors, as lists of this process's ranks, and the arguments after them."""
         count = len(self.tensors)
-        return [list(one) if in_list else [one] for one in given[:count]], given[count:]
+        return [list(value) if in_list else [value] for value in values[:count]], values[count:]
 
-    def _engine(self, lists: Lists, given: G, in_list: bool) -> Engine:
+    def _engine(self, lists: Lists, arguments: G, in_list: bool) -> Engine:
         """Checks a call, and returns its engine."""
-        name = given.communicator
+        name = arguments.communicator
         if in_list:
             engine = engine_of_devices(name, tuple([x.device for x in lists[0]]), self.name)
         else:
             engine = engine_of_group(name, self.name)
-        self._check(engine, *lists, given)
+        self._check(engine, *lists, arguments)
         return engine
 
-    def _results(self, lists: Lists, given: G, in_list: bool, asked: Asked | None = None) -> list[torch.Tensor]:
+    def _results(self, lists: Lists, arguments: G, in_list: bool, asked: Asked | None = None) -> list[torch.Tensor]:
         """Makes a call, and returns new results, rank by rank."""
-        engine = self._engine(lists, given, in_list)
-        outs = self._fake(*lists, given)
-        self._make(engine, lists, outs, given, asked)
-        return outs if self.returns == "Tensor" else [one for results in outs for one in results]
+        engine = self._engine(lists, arguments, in_list)
+        outs = self._fake(*lists, arguments)
+        self._make(engine, lists, outs, arguments, asked)
+        return outs if self.returns == "Tensor" else [result for results in outs for result in results]
 
     def _implement(self, *call, in_list: bool):
-        lists, arguments = self._split(call, in_list)
-        outs = self._results(lists, self.given(*arguments), in_list)
+        lists, values = self._split(call, in_list)
+        outs = self._results(lists, self.given(*values), in_list)
         return outs if in_list or self.returns != "Tensor" else outs[0]
 
     def _implement_out(self, *call, in_list: bool, asked: Asked | None = None) -> None:
@@ -249,34 +249,34 @@ class Op(Generic[G]):
         residuals: Sequence[torch.Tensor] = ()
         if self._residual:
             residuals, *rest = rest
-        out, *arguments = rest
-        given, outs = self.given(*arguments), list(out) if in_list else [out]
-        engine = self._engine(lists, given, in_list)
+        out, *values = rest
+        arguments, outs = self.given(*values), list(out) if in_list else [out]
+        engine = self._engine(lists, arguments, in_list)
         assert self._check_out
-        self._check_out(*lists, outs, given)
+        self._check_out(*lists, outs, arguments)
         if residuals and self._residual:
-            given = self._residual(*lists, residuals, outs, given)
-        targets = [one if one.is_contiguous() else torch.empty_like(one, memory_format=_contiguous) for one in outs]
+            arguments = self._residual(*lists, residuals, outs, arguments)
+        targets = [out if out.is_contiguous() else torch.empty_like(out, memory_format=_contiguous) for out in outs]
         asked = None if targets[0] is not outs[0] else asked
-        self._make(engine, lists, targets, given, asked, *([residuals] if residuals else []))
-        for target, one in zip((*targets, *residuals), (*outs, *residuals), strict=True):
-            deliver(target, one)
+        self._make(engine, lists, targets, arguments, asked, *([residuals] if residuals else []))
+        for target, destination in zip((*targets, *residuals), (*outs, *residuals), strict=True):
+            deliver(target, destination)
 
-    def _make(self, engine: Engine, lists: Lists, outs: list, given: G, asked: Asked | None, *residuals) -> None:
+    def _make(self, engine: Engine, lists: Lists, outs: list, arguments: G, asked: Asked | None, *residuals) -> None:
         """Makes a call, and keeps it if calls like it can repeat it."""
         repeats = engine.warm.repeats
-        made = self._run(engine, *lists, outs, given, *residuals)
+        made = self._run(engine, *lists, outs, arguments, *residuals)
         if asked is not None and made is not None and made[0] is not None:
-            plan, (own,) = made
-            keep(engine, repeats, self.name, asked, plan, own, getattr(given, "codec", ""))
+            plan, (operands,) = made
+            keep(engine, repeats, self.name, asked, plan, operands, getattr(arguments, "codec", ""))
 
     def _meta(self, *call, in_list: bool):
-        for one in when_traced:
-            one()
-        lists, arguments = self._split(call, in_list)
-        results = self._fake(*lists, self.given(*arguments))
+        for callback in when_traced:
+            callback()
+        lists, values = self._split(call, in_list)
+        results = self._fake(*lists, self.given(*values))
         if self.returns != "Tensor":
-            return [one for of_rank in results for one in of_rank]
+            return [result for of_rank in results for result in of_rank]
         return results if in_list else results[0]
 
 
@@ -290,18 +290,18 @@ def op_named(name: str) -> Op:
     return _ops[name]
 
 
-def for_ranks(ctx, name: str, *lists: Sequence[torch.Tensor], **given) -> list[torch.Tensor]:
+def for_ranks(ctx, name: str, *lists: Sequence[torch.Tensor], **named) -> list[torch.Tensor]:
     """Calls an op in a backward pass, in the same form as the forward op.
 
     ``lists`` has a list of this process's ranks for each of the op's tensors. Returns the results of this process's
     ranks, rank by rank: of an op with two results first both of one rank, then both of the next.
     """
     op = op_named(name)
-    arguments = op.arguments(**given)
+    values = op.arguments(**named)
     if ctx.in_list:
-        return op.list(*map(list, lists), *arguments)
-    found = op.one(*[ones[0] for ones in lists], *arguments)
-    return [found] if op.returns == "Tensor" else found
+        return op.list(*map(list, lists), *values)
+    results = op.one(*[xs[0] for xs in lists], *values)
+    return [results] if op.returns == "Tensor" else results
 
 
 def by_result(flat: Sequence[torch.Tensor], ranks: int | None) -> tuple:

@@ -77,16 +77,16 @@ def repeated(op: str, group: Group, tensors: tuple, options: tuple, epilogue: ob
         latest = repeats.get(call)  # most calls are like the latest one: its guard is faster than a look-up by shape
     except (TypeError, RuntimeError):  # an option is of another type than any that fits, or a tensor has no memory
         return None
-    if latest is not None and (found := latest(tensors, out, numbers)) is not None:
-        return found
+    if latest is not None and (result := latest(tensors, out, numbers)) is not None:
+        return result
     try:
         repeat = repeats.get((call, first.shape, first.dtype))
     except RuntimeError:  # the tensor has no shape
         return None
-    if repeat is None or repeat is latest or (found := repeat(tensors, out, numbers)) is None:
+    if repeat is None or repeat is latest or (result := repeat(tensors, out, numbers)) is None:
         return None
     repeats.keep(call, repeat)
-    return found
+    return result
 
 
 def typed(numbers: object) -> tuple:
@@ -95,7 +95,7 @@ def typed(numbers: object) -> tuple:
 
 
 def keep(
-    engine: Engine, repeats: BoundedCache[Repeat], op: str, asked: Asked, plan: Plan, own: Operands, codec: str = ""
+    engine: Engine, repeats: BoundedCache[Repeat], op: str, asked: Asked, plan: Plan, operands: Operands, codec: str
 ) -> None:
     """Keeps a call, if calls like it can repeat its launch, once it has been made twice.
 
@@ -105,28 +105,28 @@ def keep(
         op: the name of the op.
         asked: the first call's ``tensors``, ``options`` and ``epilogue``, as :func:`repeated` takes them.
         plan: the call's plan.
-        own: the call's operands.
+        operands: those of the call.
         codec: the text of the codec on the wire. One with feedback overwrites the second tensor, a residual.
     """
-    (given, options, epilogue), warm = asked, engine.warm
-    tensors: tuple[Any, ...] = given
+    (of_rank, options, epilogue), warm = asked, engine.warm
+    tensors: tuple[Any, ...] = of_rank
     if type(epilogue) is Epilogue:
-        tensors, epilogue = (*given, *epilogue.tensors.values()), epilogue.key
-    order = [at for one in own.inputs for at, mine in enumerate(tensors) if mine is one]
-    if not can_repeat or len(order) != len(own.inputs):
+        tensors, epilogue = (*of_rank, *epilogue.tensors.values()), epilogue.key
+    order = [at for operand in operands.inputs for at, tensor in enumerate(tensors) if tensor is operand]
+    if not can_repeat or len(order) != len(operands.inputs):
         return  # an operand is a copy of what the user gave
-    sides = engine.symmetric_sides(tensors[0], own.outputs[0])
+    sides = engine.symmetric_sides(tensors[0], operands.outputs[0])
     key = (op, len(tensors), options, epilogue, sides), tensors[0].shape, tensors[0].dtype
     if not warm.was_seen(key):
         return
     warm.unrepeated += 1
     if key in repeats and warm.unrepeated % _REPLACED_EACH:
         return
-    if launch := plan.launch_like(own):
+    if launch := plan.launch_like(operands):
         select = None if order == list(range(len(tensors))) else _selected(order)
         wire = codec_of_text(codec) if codec else None
         launch = _telling_of_residual(launch) if wire and wire.feedback else launch
-        repeats.keep(key, _repeat(launch, plan.served, engine.runner is None, tensors, own.outputs, select, wire))
+        repeats.keep(key, _repeat(launch, plan.served, engine.runner is None, tensors, operands.outputs, select, wire))
 
 
 def _repeat(
@@ -180,7 +180,7 @@ def _repeat(
                     return None
         count.repeated += 1
         result = new(*result_like) if out is None else out
-        results = (result, *[new(*one) for one in others]) if others else (result,)
+        results = (result, *[new(*layout) for layout in others]) if others else (result,)
         launch(tensors if select is None else select(tensors), results, numbers)
         if out is not None:
             _tell_of_change(results)
@@ -201,7 +201,7 @@ def _telling_of_residual(launch: Launch) -> Launch:
 
 def _forbidden(tensors: Tensors, wire: Codec | None) -> Callable[[], bool] | None:
     """Returns a function that says whether torch's state forbids a call with such tensors; None: it cannot."""
-    with_gradients = any(one.requires_grad for one in tensors)
+    with_gradients = any(tensor.requires_grad for tensor in tensors)
     needs_seed = wire is not None and wire.rounding == "stochastic" and wire.seed is None
     if not (with_gradients or needs_seed):
         return None

@@ -90,10 +90,10 @@ def allreduce(
         options.check_removed(ALLREDUCE, removed)
     tensors = (x,) if residual is None else (x, residual)
     how = algorithm, timeout_s, type(timeout_s), codec
-    if (found := repeated(ALLREDUCE, group, tensors, how, epilogue, out)) is not None:
-        return found
-    given = Arguments(algorithm=algorithm, timeout_s=timeout_s)
-    return _call(SUM, x, group, given, codec, residual, epilogue, (tensors, how, epilogue), out)
+    if (result := repeated(ALLREDUCE, group, tensors, how, epilogue, out)) is not None:
+        return result
+    arguments = Arguments(algorithm=algorithm, timeout_s=timeout_s)
+    return _call(SUM, x, group, arguments, codec, residual, epilogue, (tensors, how, epilogue), out)
 
 
 def reducescatter(
@@ -150,90 +150,86 @@ def reducescatter(
         options.check_removed(REDUCESCATTER, removed)
     tensors = (x,) if residual is None else (x, residual)
     how = axis, type(axis), algorithm, codec, timeout_s, type(timeout_s)
-    if (found := repeated(REDUCESCATTER, group, tensors, how, epilogue)) is not None:
-        return found
-    given = ArgumentsOfParts(axis=axis, algorithm=algorithm, timeout_s=timeout_s)
-    return _call(SCATTER, x, group, given, codec, residual, epilogue, (tensors, how, epilogue))
+    if (result := repeated(REDUCESCATTER, group, tensors, how, epilogue)) is not None:
+        return result
+    arguments = ArgumentsOfParts(axis=axis, algorithm=algorithm, timeout_s=timeout_s)
+    return _call(SCATTER, x, group, arguments, codec, residual, epilogue, (tensors, how, epilogue))
 
 
 # ---- calls ----------------------------------------------------------------------------------------------------------
 
 
 def _call(
-    op: Op, x, group: Group, given: Arguments | ArgumentsOfParts, codec, residual, epilogue, asked: Asked, out=None
+    op: Op, x, group: Group, arguments: Arguments | ArgumentsOfParts, codec, residual, epilogue, asked: Asked, out=None
 ) -> Any:
     """Checks a call's arguments, and makes it through torch's dispatcher if that is needed."""
-    name, algorithm, in_list = op.name, given.algorithm, isinstance(x, (list, tuple))
+    name, algorithm, in_list = op.name, arguments.algorithm, isinstance(x, (list, tuple))
     options.check_together(name, codec, epilogue, residual)
     if op is SCATTER and codec is not None and algorithm != "auto":
         raise ValueError(f"{name}: takes a codec or an algorithm, not both")
-    call_checks.check_call(name, "auto" if codec is not None else algorithm, given.timeout_s, name)
+    call_checks.check_call(name, "auto" if codec is not None else algorithm, arguments.timeout_s, name)
     communicator = engine_name(group, name)
     check_input(name, x)
     xs = list(x) if in_list else [x]
     part, where = xs[0], {}
-    if isinstance(given, ArgumentsOfParts):
-        axis = call_checks.check_axis(name, part, given.axis)
+    if isinstance(arguments, ArgumentsOfParts):
+        axis = call_checks.check_axis(name, part, arguments.axis)
         rank, world_size = (-1, len(xs)) if in_list else parts.place(group)
         where = {"rank": rank, "axis": axis, "sizes": split(part.shape[axis], world_size)}
         part = part.narrow(axis, 0, where["sizes"][max(rank, 0)]) if epilogue is not None else part
     followed = options.epilogue_option(name, epilogue, part, len(xs) if in_list else None, where.get("axis"))
     how = {"communicator": communicator, "algorithm": str(algorithm), **where, **followed}
-    given = replace(given, codec=options.codec_option(name, codec, residual), **how)
-    plain = is_plain(x) and not options.needs_gradient(given.tensors)
+    arguments = replace(arguments, codec=options.codec_option(name, codec, residual), **how)
+    plain = is_plain(x) and not options.needs_gradient(arguments.tensors)
     if out is None and residual is None:
-        return op(x, given=given, plain=plain, asked=asked)
+        return op(x, given=arguments, plain=plain, asked=asked)
     residuals = []
     if residual is not None:
         check_output(name, x, residual, "residual")
         residuals = list(residual) if in_list else [residual]
     if out is None:
-        made = _fake_parts(xs, given) if isinstance(given, ArgumentsOfParts) else _fake(xs, given)
+        made = _fake_parts(xs, arguments) if isinstance(arguments, ArgumentsOfParts) else _fake(xs, arguments)
         out = made if in_list else made[0]
     else:
         check_output(name, x, out)
     plain = plain and is_plain(out) and all(map(is_plain, residuals))
-    op.into(x, residuals, out, given=given, plain=plain, asked=asked)
+    op.into(x, residuals, out, given=arguments, plain=plain, asked=asked)
     return list(out) if in_list else out
 
 
-def _fake(xs, given: Arguments) -> list[torch.Tensor]:
-    return [torch.empty_like(x, dtype=given.out_dtype, memory_format=torch.contiguous_format) for x in xs]
+def _fake(xs, arguments: Arguments) -> list[torch.Tensor]:
+    return [torch.empty_like(x, dtype=arguments.out_dtype, memory_format=torch.contiguous_format) for x in xs]
 
 
-def _fake_parts(xs, given: ArgumentsOfParts) -> list[torch.Tensor]:
-    sizes = parts.own_sizes(given)
-    return [parts.with_length(x, given.axis, size, given.out_dtype) for x, size in zip(xs, sizes, strict=True)]
+def _fake_parts(xs, arguments: ArgumentsOfParts) -> list[torch.Tensor]:
+    sizes = parts.own_sizes(arguments)
+    return [parts.with_length(x, arguments.axis, size, arguments.out_dtype) for x, size in zip(xs, sizes, strict=True)]
 
 
-def _run_sum(engine: Engine, xs, outs, given: Arguments, residuals=()):
+def _run_sum(engine: Engine, xs, outs, arguments: Arguments, residuals=()):
     """Writes the sum into every tensor of ``outs``, which are contiguous."""
-    xs, codec = [x.contiguous() for x in xs], given.codec
+    xs, codec = [x.contiguous() for x in xs], arguments.codec
     if codec:
-        call_checks.check_quantized_call(ALLREDUCE, codec, given.algorithm, xs[0])
-    followed = options.applied(ALLREDUCE, given, xs)
-    call = Call.of(
-        Sum(xs[0].numel(), codec, followed and followed.form, tuple(xs[0].shape), given.order, given.out_dtype),
-        xs[0],
-        algorithm=given.algorithm,
-        timeout_s=given.timeout_s,
-        symmetric=() if codec else engine.symmetric_sides(xs, outs),
-    )
+        call_checks.check_quantized_call(ALLREDUCE, codec, arguments.algorithm, xs[0])
+    followed = options.applied(ALLREDUCE, arguments, xs)
+    order, symmetric = (arguments.order, arguments.out_dtype), () if codec else engine.symmetric_sides(xs, outs)
+    work = Sum(xs[0].numel(), codec, followed and followed.form, tuple(xs[0].shape), *order)
+    call = Call.of(work, xs[0], algorithm=arguments.algorithm, timeout_s=arguments.timeout_s, symmetric=symmetric)
     ranks = options.operands_of_sum(xs, outs, followed, residuals)
     return engine.run(call, ranks), ranks
 
 
-def _run_parts(engine: Engine, xs, outs, given: ArgumentsOfParts, residuals=()):
+def _run_parts(engine: Engine, xs, outs, arguments: ArgumentsOfParts, residuals=()):
     """Writes each rank's part of the sum into its tensor of ``outs``, which are contiguous."""
-    axis, codec = given.axis, given.codec
+    axis, codec = arguments.axis, arguments.codec
     if codec:
         call_checks.check_quantized_call(REDUCESCATTER, codec, "auto", xs[0])
     rows, rooms = [parts.rows_of(x, axis) for x in xs], [parts.room_for(out, axis) for out in outs]
-    errors = [parts.rows_of(one, axis) for one in residuals]
-    followed = _applied(given, rooms)
-    counts, row = parts.counts_of(rows[0], given.sizes), tuple(rows[0].shape[1:])
-    work = Parts(REDUCESCATTER, counts, codec, followed and followed.form, axis, "", row, given.order, given.out_dtype)
-    call = Call.of(work, rows[0], algorithm=given.algorithm, timeout_s=given.timeout_s)
+    errors = [parts.rows_of(residual, axis) for residual in residuals]
+    followed = _applied(arguments, rooms)
+    counts, order = parts.counts_of(rows[0], arguments.sizes), (arguments.order, arguments.out_dtype)
+    work = Parts(REDUCESCATTER, counts, codec, followed and followed.form, axis, "", tuple(rows[0].shape[1:]), *order)
+    call = Call.of(work, rows[0], algorithm=arguments.algorithm, timeout_s=arguments.timeout_s)
     ranks = options.operands_of_sum(rows, rooms, followed, errors)
     plan = engine.run(call, ranks)
     for written, to in zip((*rooms, *errors), (*outs, *residuals), strict=True):
@@ -241,51 +237,52 @@ def _run_parts(engine: Engine, xs, outs, given: ArgumentsOfParts, residuals=()):
     return None if axis else (plan, ranks)
 
 
-def _applied(given: ArgumentsOfParts, rooms: list[torch.Tensor]) -> AppliedEpilogue | None:
+def _applied(arguments: ArgumentsOfParts, rooms: list[torch.Tensor]) -> AppliedEpilogue | None:
     """Returns the epilogue for parts that have the axis first. Its form is equal on all ranks."""
-    if not given.epilogue:
+    if not arguments.epilogue:
         return None
-    axis = given.axis
+    axis = arguments.axis
     known = {"row", "col", "index"} if axis == 0 else {"col"} if axis < rooms[0].ndim - 1 else set()
-    if unknown := parse(given.epilogue).places - known:
+    if unknown := parse(arguments.epilogue).places - known:
         raise ValueError(
             f"{REDUCESCATTER}: along axis {axis} an epilogue cannot use {min(unknown)}; move axis to the front"
         )
 
-    def bind_part(op: str, text: str, room: torch.Tensor, own, numbers) -> tuple[Pointwise, EpilogueInputs]:
-        form, inputs = bind(op, text, room, own, numbers)
+    def bind_part(op: str, text: str, room: torch.Tensor, tensors, scalars) -> tuple[Pointwise, EpilogueInputs]:
+        form, inputs = bind(op, text, room, tensors, scalars)
         # With a single row any number of columns is right, but it must be equal on all ranks.
-        return replace(form, columns=max(1, *given.sizes)) if room.ndim == 1 else form, inputs
+        return replace(form, columns=max(1, *arguments.sizes)) if room.ndim == 1 else form, inputs
 
-    return options.applied(REDUCESCATTER, given, rooms, bind_part)
+    return options.applied(REDUCESCATTER, arguments, rooms, bind_part)
 
 
 # ---- checks ---------------------------------------------------------------------------------------------------------
 
 
-def _check_parts(engine: Engine, xs, given: ArgumentsOfParts) -> None:
-    parts.check_lengths(REDUCESCATTER, given.sizes, [x.shape[given.axis] for x in xs], [sum(given.sizes)] * len(xs))
-    parts.check_place(REDUCESCATTER, engine, given)
-    options.check_order(REDUCESCATTER, engine, xs, given)
+def _check_parts(engine: Engine, xs, arguments: ArgumentsOfParts) -> None:
+    axis, sizes = arguments.axis, arguments.sizes
+    parts.check_lengths(REDUCESCATTER, sizes, [x.shape[axis] for x in xs], [sum(sizes)] * len(xs))
+    parts.check_place(REDUCESCATTER, engine, arguments)
+    options.check_order(REDUCESCATTER, engine, xs, arguments)
 
 
-def _check_out(xs, outs, given: Arguments) -> None:
+def _check_out(xs, outs, arguments: Arguments) -> None:
     for x, out in zip(xs, outs, strict=True):
-        if given.out_dtype is None:
+        if arguments.out_dtype is None:
             tensor_checks.check_memory(ALLREDUCE, x, out)
         else:
             tensor_checks.check_apart(ALLREDUCE, out, x=x)
-    options.check_apart_from_epilogue(ALLREDUCE, outs, given.tensors)
+    options.check_apart_from_epilogue(ALLREDUCE, outs, arguments.tensors)
 
 
-def _check_out_parts(xs, outs, given: ArgumentsOfParts) -> None:
+def _check_out_parts(xs, outs, arguments: ArgumentsOfParts) -> None:
     for x, out in zip(xs, outs, strict=True):
         tensor_checks.check_apart(REDUCESCATTER, out, x=x)
 
 
-def _with_feedback(op: str, xs, residuals, outs, given):
-    algorithm = given.algorithm if op == ALLREDUCE else "auto"
-    return replace(given, codec=options.codec_with_feedback(op, given.codec, algorithm, xs, residuals, outs))
+def _with_feedback(op: str, xs, residuals, outs, arguments):
+    algorithm = arguments.algorithm if op == ALLREDUCE else "auto"
+    return replace(arguments, codec=options.codec_with_feedback(op, arguments.codec, algorithm, xs, residuals, outs))
 
 
 # ---- gradients ------------------------------------------------------------------------------------------------------
@@ -308,8 +305,8 @@ def _backward_of_parts(ctx, gradients):
     return options.gradients_in_order(order, for_ranks(ctx, "allgather", of_sums, **where)), rest
 
 
-def _saved(given: dict) -> tuple[str, ...]:
-    return ("x",) if given["epilogue"] else ()
+def _saved(arguments: dict) -> tuple[str, ...]:
+    return ("x",) if arguments["epilogue"] else ()
 
 
 SUM = Op(

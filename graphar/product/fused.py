@@ -168,15 +168,15 @@ class FusedMatmul(ABC):
 
     def run(self, ranks: Sequence[Operands]) -> None:
         """Launches the kernels on the members' current streams, for the operands of each rank of this process."""
-        given = [operands_of(self._call.work, of_rank) for of_rank in ranks]
-        placed = [self._place(operands) for operands in given]
+        whole = [operands_of(self._call.work, of_rank) for of_rank in ranks]
+        placed = [self._place(operands) for operands in whole]
         with self._runner.lock:
             self._runner.raise_failure()  # before any member launches
             for piece in self._slices:
                 for member, operands in zip(self._runner.members, placed, strict=True):
                     launch = on_own_device(member.device, self._launch(member, operands, piece))
                     launch(*self._tensors(member, operands, piece))
-        for wanted, taken in zip(given, placed, strict=True):
+        for wanted, taken in zip(whole, placed, strict=True):
             for result, written in ((wanted.out, taken.out), (wanted.gathered, taken.gathered)):
                 if result is not None and written is not None and written is not result:
                     result.copy_(written[:, : result.shape[1]])

@@ -63,7 +63,7 @@ class GatheredChunks:
 
     def run(self, ranks: Sequence[Operands]) -> None:
         """Enqueues the call on the members' current streams, for the operands of each rank of this process."""
-        members = [operands_of(self._call.work, own) for own in ranks]
+        members = [operands_of(self._call.work, operands) for operands in ranks]
         with self._runner.lock:
             self._runner.raise_failure()  # before any member enqueues anything
             lanes = []
@@ -72,42 +72,42 @@ class GatheredChunks:
                 lanes.append(_Lane(member, main, [side], mine))
             rows, work = [mine.a.contiguous() for mine in members], self._call.work
             step = gathered_rows_a_launch(self._algorithm, self._engine.world_size, work.columns)
-            for one in row_slices(work.parts, step):
-                self._run_slice(lanes, rows, one, self._meet)
+            for piece in row_slices(work.parts, step):
+                self._run_slice(lanes, rows, piece, self._meet)
 
     def _run_slice(
-        self, lanes: Sequence[_Lane], rows: Sequence[torch.Tensor], one: Slice, meet: Callable[..., None]
+        self, lanes: Sequence[_Lane], rows: Sequence[torch.Tensor], piece: Slice, meet: Callable[..., None]
     ) -> None:
         world_size = self._engine.world_size
-        own = [x[one.offset : one.offset + one.count[lane.member.rank]] for lane, x in zip(lanes, rows, strict=True)]
+        mine = [x[piece.offset :][: piece.count[lane.member.rank]] for lane, x in zip(lanes, rows, strict=True)]
         meet()
         try:
-            sent = [self._send(lane, x) for lane, x in zip(lanes, own, strict=True)]
+            sent = [self._send(lane, x) for lane, x in zip(lanes, mine, strict=True)]
             for hop in range(world_size):
                 if hop:
                     for lane, ends in zip(lanes, sent, strict=True):
                         lane.wait(ends[hop - 1])
                     meet()
-                for lane, x in zip(lanes, own, strict=True):
-                    self._take(lane, x, hop, one)
+                for lane, x in zip(lanes, mine, strict=True):
+                    self._take(lane, x, hop, piece)
         finally:  # copies read the rows, also after an error
             for lane in lanes:
                 lane.join()
                 lane.member.leave()
 
-    def _take(self, lane: _Lane, own: torch.Tensor, hop: int, one: Slice) -> None:
+    def _take(self, lane: _Lane, rows: torch.Tensor, hop: int, piece: Slice) -> None:
         """Keeps and multiplies the rows of the rank ``hop`` places before, which are here; 0: own rows."""
         source = (lane.member.rank - hop) % self._engine.world_size
-        if count := one.count[source]:
-            here = self._slot(lane.member, hop, (count, own.shape[1]), own.dtype) if hop else own
-            lane.keep(here, one.begin[source])
-            lane.multiply(here, one.begin[source])
+        if count := piece.count[source]:
+            here = self._slot(lane.member, hop, (count, rows.shape[1]), rows.dtype) if hop else rows
+            lane.keep(here, piece.begin[source])
+            lane.multiply(here, piece.begin[source])
 
-    def _send(self, lane: _Lane, own: torch.Tensor) -> list[Event | None]:
+    def _send(self, lane: _Lane, rows: torch.Tensor) -> list[Event | None]:
         """Copies own rows to the peers, the next rank first; returns the end of each copy."""
         hops = range(1, self._engine.world_size)
         there = [self._address((lane.member.rank + hop) % self._engine.world_size, hop) for hop in hops]
-        return [lane.copy([(to, own.data_ptr(), own.nbytes)]) for to in there]
+        return [lane.copy([(to, rows.data_ptr(), rows.nbytes)]) for to in there]
 
     def _address(self, rank: int, hop: int) -> int:
         """Returns the address of the slot on ``rank`` of the rank ``hop`` places before it."""
@@ -120,11 +120,11 @@ class GatheredChunks:
     def _slot(self, member: Member, hop: int, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
         """Returns a member's slot of the rank ``hop`` places before it as a tensor; cached."""
         key = (member.rank, hop, shape, dtype)
-        found = self._slots.get(key)
-        if found is None:
+        slot = self._slots.get(key)
+        if slot is None:
             like = torch.empty(shape, dtype=dtype, device="meta")
-            found = self._slots.keep(key, tensor_at(self._address(member.rank, hop), member.device, like))
-        return found
+            slot = self._slots.keep(key, tensor_at(self._address(member.rank, hop), member.device, like))
+        return slot
 
     def _meeting(self) -> Callable[..., None]:
         """Returns a function that lets the current streams wait until all ranks have come. Collective."""

@@ -79,30 +79,31 @@ def _gathered_then_multiplied(engine: Engine, call: Call[Product], ranks: Sequen
         rows = outputs[1].view(shape) if work.gathered else inputs[0].new_empty(shape)
         if is_plain:  # most calls; each call of Python counts
             return (inputs[0].flatten(0, -2).contiguous(),), (rows,)
-        one = of(Operands(inputs, outputs))
-        return one.rows, one.room_for_rows(rows)
+        matmul = of(Operands(inputs, outputs))
+        return matmul.rows, matmul.room_for_rows(rows)
 
     def multiply_rows(inputs: Tensors, outputs: Tensors, numbers: tuple[float, ...], made: Tensors) -> None:
         if as_linear:  # most calls, too
             by_torch.multiply(made[0], inputs[1], flat(outputs[0]), *inputs[2:])
             return
-        one = of(Operands(inputs, outputs, numbers))
-        step = one.with_rows(*made)
+        matmul = of(Operands(inputs, outputs, numbers))
+        step = matmul.with_rows(*made)
         if not work.epilogue:
             chosen.multiply.make(step)
             return
-        product = torch.empty_like(one.out, dtype=torch.float32)
+        product = torch.empty_like(matmul.out, dtype=torch.float32)
         chosen.multiply.make(step._replace(out=product, bias=None))
-        form, tensors = replace(work.epilogue, columns=max(1, len(one.w))), EpilogueInputs([*one.tensors], [*numbers])
-        one.out.copy_(reference.rounded_after(form, tensors, product, one.out.dtype))
+        form = replace(work.epilogue, columns=max(1, len(matmul.w)))
+        inputs_of_form = EpilogueInputs([*matmul.tensors], [*numbers])
+        matmul.out.copy_(reference.rounded_after(form, inputs_of_form, product, matmul.out.dtype))
 
-    def matmul(own: Operands) -> str:
-        one = of(own)
-        return chosen.explained(one, [Panel((slice(0, len(one.a)),), slice(0, len(one.w)))])
+    def explained(operands: Operands) -> str:
+        matmul = of(operands)
+        return chosen.explained(matmul, [Panel((slice(0, len(matmul.a)),), slice(0, len(matmul.w)))])
 
-    gathers = [Operands(*rows_of(own.inputs, own.outputs)) for own in ranks]
-    gather = _gather(call, gathers[0].inputs)
-    return after(engine.plan(gather, gathers), rows_of, multiply_rows)._replace(matmul=matmul)
+    gathers = [Operands(*rows_of(operands.inputs, operands.outputs)) for operands in ranks]
+    plan = engine.plan(_gather(call, gathers[0].inputs), gathers)
+    return after(plan, rows_of, multiply_rows)._replace(matmul=explained)
 
 
 def _gather(call: Call[Product], parts: Tensors) -> Call:

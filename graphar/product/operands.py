@@ -38,8 +38,8 @@ class Step(NamedTuple):
     def in_panel(self, panel: Panel, product: torch.Tensor) -> list[Step]:
         """Returns the steps, without a bias, that make a panel of the result: one for rows that follow each other."""
         rows, columns = _joined(panel.rows), panel.columns
-        parts = zip(rows, product.split([length(one) for one in rows]), strict=True)
-        return [self._part(one, columns, part) for one, part in parts if part.numel()]
+        parts = zip(rows, product.split([length(piece) for piece in rows]), strict=True)
+        return [self._part(piece, columns, out) for piece, out in parts if out.numel()]
 
     def _part(self, rows: slice, columns: slice, out: torch.Tensor) -> Step:
         of = self.scales and Scales(self.scales.in_blocks, self.scales.a[rows], self.scales.w[columns])
@@ -161,23 +161,23 @@ class MatmulOperands:
             scales=self.scales and replace(self.scales, w=self.scales.w.new_zeros(features, self.scales.w.shape[1])),
         )
 
-    def is_copy_of(self, own: Operands) -> bool:
+    def is_copy_of(self, operands: Operands) -> bool:
         """Whether these are copies of the tensors ``own``, since they have more dimensions and gaps."""
         flattened = [self.a, *([self.scales.a] if self.scales else [])]
-        pairs = zip(flattened, own.inputs[::2], strict=False)
-        return any(x.data_ptr() != one.data_ptr() for x, one in pairs)
+        pairs = zip(flattened, operands.inputs[::2], strict=False)
+        return any(x.data_ptr() != operand.data_ptr() for x, operand in pairs)
 
 
-def operands_of(work: Product, own: Operands) -> MatmulOperands:
+def operands_of(work: Product, operands: Operands) -> MatmulOperands:
     """Returns one rank's operands as matrices: leading dimensions are flattened."""
-    a, w, *rest = own.inputs
+    a, w, *rest = operands.inputs
     a = flat(a)
     scales = known_scales(work.format, a, w, flat_scale(rest.pop(0)), rest.pop(0)) if work.format else None
     bias = rest.pop(0) if work.bias else None
     # The gathered rows, and their scales if they have some.
-    gathered = [*(flat(one) for one in own.outputs[1:] if work.gathered), None, None]
-    more = tuple(rest), own.numbers, work.constant_weight
-    return MatmulOperands(a, w, bias, flat(own.outputs[0]), gathered[0], gathered[1], *more, scales=scales)
+    gathered = [*(flat(out) for out in operands.outputs[1:] if work.gathered), None, None]
+    more = tuple(rest), operands.numbers, work.constant_weight
+    return MatmulOperands(a, w, bias, flat(operands.outputs[0]), gathered[0], gathered[1], *more, scales=scales)
 
 
 def flat(x: torch.Tensor) -> torch.Tensor:

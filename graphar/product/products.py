@@ -36,8 +36,8 @@ def bind(engine: Engine, call: Call[Product], ranks: Sequence[Operands]) -> Plan
     if (can_norm or not work.norm) and takes_tiles(engine, summed, ranks[0].outputs[0]):
         if not work.norm:
             return _fused(engine, call)
-        for own in ranks:  # loading beside a kernel that waits for other ranks could hang
-            residual_norm.load(own.outputs[0].device.index, own.outputs[0].dtype)
+        for operands in ranks:  # loading beside a kernel that waits for other ranks could hang
+            residual_norm.load(operands.outputs[0].device.index, operands.outputs[0].dtype)
         return _then_normed(_fused(engine, summed), work.factors.inputs, *work.norm)
     call = call._replace(work=work.with_bias_in_epilogue(call.dtype))
     return Then(engine, call, ranks[0]).plan(ranks)
@@ -85,8 +85,8 @@ def _of_one_rank(engine: Engine, work: Product) -> Plan:
     """Returns the plan of a rank that has all leaves, and so the whole sum."""
 
     def run(ranks: Sequence[Operands]) -> None:
-        for own in ranks:
-            one = operands_of(work, own)
-            choose(engine, work, one).multiply.make(one.step)
+        for operands in ranks:
+            matmul = operands_of(work, operands)
+            choose(engine, work, matmul).multiply.make(matmul.step)
 
     return Plan(run, FALLBACK, f"a single rank multiplies in {LEAVES} leaves")

@@ -30,12 +30,12 @@ class Then:
 
     Args:
         call: a call of a Product whose products are summed.
-        own: the operands of a rank of this process.
+        operands: those of a rank of this process.
         beside: how sums run beside a multiplication. The algorithm must be one of exact all-reduces, and is ignored in
             a reduce-scatter.
     """
 
-    def __init__(self, engine: Engine, call: Call[Product], own: Operands, beside: Beside = AUTO) -> None:
+    def __init__(self, engine: Engine, call: Call[Product], operands: Operands, beside: Beside = AUTO) -> None:
         work = call.work
         self._engine, self._work = engine, work
         parts = work.parts if work.scattered else [sum(work.parts)]
@@ -45,126 +45,128 @@ class Then:
         self._as_tree = work.factors.as_tree
         self._dtype = torch.float32 if self._as_tree else call.dtype
         self._in_place = not (work.scattered or work.norm or self._as_tree)
-        k = own.inputs[1].shape[1]
+        k = operands.inputs[1].shape[1]
         algorithm = beside.algorithm if self._in_place else "auto"
         whole = Panel(tuple([slice(0, rows) for rows in parts]), slice(0, work.columns))
         works = [work.of_panel(panel).then(k, call.dtype) for panel in (whole, *self._panels)]
         dtype = ACCUMULATION_DTYPES[self._dtype] if work.bias else self._dtype
-        self._whole, *self._alone = [Call(one, dtype, call.device, timeout_s=call.timeout_s) for one in works]
-        self._beside = [one._replace(algorithm=algorithm, blocks=self._blocks) for one in self._alone]
+        self._whole, *self._alone = [Call(of_panel, dtype, call.device, timeout_s=call.timeout_s) for of_panel in works]
+        self._beside = [alone._replace(algorithm=algorithm, blocks=self._blocks) for alone in self._alone]
 
     def plan(self, ranks: Sequence[Operands]) -> Plan:
         """Returns the plan of the call. Collective."""
         engine, work, panel = self._engine, self._work, self._panels[0]
         taken = []
-        for at, own in enumerate(ranks):
-            one = operands_of(work, own)
-            taken.append(self._to_take(panel, at, own, one, reference.widened(self._room(one, panel), one.bias)))
+        for at, operands in enumerate(ranks):
+            matmul = operands_of(work, operands)
+            product = reference.widened(self._room(matmul, panel), matmul.bias)
+            taken.append(self._to_take(panel, at, operands, matmul, product))
         if work.norm or self._as_tree:
-            found = engine.plan(self._whole, taken)
-            config, reason = found.config, found.reason
+            plan = engine.plan(self._whole, taken)
+            config, reason = plan.config, plan.reason
         else:  # panels and symmetric tensors may take other plans
             config, reason = engine.select(self._whole, taken[0].inputs[0])
         leaves = f" in {work.leaves(engine.world_size)} leaves a rank" if self._as_tree else ""
-        reason = f"multiplied{leaves}, then summed: {reason}"
-        return Plan(self.run, config, reason, self.launch_like, self._explained)
+        return Plan(self.run, config, f"multiplied{leaves}, then summed: {reason}", self.launch_like, self._explained)
 
-    def _explained(self, own: Operands) -> str:
-        one = operands_of(self._work, own)
-        return choose(self._engine, self._work, one, len(self._panels)).explained(one, self._panels)
+    def _explained(self, operands: Operands) -> str:
+        matmul = operands_of(self._work, operands)
+        return choose(self._engine, self._work, matmul, len(self._panels)).explained(matmul, self._panels)
 
     # ---- the call ----------------------------------------------------------------------------------------------------
 
     def run(self, ranks: Sequence[Operands]) -> None:
         """Makes the call with the operands of each rank of this process. Collective."""
-        given, panels = [operands_of(self._work, own) for own in ranks], self._panels
-        products = [[self._room(one, panel) for one in given] for panel in panels]
-        multiplies = [self._bind(*pair) for pair in zip(given, zip(*products, strict=True), strict=True)]
+        of_ranks, panels = [operands_of(self._work, operands) for operands in ranks], self._panels
+        products = [[self._room(matmul, panel) for matmul in of_ranks] for panel in panels]
+        multiplies = [self._bind(*pair) for pair in zip(of_ranks, zip(*products, strict=True), strict=True)]
 
         def take(at: int, is_beside: bool) -> None:
-            self._take(at, is_beside, ranks, given, products[at])
+            self._take(at, is_beside, ranks, of_ranks, products[at])
 
-        if len(panels) > 1 and given[0].a.is_cuda:
-            in_turn(len(panels), [one.a.device for one in given], multiplies, take)
+        if len(panels) > 1 and of_ranks[0].a.is_cuda:
+            in_turn(len(panels), [matmul.a.device for matmul in of_ranks], multiplies, take)
             return
         for at in range(len(panels)):
             for multiply in multiplies:
                 multiply(at)
             take(at, False)
 
-    def _room(self, one: MatmulOperands, panel: Panel) -> torch.Tensor:
+    def _room(self, matmul: MatmulOperands, panel: Panel) -> torch.Tensor:
         """Returns memory for a rank's product of a panel."""
         if self._in_place:
-            return self._place(one, panel, 0, panel.shape)
-        return one.out.new_empty(panel.shape, dtype=self._dtype)
+            return self._place(matmul, panel, 0, panel.shape)
+        return matmul.out.new_empty(panel.shape, dtype=self._dtype)
 
-    def _bind(self, one: MatmulOperands, products: Sequence[torch.Tensor]) -> Callable[[int], None]:
+    def _bind(self, matmul: MatmulOperands, products: Sequence[torch.Tensor]) -> Callable[[int], None]:
         """Returns a function of a panel's number that multiplies a rank's panel, on the current stream."""
-        multiply, _ = choose(self._engine, self._work, one, len(products))
-        whole, pairs = one.step, list(zip(self._panels, products, strict=True))
-        if not one.a.is_cuda:  # smaller matmuls would give other bits
+        multiply, _ = choose(self._engine, self._work, matmul, len(products))
+        whole, pairs = matmul.step, list(zip(self._panels, products, strict=True))
+        if not matmul.a.is_cuda:  # smaller matmuls would give other bits
             several = len(pairs) > 1
-            product = one.out.new_empty(len(one.a), len(one.w), dtype=self._dtype) if several else products[0]
+            product = matmul.out.new_empty(len(matmul.a), len(matmul.w), dtype=self._dtype) if several else products[0]
             multiply.make(whole._replace(out=product, bias=None))
             return lambda at: _copy_rows(product, *pairs[at]) if several else None
         steps = [whole.in_panel(*pair) for pair in pairs]
         if isinstance(multiply, ByTorch):
             return lambda at: by_torch.multiply_all(steps[at])
-        sms = launcher.sm_count(one.a.device.index)
+        sms = launcher.sm_count(matmul.a.device.index)
         few = max(sms - self._blocks, 1)
         # Load all kernels before the first launch: loading beside a kernel that waits for other ranks could hang.
         bound = multiply.bind_all([[(step, few if at else sms) for step in mine] for at, mine in enumerate(steps)])
 
         def multiply_panel(at: int) -> None:
-            with torch.cuda.device(one.a.device):
+            with torch.cuda.device(matmul.a.device):
                 stream = torch.cuda.current_stream().cuda_stream
                 for enqueue in bound[at]:
                     enqueue(stream)
 
         return multiply_panel
 
-    def _take(self, at: int, is_beside: bool, ranks: Sequence[Operands], given, products) -> None:
+    def _take(self, at: int, is_beside: bool, ranks: Sequence[Operands], of_ranks, products) -> None:
         """Lets a call take the products of a panel."""
         panel, engine, work = self._panels[at], self._engine, self._work
-        products = [reference.widened(product, one.bias) for one, product in zip(given, products, strict=True)]
-        triples = enumerate(zip(ranks, given, products, strict=True))
+        products = [reference.widened(product, matmul.bias) for matmul, product in zip(of_ranks, products, strict=True)]
+        triples = enumerate(zip(ranks, of_ranks, products, strict=True))
         taken = [self._to_take(panel, index, *triple) for index, triple in triples]
         call = (self._beside if is_beside else self._alone)[at]
         if self._in_place and not work.codec:
             call = call._replace(symmetric=engine.symmetric_sides(products, products))
         engine.plan(call, taken).run(taken)
         if not work.norm:
-            for index, (one, of_rank) in enumerate(zip(given, taken, strict=True)):
-                _keep(one, of_rank.outputs[0], self._rows_of_out(panel, index), panel.columns)
+            for index, (matmul, of_rank) in enumerate(zip(of_ranks, taken, strict=True)):
+                _keep(matmul, of_rank.outputs[0], self._rows_of_out(panel, index), panel.columns)
 
-    def _to_take(self, panel: Panel, index: int, own: Operands, one: MatmulOperands, product: torch.Tensor) -> Operands:
+    def _to_take(
+        self, panel: Panel, index: int, operands: Operands, matmul: MatmulOperands, product: torch.Tensor
+    ) -> Operands:
         """Returns the operands of the call that takes a rank's product of a panel."""
-        rows, epilogue, outputs = self._rows_of_out(panel, index), self._work.epilogue, own.outputs
+        rows, epilogue, outputs = self._rows_of_out(panel, index), self._work.epilogue, operands.outputs
         if not self._work.norm:
             dtype = None if self._as_tree else product.dtype
             shape = length(rows), length(panel.columns)
-            outputs = (product if self._in_place else self._place(one, panel, index, shape, dtype),)
+            outputs = (product if self._in_place else self._place(matmul, panel, index, shape, dtype),)
         corner = epilogue and (rows.start, panel.columns.start, epilogue.columns)
-        return Operands((product, *[x.contiguous() for x in one.tensors]), outputs, one.numbers, corner)
+        return Operands((product, *[x.contiguous() for x in matmul.tensors]), outputs, matmul.numbers, corner)
 
     # ---- later calls -------------------------------------------------------------------------------------------------
 
-    def launch_like(self, own: Operands) -> Launch | None:
+    def launch_like(self, operands: Operands) -> Launch | None:
         """Returns the launch of calls with tensors like these: see :class:`graphar.runtime.plan.Plan`."""
-        work, one, (panel, *others) = self._work, operands_of(self._work, own), self._panels
+        work, matmul, (panel, *others) = self._work, operands_of(self._work, operands), self._panels
         count = work.factors.inputs
-        if others or not one.a.is_cuda or work.bias or one.is_copy_of(own):
+        if others or not matmul.a.is_cuda or work.bias or matmul.is_copy_of(operands):
             return None
-        if not all(x.is_contiguous() for x in own.inputs[count:]):
+        if not all(x.is_contiguous() for x in operands.inputs[count:]):
             return None
-        product = one.out.new_empty(panel.shape, dtype=self._dtype)
-        example = self._to_take(panel, 0, own, one, product)
+        product = matmul.out.new_empty(panel.shape, dtype=self._dtype)
+        example = self._to_take(panel, 0, operands, matmul, product)
         launch, corner = self._engine.plan(self._alone[0], [example]).launch_like(example), example.corner
         if launch is None:
             return None
-        multiply, _ = choose(self._engine, work, one)
-        sms = launcher.sm_count(one.a.device.index)
-        repeated = multiply.repeating(one.step._replace(out=product), self._step, sms)
+        multiply, _ = choose(self._engine, work, matmul)
+        sms = launcher.sm_count(matmul.a.device.index)
+        repeated = multiply.repeating(matmul.step._replace(out=product), self._step, sms)
 
         def multiply_and_take(inputs: Tensors, outputs: Tensors, numbers: tuple[float, ...], _=None) -> None:
             launch((repeated(*inputs[:count]), *inputs[count:]), outputs, numbers, corner)
@@ -178,32 +180,31 @@ class Then:
 
     def _rows_of_out(self, panel: Panel, index: int) -> slice:
         """Returns the rows of a result that hold its rows of a panel: of this process's rank with an index."""
-        engine = self._engine
-        owner = 0 if not self._work.scattered else index if engine.devices else engine.rank or 0
+        owner = 0 if not self._work.scattered else index if self._engine.devices else self._engine.rank or 0
         first, rows = self._panels[0].rows[owner].start, panel.rows[owner]
         return slice(rows.start - first, rows.stop - first)
 
     def _place(
-        self, one: MatmulOperands, panel: Panel, index: int, shape: tuple[int, int], dtype: torch.dtype | None = None
+        self, matmul: MatmulOperands, panel: Panel, index: int, shape: tuple[int, int], dtype: torch.dtype | None = None
     ) -> torch.Tensor:
         """Returns a contiguous tensor for a panel: a view of ``out`` if the panel is contiguous there and has no bias.
 
         A view of a misaligned ``out`` would give the panel to torch's matmul, and so other bits.
         """
-        if one.bias is None and shape[1] == one.out.shape[1] and one.out.data_ptr() % 16 == 0:
-            return one.out[self._rows_of_out(panel, index)]
-        return one.out.new_empty(shape, dtype=dtype)
+        if matmul.bias is None and shape[1] == matmul.out.shape[1] and matmul.out.data_ptr() % 16 == 0:
+            return matmul.out[self._rows_of_out(panel, index)]
+        return matmul.out.new_empty(shape, dtype=dtype)
 
 
 def _copy_rows(whole: torch.Tensor, panel: Panel, product: torch.Tensor) -> None:
     torch.cat([whole[rows, panel.columns] for rows in panel.rows], out=product)
 
 
-def _keep(one: MatmulOperands, total: torch.Tensor, rows: slice, columns: slice) -> None:
+def _keep(matmul: MatmulOperands, total: torch.Tensor, rows: slice, columns: slice) -> None:
     """Adds the bias to a sum and copies it to ``out``, unless it already lies there."""
-    if one.bias is not None:
-        total = reference.with_bias(total, one.bias[columns], one.out.dtype)
-    place = one.out[rows, columns]
+    if matmul.bias is not None:
+        total = reference.with_bias(total, matmul.bias[columns], matmul.out.dtype)
+    place = matmul.out[rows, columns]
     if total.data_ptr() != place.data_ptr():
         place.copy_(total)
 
@@ -221,19 +222,19 @@ def after(
     """
 
     def run(ranks: Sequence[Operands]) -> None:
-        inners = [Operands(*inner(own.inputs, own.outputs), own.numbers) for own in ranks]
+        inners = [Operands(*inner(operands.inputs, operands.outputs), operands.numbers) for operands in ranks]
         plan.run(inners)
-        for own, one in zip(ranks, inners, strict=True):
-            work(own.inputs, own.outputs, own.numbers, one.outputs)
+        for operands, of_plan in zip(ranks, inners, strict=True):
+            work(operands.inputs, operands.outputs, operands.numbers, of_plan.outputs)
 
-    def launch_like(own: Operands) -> Launch | None:
-        launch = plan.launch_like(Operands(*inner(own.inputs, own.outputs), own.numbers))
+    def launch_like(operands: Operands) -> Launch | None:
+        launch = plan.launch_like(Operands(*inner(operands.inputs, operands.outputs), operands.numbers))
         if launch is None:
             return None
 
         def launch_and_work(inputs: Tensors, outputs: Tensors, numbers: tuple[float, ...], corner=None) -> None:
-            given, made = inner(inputs, outputs)
-            launch(given, made, numbers, corner)
+            taken, made = inner(inputs, outputs)
+            launch(taken, made, numbers, corner)
             work(inputs, outputs, numbers, made)
 
         return launch_and_work

@@ -22,19 +22,19 @@ class Chosen(NamedTuple):
     multiply: Multiply
     reason: str = ""
 
-    def explained(self, one: MatmulOperands, panels: Sequence[Panel]) -> str:
+    def explained(self, matmul: MatmulOperands, panels: Sequence[Panel]) -> str:
         """Returns what multiplies one rank's operands in words, and why; no words on the CPU."""
-        if not one.a.is_cuda:
+        if not matmul.a.is_cuda:
             return ""
         if self.multiply.beyond:
-            products = [one.out.new_empty(panel.shape) for panel in panels]
-            steps = [step for pair in zip(panels, products, strict=True) for step in one.step.in_panel(*pair)]
+            products = [matmul.out.new_empty(panel.shape) for panel in panels]
+            steps = [step for pair in zip(panels, products, strict=True) for step in matmul.step.in_panel(*pair)]
             if why_not := next(filter(None, map(self.multiply.why_not, steps)), None):
                 return f"{self.multiply.beyond}: {why_not}"
         return self.reason
 
 
-def choose(engine: Engine, work: Product, one: MatmulOperands, panels: int = 1) -> Chosen:
+def choose(engine: Engine, work: Product, matmul: MatmulOperands, panels: int = 1) -> Chosen:
     """Returns what multiplies one rank's operands, in so many panels.
 
     Ranks with different K may take different ones: only products are exchanged.
@@ -46,8 +46,8 @@ def choose(engine: Engine, work: Product, one: MatmulOperands, panels: int = 1) 
         return Chosen(Scaled(factors.own), factors.multiplied_by)
     if factors.own:
         return Chosen(Own(cost, True), "graphar's matmul, which is batch invariant")
-    if work.op == ALLGATHER_MATMUL or not one.a.is_cuda:
+    if work.op == ALLGATHER_MATMUL or not matmul.a.is_cuda:
         return Chosen(ByTorch())
-    sms = launcher.sm_count(one.a.device.index)
-    own, reason = choose_matmul(engine.table.matmul, len(one.a), len(one.w), one.a.shape[1], sms, panels)
-    return Chosen(Own(cost) if own else ByTorch(), reason)
+    sms = launcher.sm_count(matmul.a.device.index)
+    ours, reason = choose_matmul(engine.table.matmul, len(matmul.a), len(matmul.w), matmul.a.shape[1], sms, panels)
+    return Chosen(Own(cost) if ours else ByTorch(), reason)
