@@ -62,12 +62,12 @@ def allgather(x, group=None, *, axis=0, sizes=None, algorithm="auto", timeout_s=
             strides and alignment. Dtypes are equal, and shapes are equal but for ``axis``. Or a tuple of such tensors,
             or of such lists: a rank's tensors have equal lengths in the first dimension and one device, and any dtypes.
         group: a process group, 1-D DeviceMesh or Communicator. None: the default group; for a list, of its devices.
-        axis: the dimension along which the tensors are joined. Another one than the first costs a copy of input and
-            output. For a tuple 0.
+        axis: the dimension along which the tensors are joined. Any but the first costs a copy of input and output.
+            For a tuple, 0.
         sizes: the length of every rank's tensor along ``axis``, in rank order. None: all have this rank's length. Not
             for a list.
         algorithm: "auto", an all-gather of :class:`graphar.Algorithm`, or one from :func:`graphar.load_algorithm`. For
-            a tuple "auto".
+            a tuple, "auto".
         timeout_s: the deadline of each wait on another rank, in seconds. None: the communicator's.
 
     Returns:

@@ -122,12 +122,12 @@ def fused_allgather_matmul(
         partition: "tiles": one kernel gathers and multiplies, for results of 16 bits on sm_90. "chunks": copy engines
             gather, and torch multiplies the rows of each rank when they have arrived; for bf16 and fp16 without an
             epilogue. "none": gather, then multiply; other calls run so, too. "auto": one of these, by the tuning table,
-            and with an epilogue "tiles". Equal on all ranks. "tp_invariant": added in the order of K by graphar's
-            matmul, with gradients of the same bits on 1, 2, 4 and 8 ranks: see :func:`graphar.linear`.
+            and with an epilogue "tiles". Equal on all ranks. "tp_invariant": graphar's matmul adds in the order of
+            K, and gradients have the same bits on 1, 2, 4 and 8 ranks: see :func:`graphar.linear`.
         epilogue: elementwise work on the fp32 product and ``bias`` before they are rounded: a
             :class:`graphar.Epilogue`, or an expression or a function without arguments, such as "gelu(v)". The
-            expression must be equal on all ranks. row, col and index are places in this rank's result, whose shape its
-            tensors have. Where N is 1 on some ranks only, give an expression, since tensors broadcast
+            expression must be equal on all ranks. row, col and index are positions in this rank's result, and
+            tensors have its shape. Where N is 1 on some ranks only, give an expression, since tensors broadcast
             differently there. With a bias, an epilogue has at most three tensors. Not for fp64.
         group: a process group, 1-D DeviceMesh or Communicator. None: the default group; for a list, of its devices.
         a_scale: fp32 scales of ``a`` in torch.float8_e4m3fn, with any strides: of rows [M_r, ..., 1], or one number for
@@ -142,7 +142,7 @@ def fused_allgather_matmul(
     Returns:
         A contiguous tensor [sum of M_r, ..., N] with the dtype of ``a``, or with ``out_dtype``, for a list one a
         device. With ``gathered``, a pair of this and the gathered rows [sum of M_r, ..., K]. With ``gathered`` and
-        scales, a third one: the scales of these rows, [sum of M_r, ..., 1], or [sum of M_r, ..., ceil(K / 128)].
+        scales, also the scales of these rows, [sum of M_r, ..., 1], or [sum of M_r, ..., ceil(K / 128)].
 
     Raises:
         TypeError, ValueError: an argument breaks a rule. Nothing was sent.
@@ -283,7 +283,7 @@ def _backward(ctx, gradients):
             matmul_gradients.of_weight(ctx.given["partition"], *pair) for pair in zip(of_products, wholes, strict=True)
         ]
     wanted = zip(of_products, ctx.needs["bias"], strict=False)
-    of_biases = [matmul_gradients.of_bias(ctx.given["partition"], of_one) if need else None for of_one, need in wanted]
+    of_biases = [matmul_gradients.of_bias(ctx.given["partition"], x) if need else None for x, need in wanted]
     return of_a, of_w, {"bias": of_biases} | rest
 
 

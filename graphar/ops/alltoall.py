@@ -27,9 +27,9 @@ Lengths = list[list[int]]
 
 @dataclass(eq=False)
 class Arguments(options.InParts):
-    """``sizes`` are the lengths of the parts for each rank, and then of those from each rank.
+    """``sizes`` are the lengths of the parts to each rank, then of the parts from each rank.
 
-    In a call with a list that divides and joins along one dimension they are those for each rank, tensor by tensor.
+    In a call with a list that divides and joins along one dimension they are those to each rank, tensor by tensor.
     """
 
     scatter_dim: int = 0
@@ -70,7 +70,7 @@ def alltoall(
             one.
         sizes: a pair: the lengths along ``scatter_dim`` of the parts that this rank sends to each rank, and those along
             ``gather_dim`` of the parts that it receives from each rank. They are ``input_split_sizes`` and
-            ``output_split_sizes`` of ``all_to_all_single``, and may be 0. Every rank gives them, or none. None: the
+            ``output_split_sizes`` of ``all_to_all_single``, and may be 0. All ranks give them, or none do. None: the
             parts that a rank sends are equal, and so are the tensors of all ranks. If the dimensions differ, all ranks
             give the same pair. For a list that divides and joins along one dimension: the lengths of the parts that
             each device sends to each device, device by device.

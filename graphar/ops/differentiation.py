@@ -18,9 +18,9 @@ class Differentiation:
         tensors: the names of the op's tensors.
         kinds: the types of the arguments after them in the schema, by name.
         backward: ``backward(ctx, gradients)`` returns the gradients of the tensors, as lists, and a dict with the
-            gradients of other arguments by name. It is given those of the results, rank by rank. ``ctx.given`` has the
-            arguments and ``ctx.needs`` what needs a gradient, by name.
-        saved: the names of the tensors that the backward pass needs, given the arguments by name. None: all.
+            gradients of other arguments by name. ``gradients`` are those of the results, rank by rank. ``ctx.given``
+            has the arguments by name, and ``ctx.needs`` says by name what needs a gradient.
+        saved: ``saved(arguments by name)`` returns the names of the tensors that the backward pass needs. None: all.
         saved_result: which result of each rank it needs, counted from 0. The gradient of an unused result is None then,
             and zeros otherwise. None: no result.
         has_several: whether a rank has several results.
@@ -70,8 +70,8 @@ class Differentiation:
     def saved(self, ctx) -> Saved:
         """Returns in a backward pass what it needs of the forward pass.
 
-        These are lists of this process's ranks, of each of the op's tensors, empty if it is not saved, and of
-        ``saved_result``, if there is one; and the tensors of the epilogue.
+        First a list for each of the op's tensors, and one for ``saved_result`` if there is one. Each has a tensor for
+        each rank of this process, or none if it is not saved. Then the tensors of the epilogue.
         """
         places, left, ranks = self._places_saved(ctx), list(ctx.saved_tensors), ctx.ranks
         lists: list[Sequence[torch.Tensor]] = [()] * len(self._tensors)

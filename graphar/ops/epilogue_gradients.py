@@ -54,7 +54,7 @@ def of_sums_before_epilogue(
 def in_backward(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Returns the ``after`` of a collective that a backward pass needs, but that depends on no gradient.
 
-    torch.compile could otherwise move it into the forward pass. It decides by sizes, on each rank for itself.
+    torch.compile could otherwise move the collective into the forward pass. It decides so on each rank alone, by sizes.
     """
     return [gradient.detach() for gradient in gradients]
 

@@ -80,11 +80,11 @@ def cross_entropy(
             row whose target is no column and not ``ignore_index`` has the loss and gradients NaN.
         group: a process group, 1-D DeviceMesh or Communicator of 1, 2, 4 or 8 ranks. None: the default group; for a
             list, of its devices; for a DTensor, its mesh. "alone": this rank has the whole vocabulary.
-        ignore_index: the target of rows that have no loss: theirs is 0, and their gradient.
+        ignore_index: the target of rows that do not count: their loss and their gradient are 0.
         reduction: "mean" over the rows that are not ignored, "sum", or "none".
         label_smoothing: the share of the loss, from 0 to 1, that is the mean over all columns.
         lse_square_scale: the factor of the z-loss, the square of each row's logarithm of its sum of exponentials.
-        vocab_size: the columns of all ranks that are no padding. Those after them count as absent. None: all.
+        vocab_size: how many columns of all ranks are no padding. Later columns are ignored. None: all count.
         overwrite_logits: the backward pass writes the gradient into the memory of contiguous logits. torch raises an
             error if another backward pass needs them. Not in compiled code.
         timeout_s: the deadline of each wait on another rank, in seconds. None: the communicator's.
@@ -160,7 +160,7 @@ def log_probs(
         group: a process group, 1-D DeviceMesh or Communicator of 1, 2, 4 or 8 ranks. None: the default group; for a
             list, of its devices; for a DTensor, its mesh. "alone": this rank has the whole vocabulary.
         temperature: logits are multiplied by 1 / temperature, in fp32.
-        vocab_size: the columns of all ranks that are no padding. Those after them count as absent. None: all.
+        vocab_size: how many columns of all ranks are no padding. Later columns are ignored. None: all count.
         entropy: also returns the entropy of each row, without gradients.
         top1: also returns the column of each row's largest logit, the first of equals; -1 if a logit is NaN.
         timeout_s: the deadline of each wait on another rank, in seconds. None: the communicator's.

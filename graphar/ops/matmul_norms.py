@@ -83,8 +83,8 @@ def fused_matmul_allreduce_residual_rmsnorm(
         partition: "none": multiply, then sum and norm in one kernel. "tiles": multiply and sum in one kernel, for
             16-bit results on sm_90 and N a multiple of 8, then norm in another. "auto": the choice of the tuning table.
             "batch_invariant": as "auto", but only with graphar's matmul, so that the bits of a row do not depend on the
-            number of rows. "tp_invariant": leaves of K and then the residual added in fp32, and rounded once: the same
-            bits, also of gradients, on 1, 2, 4 and 8 ranks of equal K.
+            number of rows. "tp_invariant": leaves of K are added in fp32 as a tree, then the residual, and rounded
+            once. The results and the gradients have the same bits on 1, 2, 4 and 8 ranks of equal K.
         group: a process group, 1-D DeviceMesh or Communicator. None: the default group; for a list, of its devices.
         a_scale: fp32 scales of ``a`` in torch.float8_e4m3fn, with any strides: of rows [..., 1], or one number; of
             blocks of 128 columns [..., ceil(K / 128)]. For a list a list. Products are those of
@@ -154,8 +154,8 @@ def fused_matmul_reducescatter_residual_rmsnorm(
         partition: "none": multiply, then sum and norm in one kernel. "tiles": multiply and sum in one kernel, for
             16-bit results on sm_90 and N a multiple of 8, then norm in another. "auto": the choice of the tuning table.
             "batch_invariant": as "auto", but only with graphar's matmul, so that the bits of a row do not depend on the
-            number of rows. "tp_invariant": leaves of K added in fp32 as a tree, and the residual to that sum, rounded
-            once: the same bits, also of gradients, on 1, 2, 4 and 8 ranks, with equal K.
+            number of rows. "tp_invariant": leaves of K are added in fp32 as a tree, then the residual, and rounded
+            once. The results and the gradients have the same bits on 1, 2, 4 and 8 ranks of equal K.
         group: a process group, 1-D DeviceMesh or Communicator. None: the default group; for a list, of its devices.
         a_scale: fp32 scales of ``a`` in torch.float8_e4m3fn, with any strides: of rows [..., 1], or one number; of
             blocks of 128 columns [..., ceil(K / 128)]. For a list a list. Products are those of

@@ -190,7 +190,7 @@ def check_has_rows(op: str, a: torch.Tensor) -> None:
 
 
 def check_results(op: str, a, w, bias, outs: Any, out_dtype: torch.dtype | None = None) -> None:
-    """Checks the destination of a call: one rank's, or a list with one for each rank; not its memory.
+    """Checks a call's destination, or a list with one for each rank; not whether it shares memory with operands.
 
     ``out_dtype`` is the dtype of the result; None: that of ``a``.
     """

@@ -62,7 +62,7 @@ def fused_matmul_allreduce(
 ) -> T:
     """Returns the sum over all ranks of ``a @ w.T``, plus ``bias``, on every rank: a row-parallel linear layer.
 
-    Each rank's product is accumulated in fp32 (fp64 for fp64), in an order of the device's, and rounded to its dtype.
+    Each rank's product is accumulated in fp32 (fp64 for fp64), in an order that depends on the device, and rounded.
     Products and bias are added in fp32 in rank order and rounded once: ``graphar.reference.fused_matmul_allreduce``.
     Ranks are processes if ``a`` is a tensor, and the devices of this process if ``a`` is a list. Collective: every rank
     makes the same calls in order. Differentiable: for a tensor, the backward pass assumes that all ranks compute the
@@ -75,10 +75,11 @@ def fused_matmul_allreduce(
         w: this rank's [N, K], as torch.nn.Linear stores its weight. The transpose of a [K, N] tensor is not copied.
         bias: [N], equal on all ranks; for lists a list, one per device. It is added to the sum once, not by each rank.
         partition: "none": multiply, then sum. "tiles": one kernel does both, for results of 16 bits on sm_90 and N a
-            multiple of 8; else as "none". "split_m", "split_n": rows of ``a`` or ``w`` are split; while one is summed,
-            the next is multiplied. "auto": "tiles" or "none", by the tuning table. "batch_invariant": as "auto", only
-            with graphar's matmul: a row's bits do not depend on M. "tp_invariant": K in leaves, as a tree: the same
-            bits, also of gradients, on 1, 2, 4 and 8 ranks of equal K.
+            multiple of 8; other calls run as "none". "split_m", "split_n": the rows of ``a`` or ``w`` are split; while
+            one part is summed, the next is multiplied. "auto": "tiles" or "none", by the tuning table.
+            "batch_invariant": as "auto", but only with graphar's matmul, so that a row's bits do not depend on M.
+            "tp_invariant": leaves of K are added as a tree. The result and the gradients have the same bits on 1, 2, 4
+            and 8 ranks of equal K.
         num_partitions: of "split_m" and "split_n". None: 4, if there are as many rows.
         codec: the format on the wire, a :class:`graphar.Codec` or its name, such as "int8", partition by partition, as
             by ``graphar.reference.quantized_allreduce``. For bf16, fp16 and fp32; not with "batch_invariant".

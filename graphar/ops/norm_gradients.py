@@ -19,7 +19,7 @@ library.define(
 def of_rows_and_weights(
     ctx, saved: Sequence, gradients: Sequence[torch.Tensor | None], ranks: int = 0
 ) -> tuple[list, list]:
-    """Returns the gradients of each rank's rows that were normed, and of its weight; None for one that is not needed.
+    """Returns the gradients of each rank's rows before the norm, and of its weight; None for a weight that needs none.
 
     ``saved`` are the op's tensors, the weight last, and the rows, as lists of ranks. ``gradients`` are those of normed
     rows and of the rows, rank by rank. None: zeros. With ``ranks`` the weights' gradients are the fp32 partials of

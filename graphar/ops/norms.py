@@ -203,7 +203,7 @@ def _check(
 def check_beside(
     op: str, name: str, tensor: torch.Tensor, shape: Sequence[int], x: torch.Tensor, dtype: torch.dtype | None = None
 ) -> None:
-    """Raises unless ``given`` is a tensor of that shape with the device of ``x``, and ``dtype``, or that of ``x``."""
+    """Raises unless ``tensor`` has ``shape``, the device of ``x``, and ``dtype``, or if that is None the dtype of x."""
     tensor_checks.check_tensor(op, name, tensor)
     dtype = dtype or x.dtype
     if (tuple(tensor.shape), tensor.dtype, tensor.device) != (tuple(shape), dtype, x.device):

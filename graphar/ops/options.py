@@ -1,9 +1,9 @@
 """The options that ops share: their arguments in a schema, and their checks.
 
-An op's arguments after its tensors are a dataclass. Its fields, with their defaults, are a part of the op's schema; an
-instance with a call's arguments is the ``given`` of the op's functions. A schema has codecs and epilogues as texts: a
-graph can hold them, and no compiler traces them. The inputs of an epilogue are in the order of their names; in a call
-with a list, rank by rank. An option that is not used is an empty string or list.
+An op's arguments after its tensors are a dataclass. Its fields, with their defaults, are a part of the op's schema. The
+op's functions take an instance, ``arguments``. Codecs and epilogues are texts in a schema: a graph can hold texts, and
+no compiler traces them. The inputs of an epilogue are in the order of their names; in a call with a list, rank by rank.
+An option that is not used is an empty string or list.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Given:
 
 @dataclass(eq=False)
 class InParts(Given):
-    """Those of an op whose ranks have parts along a dimension: see parts.py."""
+    """The arguments of an op whose ranks have parts along a dimension: see parts.py."""
 
     rank: int = -1
     sizes: Lengths = ()
@@ -62,7 +62,7 @@ class InParts(Given):
 
 @dataclass(eq=False)
 class Followed(Given):
-    """Those of an op that takes an epilogue."""
+    """The arguments of an op that takes an epilogue."""
 
     epilogue: str = ""
     tensors: Tensors = ()
@@ -71,14 +71,14 @@ class Followed(Given):
 
 @dataclass(eq=False)
 class Coded(Followed):
-    """Those of an op that takes a codec or an epilogue."""
+    """The arguments of an op that takes a codec or an epilogue."""
 
     codec: str = ""
 
 
 @dataclass(eq=False)
 class Ordered(Coded):
-    """Those of a sum, whose order may be "tree": then its result may have another dtype."""
+    """The arguments of a sum. If its ``order`` is "tree", its result may have another dtype."""
 
     order: str = "rank"
     out_dtype: torch.dtype | None = None
@@ -86,7 +86,7 @@ class Ordered(Coded):
 
 @dataclass(eq=False)
 class Normed(Given):
-    """Those of an op that ends with residual and RMSNorm."""
+    """The arguments of an op that ends with residual and RMSNorm."""
 
     eps: float = 1e-6
     weight_offset: float = 0.0
@@ -131,7 +131,7 @@ REMOVED = {  # options of earlier versions, and what to do
 
 
 def check_removed(op: str, names: Iterable[str]) -> None:
-    """Raises TypeError for arguments that an op does not take; of an option that it once took, says what to do."""
+    """Raises TypeError for the first unknown argument. The error of a removed option says what to do instead."""
     for name in names:
         if name in REMOVED:
             raise TypeError(f"{op}: {name}= was removed: {REMOVED[name]}")
@@ -222,7 +222,7 @@ def _tensors(op: str, inputs: list, ranks: int | None) -> list[torch.Tensor]:
 
 
 def codec_with_feedback(op: str, codec: str, algorithm: str, xs, residuals, outs) -> str:
-    """Checks a call's residuals, and returns the text of its codec with feedback: it stores rounding errors there."""
+    """Checks a call's residuals, and returns the text of its codec with feedback, which stores errors in them."""
     checked = call_checks.check_quantized_call(op, codec, algorithm, xs[0])
     for x, residual, out in zip(xs, residuals, outs, strict=True):
         tensor_checks.check_residual(op, residual, x=x, out=out)
@@ -255,9 +255,9 @@ def operands_of_sum(
     followed: AppliedEpilogue | None,
     residuals: Sequence[torch.Tensor] = (),
 ) -> list[Operands]:
-    """Returns the operands of each rank of this process, of a sum or of parts.
+    """Returns the operands of an all-reduce or a reduce-scatter, for each rank of this process.
 
-    ``residuals`` are those of a codec, one a rank, if there are any.
+    ``residuals`` are those of a codec with feedback, one for each rank.
     """
     if followed:
         ranks = zip(xs, outs, followed.inputs, strict=True)

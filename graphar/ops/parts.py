@@ -73,7 +73,7 @@ def own_sizes(arguments: InParts) -> list[int]:
 
 
 def with_length(x: torch.Tensor, axis: int, length: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Returns a new tensor like ``x`` with another length along ``axis``, and another ``dtype`` if one is given."""
+    """Returns a new tensor like ``x`` with another length along ``axis``, and with ``dtype`` unless that is None."""
     return x.new_empty((*x.shape[:axis], length, *x.shape[axis + 1 :]), dtype=dtype)
 
 

@@ -78,22 +78,22 @@ def is_plain(x: Any) -> bool:
 
 
 class Op(Generic[G]):
-    """One op. Its functions take a list for each tensor, and ``given``: the arguments after the tensors.
+    """One op. Its functions take, for each name in ``tensors``, a list of the ranks' tensors; then ``arguments``.
 
     Args:
         name: the op's name.
         tensors: the names of each rank's tensors. The list form has a list for each name.
         arguments: the dataclass of the arguments after the tensors; its fields are the schema's.
-        run: makes the call, which writes the results: ``run(engine, *lists, outs, given)``, with residuals also these.
-            It returns what ``engine.run`` returned, and the operands, if it did nothing else; otherwise None.
-        fake: ``fake(*lists, given)`` returns new tensors like the results, one for each rank; with ``returns`` other
-            than "Tensor" a tuple of tensors for each rank.
-        check: ``check(engine, *lists, given)`` raises if the arguments are invalid.
-        check_out: ``check_out(*lists, outs, given)`` raises if the memory of ``outs`` does not fit. None: the op has no
-            ``out=`` forms.
-        with_out: whether the ``out=`` forms have schemas. Without, :meth:`into` makes plain calls only.
-        residual: ``residual(xs, residuals, outs, given)`` raises if residuals do not fit, and returns the ``given`` of
-            a call that replaces them by its rounding errors. None: the op takes no residual.
+        run: ``run(engine, *lists, outs, arguments)`` makes the call, and writes the results. Residuals come last. It
+            returns the plan and the ranks' operands, if it did no more than run the plan; otherwise None.
+        fake: ``fake(*lists, arguments)`` returns new tensors like the results: one for each rank, or with ``returns``
+            other than "Tensor" a tuple for each rank.
+        check: ``check(engine, *lists, arguments)`` raises if the arguments are invalid.
+        check_out: ``check_out(*lists, outs, arguments)`` raises if the memory of ``outs`` does not fit. None: the op
+            has no ``out=`` forms.
+        with_out: whether the ``out=`` forms have schemas. If not, :meth:`into` makes plain calls only.
+        residual: ``residual(xs, residuals, outs, arguments)`` raises if residuals do not fit. It returns the arguments
+            of a call that overwrites them with its rounding errors. None: the op takes no residual.
         backward, saved, saved_result: see :class:`Differentiation`. Without ``backward`` it is not differentiable.
         returns: the result type in the schema of the first form.
     """
@@ -106,7 +106,7 @@ class Op(Generic[G]):
         run: Callable,
         fake: Callable,
         *,
-        check: Callable = lambda *given: None,
+        check: Callable = lambda *_: None,
         check_out: Callable | None = None,
         with_out: bool = True,
         residual: Callable | None = None,
@@ -136,7 +136,7 @@ class Op(Generic[G]):
     def __call__(self, *tensors, given: G, plain: bool = False, asked: Asked | None = None) -> Any:
         """Calls the list form if the first argument is a list. Makes a ``plain`` call without torch's dispatcher.
 
-        Later calls like a plain one may repeat it, if ``asked`` says what the user asked for: see repeats.py.
+        ``asked`` has what the user asked for, so that later calls can repeat a plain one: see repeats.py.
         """
         if plain:
             outs = self._results([[x] for x in tensors], given, False, asked)
@@ -164,7 +164,7 @@ class Op(Generic[G]):
         return [getattr(arguments, name) for name in self._kinds]
 
     def arguments(self, **named: Any) -> tuple:
-        """Returns the arguments after the tensors, in order, with defaults for those that are not given."""
+        """Returns the arguments after the tensors, in order; those that are missing have their defaults."""
         if unknown := named.keys() - self._kinds.keys():
             raise TypeError(f"{self.name} takes no {unknown}")
         return tuple([named[name] if name in named else self._defaults[name] for name in self._kinds])
@@ -199,7 +199,7 @@ class Op(Generic[G]):
         if self._check_out and self._with_out:
             rest = "Tensor(a!)[] residual, " if self._residual else ""
             schema = f"({tensors}, {rest}{kind.replace('Tensor', 'Tensor(b!)')} out, {arguments}) -> ()"
-            self._define(f"{name}_out", schema, in_list, self._implement_out, lambda *given, in_list: None)
+            self._define(f"{name}_out", schema, in_list, self._implement_out, lambda *_, in_list: None)
 
         def over(info, dims: Sequence, *values):
             is_one = self.returns == "Tensor" and not in_list
@@ -293,8 +293,8 @@ def op_named(name: str) -> Op:
 def for_ranks(ctx, name: str, *lists: Sequence[torch.Tensor], **named) -> list[torch.Tensor]:
     """Calls an op in a backward pass, in the same form as the forward op.
 
-    ``lists`` has a list of this process's ranks for each of the op's tensors. Returns the results of this process's
-    ranks, rank by rank: of an op with two results first both of one rank, then both of the next.
+    ``lists`` has a list of this process's ranks for each of the op's tensors. Returns all results of the first of these
+    ranks, then all of the next.
     """
     op = op_named(name)
     values = op.arguments(**named)

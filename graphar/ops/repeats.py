@@ -27,7 +27,7 @@ from graphar.runtime.registry import Group, known_engine
 
 Asked = tuple[tuple, tuple, object]  # the tensors, options and epilogue of a call, as :func:`repeated` takes them
 
-_REPLACED_EACH = 64  # calls, if unlike ones of one key take turns: to make a repeat takes as long as a call
+_REPLACED_EACH = 64  # calls, where unlike calls of one key alternate: making a repeat takes as long as a call
 _is_compiling = torch.compiler.is_dynamo_compiling  # other compilers have dispatch modes, or tensors of a subclass
 _records_gradients = torch.is_grad_enabled
 _Tensor = torch.Tensor
@@ -60,8 +60,8 @@ def repeated(op: str, group: Group, tensors: tuple, options: tuple, epilogue: ob
     """Returns the result of a call that repeats an earlier one; None, if there is none that it can repeat.
 
     ``tensors`` are those of one rank in the order of the work's operands, without those of the epilogue. ``options`` is
-    everything else that the call depends on, apart from ``out`` and the epilogue, as the user gave it. Beside a number
-    it has the number's type: True equals 1, and only one of them may be allowed.
+    everything else that the call depends on, apart from ``out`` and the epilogue, as the user gave it. Each number has
+    its type beside it: True equals 1, and an option may allow only one of the two.
     """
     if _is_compiling():
         return None

@@ -76,7 +76,7 @@ def allreduce(
         residual: with a codec, the rounding errors of earlier calls (error feedback): a contiguous tensor like ``x``
             that shares no memory with ``x`` or ``out``, zeros before the first call. The call adds it to ``x``, and
             writes the rounding error into it, or zeros where a bucket became NaN. A call that raises leaves it as it
-            was. A call whose kernel fails, which a later one raises, leaves it undefined. Not differentiable.
+            was. If a kernel fails, which a later call raises, its content is undefined. Not differentiable.
         epilogue: elementwise work on the fp32 sum before it is rounded: a :class:`graphar.Epilogue`, or an expression
             or a function without arguments, such as "-v". Not with a codec. For bf16, fp16 and fp32.
         timeout_s: the deadline of each wait on another rank, in seconds. None: the communicator's.
@@ -110,7 +110,7 @@ def reducescatter(
 ) -> T:
     """Returns this rank's part of the sum over all ranks: the bits of :func:`allreduce`, split along ``axis``.
 
-    The split is that by torch.tensor_split: lengths differ by at most one, and earlier ranks have the longer parts.
+    The sum is split as by torch.tensor_split: lengths differ by at most one, and earlier ranks have the longer parts.
 
     Ranks are processes if ``x`` is a tensor, and the devices of this process if ``x`` is a list. Collective: every rank
     makes the same calls, with equal shapes and dtypes, in the same order.
@@ -122,16 +122,16 @@ def reducescatter(
             strides and alignment. bf16, fp16 and fp32 run in graphar's kernels; fp64 and integers run over
             torch.distributed.
         group: a process group, 1-D DeviceMesh or Communicator. None: the default group; for a list, of its devices.
-        axis: the dimension along which the sum is split. All but the first cost a copy of input and output.
+        axis: the dimension along which the sum is split. Any but the first costs a copy of input and output.
         algorithm: "auto", a reduce-scatter of :class:`graphar.Algorithm`, or one from :func:`graphar.load_algorithm`.
-            "auto" with a codec.
+            With a codec, "auto".
         codec: the format on the wire, a :class:`graphar.Codec` or the name of one, such as "int8": fewer bits, less
             precision. Each rank's tensor is rounded once, part by part; the sum is rounded only to the dtype.
             ``graphar.reference.quantized_reducescatter`` is the specification. The gradient is the exact sum's. For
             bf16, fp16 and fp32.
         residual: with a codec, the rounding errors of earlier calls (error feedback): a contiguous tensor like ``x``
-            apart from it, zeros before the first call. The call adds it to ``x``, and leaves the rounding error in it.
-            A call that raises leaves it as it was, with the exception that :func:`allreduce` has.
+            that shares no memory with it, zeros before the first call. The call adds it to ``x``, and writes the
+            rounding error into it. After an error its content is what :func:`allreduce` says.
         epilogue: elementwise work on this rank's part of the fp32 sum before it is rounded: a
             :class:`graphar.Epilogue`, or an expression or a function without arguments, such as "-v". row, col and
             index are positions in that part, and tensors have its shape. If ``axis`` is not the first dimension, an

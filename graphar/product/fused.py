@@ -153,7 +153,7 @@ class FusedMatmul(ABC):
         return self._runner.chip
 
     def _words(self, operands: MatmulOperands, piece: Slice) -> str:
-        """Returns in words what a launch must have alike on all ranks."""
+        """Returns the words of a launch, which must be equal on all ranks."""
         return agreement.words_of_matmul_launch(self._call, self.algorithm, piece)
 
     def _tensors(self, member: Member, operands: MatmulOperands, piece: Slice) -> tuple:
@@ -161,37 +161,37 @@ class FusedMatmul(ABC):
         return (operands.a, *operands.tensors), (operands.out,), operands.numbers, self._corner(member, operands, piece)
 
     def _again(self, a: torch.Tensor) -> tuple[int, Tensors]:
-        """Returns from which of a repeated call's outputs on its launch is given them, or what it is always given."""
+        """Returns the outputs of a repeated launch: the index of the call's first that it takes, or fixed tensors."""
         return 0, ()
 
     # ---- launching --------------------------------------------------------------------------------------------------
 
     def run(self, ranks: Sequence[Operands]) -> None:
         """Launches the kernels on the members' current streams, for the operands of each rank of this process."""
-        whole = [operands_of(self._call.work, of_rank) for of_rank in ranks]
-        placed = [self._place(operands) for operands in whole]
+        wanted = [operands_of(self._call.work, of_rank) for of_rank in ranks]
+        placed = [self._place(operands) for operands in wanted]
         with self._runner.lock:
             self._runner.raise_failure()  # before any member launches
             for piece in self._slices:
                 for member, operands in zip(self._runner.members, placed, strict=True):
                     launch = on_own_device(member.device, self._launch(member, operands, piece))
                     launch(*self._tensors(member, operands, piece))
-        for wanted, taken in zip(whole, placed, strict=True):
-            for result, written in ((wanted.out, taken.out), (wanted.gathered, taken.gathered)):
+        for mine, taken in zip(wanted, placed, strict=True):
+            for result, written in ((mine.out, taken.out), (mine.gathered, taken.gathered)):
                 if result is not None and written is not None and written is not result:
                     result.copy_(written[:, : result.shape[1]])
 
     def launch_like(self, like: Operands) -> Launch | None:
         """Returns the launch of calls with tensors like these: see :class:`graphar.runtime.plan.Plan`."""
-        work, given = self._call.work, operands_of(self._call.work, like)
-        if len(self._slices) > 1 or len(self._runner.members) > 1 or self._timelines or self._place(given) is not given:
+        work, mine = self._call.work, operands_of(self._call.work, like)
+        if len(self._slices) > 1 or len(self._runner.members) > 1 or self._timelines or self._place(mine) is not mine:
             return None
-        if given.is_copy_of(like):
+        if mine.is_copy_of(like):
             return None
         (piece,), (member,) = self._slices, self._runner.members
         addressed = work.factors.inputs + work.bias  # inputs to whose addresses a launch is bound
-        corner = self._corner(member, given, piece)
-        (first, always), launches = self._again(given.a), BoundedCache[Launch]()
+        corner = self._corner(member, mine, piece)
+        (first, always), launches = self._again(mine.a), BoundedCache[Launch]()
 
         def launch(inputs, outputs, numbers, _=None) -> None:
             # Each launch is given the address of the gathered rows, but bound to those of the results after them.

@@ -7,7 +7,7 @@ Copies take no SM, so the matmuls run as fast as alone. What orders copies and r
 graphar/runtime/bind/copies.py. Before the meeting of step h the caller's stream waits for this rank's copy to r+h, so
 after it the rows of r-h lie in this rank's scratch. The kernels in tiles use the same scratch. They start only when the
 kernel before has ended, and wait until all ranks have entered before they overwrite rows. All members of a process come
-to a meeting before any of them multiplies: to load a matmul can wait for kernels that run.
+to a meeting before any of them multiplies: loading a matmul can wait for kernels that run.
 """
 
 from __future__ import annotations
@@ -79,16 +79,16 @@ class GatheredChunks:
         self, lanes: Sequence[_Lane], rows: Sequence[torch.Tensor], piece: Slice, meet: Callable[..., None]
     ) -> None:
         world_size = self._engine.world_size
-        mine = [x[piece.offset :][: piece.count[lane.member.rank]] for lane, x in zip(lanes, rows, strict=True)]
+        parts = [x[piece.offset :][: piece.count[lane.member.rank]] for lane, x in zip(lanes, rows, strict=True)]
         meet()
         try:
-            sent = [self._send(lane, x) for lane, x in zip(lanes, mine, strict=True)]
+            sent = [self._send(lane, x) for lane, x in zip(lanes, parts, strict=True)]
             for hop in range(world_size):
                 if hop:
                     for lane, ends in zip(lanes, sent, strict=True):
                         lane.wait(ends[hop - 1])
                     meet()
-                for lane, x in zip(lanes, mine, strict=True):
+                for lane, x in zip(lanes, parts, strict=True):
                     self._take(lane, x, hop, piece)
         finally:  # copies read the rows, also after an error
             for lane in lanes:

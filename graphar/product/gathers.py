@@ -45,8 +45,8 @@ def bind(engine: Engine, call: Call[Product], ranks: Sequence[Operands]) -> Plan
 def gathering_method(engine: Engine, call: Call[Product], a: torch.Tensor) -> str:
     """Returns how rows are gathered and multiplied: in "tiles", in "chunks", or, if it is "none", by two kernels.
 
-    The first call is collective. It depends only on facts that ranks share. Memory layouts and weights may differ
-    between ranks.
+    The first call is collective. The answer does not depend on memory layouts and weights, which may differ between
+    ranks.
     """
     work, algorithm = call.work, fused_algorithm(engine.table, call.work, engine.world_size)
     like = a if a.dtype == call.dtype else a.new_empty(0, dtype=call.dtype)  # results have it

@@ -60,10 +60,10 @@ def matmul(
         out: [M, N] of ``out_dtype``, takes the result; overlaps no operand. None: a new tensor.
         bias: [N], contiguous, of the dtype of the result. Not with fp32 results.
         sms: how many SMs to take; None: all.
-        tile: one of LEAF_TILES, or another, with so many ``leaves``; None: the one with the least estimated time. With
-            a ``tail_split`` two kernels are launched, the second for the last round.
-        leaves: 1, 2, 4 or 8: all leaves of one of 8, 4, 2 or 1 ranks. Of several, each must be a multiple of 64 columns
-            of ``a``.
+        tile: a tile for this number of ``leaves``, of LEAF_TILES or another; None: the tile with the least estimated
+            time. With a ``tail_split`` two kernels are launched, the second for the last round.
+        leaves: 1, 2, 4 or 8: all leaves of a rank, of 8, 4, 2 or 1 ranks. If there are several, each must be a multiple
+            of 64 columns of ``a``.
         out_dtype: the dtype of the result: 16 bits, or torch.float32 for the sum that is not rounded, such as a rank's
             partial. None: that of ``a``.
         scales: those of e4m3 operands.
@@ -129,7 +129,7 @@ def bind(
 
 
 def bind_step(step: Step, sms: int | None, leaves: int) -> Callable[[int], None]:
-    """Returns what :func:`bind` does, for a step: of a sum in so many leaves, to which its bias is added."""
+    """Returns what :func:`bind` does, for a step, whose sum has this number of leaves."""
     a, w, out, scales, bias = step
     return bind(a, w, out, None if bias is None else bias.contiguous(), sms, leaves=leaves, scales=scales)
 
@@ -269,16 +269,16 @@ def _bind(
 
     def launch_of(tile: MatmulTile, first: int, end: int) -> Launch:
         """Returns the launch of some of the tiles, numbered in their order."""
-        given = kernel_arguments(beside, *sizes)
+        fields = kernel_arguments(beside, *sizes)
         if not beside:
-            given.c, given.c_leading, given.first_tile, given.end_tile = c.pointer, c.leading, first, end
+            fields.c, fields.c_leading, fields.first_tile, fields.end_tile = c.pointer, c.leading, first, end
         clusters = min(max(sms // tile.blocks, 1), end - first)
         kernel = a.dtype, tile, layout, c.dtype
         if tile.split > 1:
             # Clusters that find no room begin when others end, and would then compute all their tiles.
             clusters = min(clusters, _clusters_at_once(device, *kernel))
         function = _function(device, *kernel, *([beside.template] if beside else []))
-        return Launch(function, [*maps, given], _grid(tile, clusters))
+        return Launch(function, [*maps, fields], _grid(tile, clusters))
 
     tiles, tail = rows * columns, tile.of_tail
     whole = tiles // sms * sms if tail else tiles

@@ -36,7 +36,7 @@ class Step(NamedTuple):
         return rounded_product(self.a, self.w, self.scales, self.out.dtype, self.bias)
 
     def in_panel(self, panel: Panel, product: torch.Tensor) -> list[Step]:
-        """Returns the steps, without a bias, that make a panel of the result: one for rows that follow each other."""
+        """Returns the steps, without a bias, that make a panel of the result: one for each run of adjacent rows."""
         rows, columns = _joined(panel.rows), panel.columns
         parts = zip(rows, product.split([length(piece) for piece in rows]), strict=True)
         return [self._part(piece, columns, out) for piece, out in parts if out.numel()]
@@ -47,7 +47,7 @@ class Step(NamedTuple):
 
 
 def _joined(parts: Sequence[slice]) -> list[slice]:
-    """Returns the parts, in which neighbours that follow each other without a gap have become one."""
+    """Returns the parts, with neighbours joined where no gap lies between them."""
     joined: list[slice] = []
     for part in parts:
         if joined and joined[-1].stop == part.start:
@@ -162,7 +162,7 @@ class MatmulOperands:
         )
 
     def is_copy_of(self, operands: Operands) -> bool:
-        """Whether these are copies of the tensors ``own``, since they have more dimensions and gaps."""
+        """Whether flattening ``operands`` to matrices had to copy, because of gaps between their rows."""
         flattened = [self.a, *([self.scales.a] if self.scales else [])]
         pairs = zip(flattened, operands.inputs[::2], strict=False)
         return any(x.data_ptr() != operand.data_ptr() for x, operand in pairs)

@@ -46,8 +46,8 @@ def bind(engine: Engine, call: Call[Product], ranks: Sequence[Operands]) -> Plan
 def takes_tiles(engine: Engine, call: Call[Product], out: torch.Tensor) -> bool:
     """Whether one fused kernel multiplies and sums. The first call is collective; the answer is equal on all ranks.
 
-    ``out`` is a tensor with the device and the dtype of the result. It depends only on facts that ranks share. K and
-    the memory layout of the operands may differ between ranks.
+    ``out`` is a tensor with the device and the dtype of the result. The answer does not depend on K and the memory
+    layout of the operands, which may differ between ranks.
     """
     if not out.is_cuda or not may_take_one_kernel(call.work, out.dtype):
         return False

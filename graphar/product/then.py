@@ -1,4 +1,4 @@
-"""Two steps of a call, and how later calls repeat them: a product and a plan, or a plan and each rank's own work."""
+"""Calls in two steps, and how later calls repeat them: a product, then a plan; or a plan, then work of each rank."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from graphar.runtime.plan import Launch, Plan, Tensors
 
 
 class Then:
-    """The products of all ranks, and the plans that take them: they sum them, or also norm the sums.
+    """Multiplies on every rank, and then sums the products over the ranks, or also norms the sums.
 
-    A product is cut into panels as its partition asks for. Each panel is multiplied, and taken by a call of its own, in
-    this order. A bias is added to the sum, by torch: calls that can have it in their epilogue.
+    A product is cut into the panels of its partition. They are multiplied in order, and a call of its own sums each. A
+    bias that is not in the epilogue is added to the sum by torch.
 
     Args:
         call: a call of a Product whose products are summed.
@@ -214,7 +214,7 @@ def after(
     inner: Callable[[Tensors, Tensors], tuple[Tensors, Tensors]],
     work: Callable[[Tensors, Tensors, tuple[float, ...], Tensors], None],
 ) -> Plan:
-    """Returns the plan of calls by ``plan``, whose results each rank then works on alone.
+    """Returns a plan that runs ``plan``, and then ``work`` on each rank's results.
 
     Args:
         inner: takes a rank's inputs and outputs; returns the inputs and outputs of ``plan``.

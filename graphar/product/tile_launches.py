@@ -72,7 +72,7 @@ def summed_tiles(
 def skinny(
     tile: SkinnyTile, matrices: Matrices, piece: Slice, arguments: Arguments, rows: slice, chip: Chip
 ) -> tuple[list, Grid]:
-    """Returns the same of a skinny kernel, which takes one launch."""
+    """Returns what :func:`summed_tiles` returns, of a skinny kernel. It takes one launch."""
     rows_of_out, columns = matrices.out.shape
     clusters = -(-columns // (tile.columns * tile.cluster))
     blocks = min(chip.shared_blocks(cluster=tile.cluster), clusters * tile.cluster)

@@ -35,9 +35,9 @@ class Chosen(NamedTuple):
 
 
 def choose(engine: Engine, work: Product, matmul: MatmulOperands, panels: int = 1) -> Chosen:
-    """Returns what multiplies one rank's operands, in so many panels.
+    """Returns what multiplies one rank's operands, cut into this number of panels.
 
-    Ranks with different K may take different ones: only products are exchanged.
+    Ranks with different K may choose differently, since they exchange only products.
     """
     cost, factors = engine.table.matmul.cost, work.factors
     if factors.as_tree:

@@ -62,10 +62,10 @@ class Multiply(ABC):
             enqueue(torch.cuda.current_stream().cuda_stream)
 
     def repeating(self, example: Step, step_of: StepOf, sms: int) -> Callable[..., torch.Tensor]:
-        """Returns a function of a product's inputs that returns it, as calls that are like an earlier one need it.
+        """Returns a function of a later call's inputs that returns their product.
 
-        Their tensors differ from those of ``example`` in their addresses only. ``step_of`` makes a step of the inputs
-        and the result. The device must be current.
+        The tensors of later calls differ from those of ``example`` in their addresses only. ``step_of`` makes a step of
+        the inputs and the result. The device must be current.
         """
         columns, dtype, bound = len(example.w), example.out.dtype, BoundedCache[Enqueue]()
 
