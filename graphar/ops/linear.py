@@ -19,7 +19,7 @@ from graphar.runtime.registry import Group, engine_name
 
 NAME = "linear"
 
-# ``leaves`` divide K, as in product/multiply/leaves.py. The rows of ``w`` are divided between the ranks of
+# ``leaves`` divide K, as in product/multiply/own.py. The rows of ``w`` are divided between the ranks of
 # ``communicator``; an empty string: they are not divided. The scales are those of operands in e4m3.
 library.define(
     "linear(Tensor a, Tensor w, Tensor? bias, int leaves=1, ScalarType? out_dtype=None, str communicator='', "

@@ -44,13 +44,13 @@ def of_weight(partition: str, of_product: torch.Tensor, x: torch.Tensor) -> torc
 
 
 def of_bias(partition: str, of_product: torch.Tensor) -> torch.Tensor:
-    """Returns the gradient of a bias, of which this rank has all rows that it was added to."""
+    """Returns the gradient of a bias that was added to rows of this rank only."""
     if partition == TP_INVARIANT:
         return linear.of_bias(of_product).to(of_product.dtype)
     return operands.flat(of_product).sum(0)
 
 
-# ---- those of each rank ---------------------------------------------------------------------------------------------
+# ---- the products of each rank --------------------------------------------------------------------------------------
 
 
 def of_products(ctx, gradients: Tensors, a: Tensors, w: Tensors) -> tuple[list, list]:
@@ -86,7 +86,7 @@ def of_parts(ctx, gradients: Tensors, a: Tensors, w: Tensors, where: dict) -> tu
 
 
 def of_equal_sums(ctx, gradients: Tensors, call: dict) -> Tensors:
-    """Returns the gradient of each rank's product from those of sums that all ranks have.
+    """Returns the gradient of each rank's product from the gradients of sums that all ranks have.
 
     If ranks are processes, they compute the same loss, whose gradient each has. Otherwise the ranks' gradients add up.
     """
@@ -116,7 +116,7 @@ def of_sums(ctx, summing: str, call: dict, gradients, a: Tensors, w: Tensors, te
 
 
 def _products(ctx, a: Tensors, w: Tensors) -> list[torch.Tensor]:
-    """Returns each rank's product again, as it was summed."""
+    """Computes each rank's product again, with the bits that were summed."""
     pairs = zip(a, w, strict=True)
     if not is_invariant(ctx):
         return [torch.nn.functional.linear(*pair) for pair in pairs]

@@ -274,7 +274,7 @@ def place(op: Op, name: str, x, group: Group, alone: bool = False) -> tuple[dict
 def make(op: Op, tensors: tuple, ranks: Sequence[tuple], numbers: tuple[float, float], how: dict, asked, group: Group):
     """Makes a call that was checked, with the arguments ``how``, and returns its results as users get them.
 
-    ``tensors`` are the op's, as the user gave them, and ``ranks`` those of each rank. ``numbers`` are eps and offset.
+    ``tensors`` are the op's, as the user gave them, and ``ranks`` has each rank's. ``numbers`` are eps and offset.
     """
     in_list = isinstance(tensors[0], (list, tuple))
     name = engine_name(group, op.name, alone=how.get("partition") == TP_INVARIANT and not in_list)

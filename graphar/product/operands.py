@@ -103,7 +103,7 @@ class MatmulOperands:
     numbers: tuple[float, ...] = ()  # of the epilogue
     constant_weight: bool = False  # whether ``w`` may be loaded while the kernel before still runs
     given_k: int | None = None  # the K of the caller's operands, if ``a`` and ``w`` are copies with zeros in between
-    scales: Scales | None = None  # of e4m3 operands; None: they are as they are
+    scales: Scales | None = None  # of e4m3 operands; None: other operands
 
     @property
     def step(self) -> Step:
@@ -126,18 +126,18 @@ class MatmulOperands:
         return (self.a.contiguous(), *([self.scales.a.contiguous()] if self.scales else []))
 
     def room_for_rows(self, whole: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Returns what takes :attr:`rows` of all ranks, of which ``whole`` takes ``a``."""
+        """Returns the destinations of :attr:`rows` of all ranks; ``whole`` is the destination of ``a``."""
         if not self.scales:
             return (whole,)
         to, of_a = self.gathered_scales, self.scales.a
         return whole, of_a.new_empty(len(self.out), of_a.shape[1]) if to is None else to
 
     def with_rows(self, a: torch.Tensor, *scales: torch.Tensor) -> Step:
-        """Returns the matmul of gathered rows: what :meth:`room_for_rows` returned."""
+        """Returns the matmul of gathered rows, which lie where :meth:`room_for_rows` says."""
         return self.step._replace(a=a, scales=self.scales and replace(self.scales, a=scales[0]))
 
     def with_columns(self) -> MatmulOperands:
-        """Returns operands of which a kernel can load columns: zeros stand in place of no columns."""
+        """Returns operands with columns that a kernel can load: columns of zeros if there are none."""
         if self.a.shape[1]:
             return self
         a, w = (x.new_zeros(len(x), PACK_NBYTES // x.dtype.itemsize) for x in (self.a, self.w))
@@ -148,7 +148,7 @@ class MatmulOperands:
         return replace(self, a=a, w=w, scales=scales)
 
     def with_features(self, features: int) -> MatmulOperands:
-        """Returns operands of so many features, all zeros, in place of none."""
+        """Returns operands with this number of features, all zeros, if they have none."""
         if len(self.w):
             return self
         return replace(

@@ -124,7 +124,7 @@ class Then:
         return multiply_panel
 
     def _take(self, at: int, is_beside: bool, ranks: Sequence[Operands], of_ranks, products) -> None:
-        """Lets a call take the products of a panel."""
+        """Sums the products of a panel in one call, which may also norm the sums."""
         panel, engine, work = self._panels[at], self._engine, self._work
         products = [reference.widened(product, matmul.bias) for matmul, product in zip(of_ranks, products, strict=True)]
         triples = enumerate(zip(ranks, of_ranks, products, strict=True))
@@ -140,7 +140,7 @@ class Then:
     def _to_take(
         self, panel: Panel, index: int, operands: Operands, matmul: MatmulOperands, product: torch.Tensor
     ) -> Operands:
-        """Returns the operands of the call that takes a rank's product of a panel."""
+        """Returns the operands of the call that sums a rank's product of a panel."""
         rows, epilogue, outputs = self._rows_of_out(panel, index), self._work.epilogue, operands.outputs
         if not self._work.norm:
             dtype = None if self._as_tree else product.dtype
@@ -179,7 +179,7 @@ class Then:
     # ---- where panels and their sums lie -----------------------------------------------------------------------------
 
     def _rows_of_out(self, panel: Panel, index: int) -> slice:
-        """Returns the rows of a result that hold its rows of a panel: of this process's rank with an index."""
+        """Returns where the rows of a panel lie in the result of rank ``index`` of this process."""
         owner = 0 if not self._work.scattered else index if self._engine.devices else self._engine.rank or 0
         first, rows = self._panels[0].rows[owner].start, panel.rows[owner]
         return slice(rows.start - first, rows.stop - first)

@@ -35,7 +35,7 @@ class Matrices:
     bias: int = 0  # the address of the bias; 0 without one
     timeline: int = 0  # the address of the timeline of timelines.py; 0 without one
     constant_weight: bool = False  # whether W may be loaded while the kernel before still runs
-    beside: Placed | None = None  # what lies beside operands in e4m3
+    beside: Placed | None = None  # the scales of operands in e4m3
 
     @property
     def key(self) -> tuple:
@@ -49,7 +49,7 @@ class Matrices:
 
 
 def _arguments(matrices: Matrices, rows: int, **more: int) -> MatmulArguments:
-    """Returns the arguments of a matmul of so many rows."""
+    """Returns the arguments of a matmul of this number of rows."""
     return kernel_arguments(matrices.beside, matrices.bias, rows, matrices.columns, matrices.a.columns, **more)
 
 
@@ -89,7 +89,7 @@ def box_rows(tile: SkinnyTile, rows: int) -> int:
 def gathered_tiles(
     tile: MatmulTile, matrices: Matrices, piece: Slice, arguments: Arguments, rows: slice, chip: Chip
 ) -> tuple[list, Grid]:
-    """Returns the same of a kernel that gathers rows; ``chip`` may differ between ranks."""
+    """Returns what :func:`summed_tiles` returns, of a kernel that gathers rows; ``chip`` may differ between ranks."""
     k, (m, n), world_size, rank = matrices.a.columns, matrices.out.shape, arguments.world_size, arguments.rank
     a_maps, c_maps = (TensorMap * world_size)(), (TensorMap * world_size)()
     for source, (begin, count) in enumerate(zip(piece.begin, piece.count, strict=True)):

@@ -33,7 +33,7 @@ class Multiply(ABC):
 
     @abstractmethod
     def bind(self, step: Step, sms: int) -> Enqueue:
-        """Returns what launches its kernel on so many SMs. It loads the kernel; :meth:`why_not` has no reason."""
+        """Loads its kernel, and returns what launches it on this number of SMs; :meth:`why_not` has no reason."""
 
     @abstractmethod
     def instead(self, step: Step, sms: int, why_not: Reason) -> Enqueue:
@@ -44,11 +44,11 @@ class Multiply(ABC):
         """
 
     def bind_all(self, panels: Sequence[Sequence[tuple[Step, int]]]) -> list[list[Enqueue]]:
-        """Returns what makes the steps of each panel on a GPU, on so many SMs: all of them by its kernel, or none."""
-        steps = [step for mine in panels for step, _ in mine]
+        """Returns what makes each panel's steps on a GPU, each on its number of SMs: all by its kernel, or none."""
+        steps = [step for panel in panels for step, _ in panel]
         if why_not := next(filter(None, map(self.why_not, steps)), None):
-            return [[self.instead(step, sms, why_not) for step, sms in mine] for mine in panels]
-        return [[self.bind(step, sms) for step, sms in mine] for mine in panels]
+            return [[self.instead(step, sms, why_not) for step, sms in panel] for panel in panels]
+        return [[self.bind(step, sms) for step, sms in panel] for panel in panels]
 
     def make(self, step: Step) -> None:
         """Makes one step, on the current stream of its device."""
