@@ -218,9 +218,9 @@ def gathered_rows(nbytes: int) -> Layout:
     return layout
 
 
-def gathered_flags(capacity: int) -> int:
+def gathered_flags(capacity: int, unit_packs: int = GATHERED_UNIT_PACKS) -> int:
     """Returns the flags beside a slot of ``capacity`` packs: `stride` in device/matmul/gathered_rows.cuh."""
-    return (capacity // (GATHERED_UNIT_PACKS // 2) + WARP) // WARP * WARP
+    return (capacity // (unit_packs // 2) + WARP) // WARP * WARP
 
 
 def gathered_slot_offset(world_size: int, capacity: int, hops: int) -> int:
