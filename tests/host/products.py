@@ -166,7 +166,7 @@ def packed(own: Operands, m: int, layout: str = "by_rows", *, with_bias=False, *
             len(in_memory[0]),
             *(s for one in scales for s in (one.stride(0), one.stride(1) * own.scales.in_blocks)),
         ]
-    header = torch.tensor([m, n, k, with_bias, *(sizes.get(name, 0) for name in names), *words])
+    header = torch.tensor([m, n, k, with_bias, *(sizes.get(name, 0) for name in names), *words, 0])
     matrices = own.a, own.w if layout == "by_rows" else own.w.t(), own.bias.view(1, n)
     return torch.cat([one.view(torch.uint8) for one in (header, *map(aligned_rows, matrices), *in_memory)])
 

@@ -13,6 +13,7 @@ struct Sizes {
   u64 wants_rows;      // whether the gathered rows follow the result, and their scales
   u64 a_scales;        // numbers of A's scale in memory
   u64 a_scale_row, a_scale_block, w_scale_row, w_scale_block;
+  u64 padding;  // the operands behind it begin at a whole pack
 };
 
 // `rows`: how many of A are here.
