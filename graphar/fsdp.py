@@ -89,7 +89,7 @@ def set_collectives(
         module.set_custom_reduce_scatter(scatter)
 
 
-def _few_blocks(ranks: int) -> int:
+def few_blocks(ranks: int) -> int:
     """Returns the most thread blocks of a call that is not compressed: at most half as many as an H200 has SMs.
 
     The others are left to matmuls beside it. With fewer blocks calls take longer, and not only they: on 2 H200s the
@@ -179,7 +179,7 @@ class _Collective:
             return call._replace(blocks=self._blocks)
         with engine.keeping_failure():
             compresses = engine.select(call, x).config.algorithm.row.compresses
-        return call if compresses else call._replace(blocks=_few_blocks(engine.world_size))
+        return call if compresses else call._replace(blocks=few_blocks(engine.world_size))
 
     def _takes_copies(self, engine: Engine, call: Call, x: Tensor) -> bool:
         if self._algorithm == "kernels" or (self._algorithm == "auto" and self._blocks is not None):
