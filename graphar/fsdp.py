@@ -15,6 +15,7 @@ from graphar.integrations.works import GrapharWork
 from graphar.numerics.codecs import Codec, CodecName, as_codec
 from graphar.plan.algorithms import COPYING
 from graphar.plan.call import Call, Operands
+from graphar.plan.grids import blocks_beside_matmuls
 from graphar.plan.work import Parts
 from graphar.runtime.bind.launches import runner_of
 from graphar.runtime.checks import call_checks
@@ -87,16 +88,6 @@ def set_collectives(
             scatter = QuantizedReduceScatter(codec, group, error_feedback=error_feedback, algorithm=coded)
         module.set_custom_all_gather(gather)
         module.set_custom_reduce_scatter(scatter)
-
-
-def few_blocks(ranks: int) -> int:
-    """Returns the most thread blocks of a call that is not compressed: at most half as many as an H200 has SMs.
-
-    The others are left to matmuls beside it. With fewer blocks calls take longer, and not only they: on 2 H200s the
-    largest matmuls of a Llama's step took 1.5 times as long beside 24 blocks, and as long as alone beside 96. Steps
-    were fastest with 48 to 96 blocks between 2 ranks, and with 32 between 4 (`python -m perf fsdp --blocks`).
-    """
-    return 64 if ranks == 2 else 32
 
 
 class _Collective:
@@ -179,7 +170,7 @@ class _Collective:
             return call._replace(blocks=self._blocks)
         with engine.keeping_failure():
             compresses = engine.select(call, x).config.algorithm.row.compresses
-        return call if compresses else call._replace(blocks=few_blocks(engine.world_size))
+        return call if compresses else call._replace(blocks=blocks_beside_matmuls(engine.world_size))
 
     def _takes_copies(self, engine: Engine, call: Call, x: Tensor) -> bool:
         if self._algorithm == "kernels" or (self._algorithm == "auto" and self._blocks is not None):
