@@ -33,10 +33,8 @@ __global__ void __launch_bounds__(512, 2) multimem_two_shot(const __grid_constan
 
   for (u64 j = first; j < shard; j += stride) {
     Pack mine[N];
-#pragma unroll
     for (int owner = 0; owner < N; ++owner)
       if (owner * shard + j < packs) mine[owner] = input.load(owner * shard + j);
-#pragma unroll
     for (int owner = 0; owner < N; ++owner)
       if (owner * shard + j < packs) stage[owner * shard + j] = mine[owner];
   }
@@ -49,10 +47,8 @@ __global__ void __launch_bounds__(512, 2) multimem_two_shot(const __grid_constan
     const u64 end = min(begin + shard, packs);
     for (u64 i = begin + first; i < end; i += in_flight * stride) {
       Pack sum[in_flight];
-#pragma unroll
       for (int k = 0; k < in_flight; ++k)
         if (i + k * stride < end) sum[k] = Multimem::template ld_reduce<T, N>(a, i + k * stride);
-#pragma unroll
       for (int k = 0; k < in_flight; ++k)
         if (i + k * stride < end) Multimem::template st<N>(a, i + k * stride, sum[k]);
     }
@@ -62,10 +58,8 @@ __global__ void __launch_bounds__(512, 2) multimem_two_shot(const __grid_constan
   }
   for (u64 j = first; ok && j < shard; j += stride) {
     Pack sum[N];
-#pragma unroll
     for (int owner = 0; owner < N; ++owner)
       if (owner * shard + j < packs) sum[owner] = stage[owner * shard + j];
-#pragma unroll
     for (int owner = 0; owner < N; ++owner)
       if (owner * shard + j < packs) output.store(owner * shard + j, sum[owner]);
   }

@@ -30,7 +30,6 @@ __global__ void __launch_bounds__(max_threads, 2) one_shot(const __grid_constant
   // Every step ends one group of copies, which is empty past the end of the tensor. So the newest Depth - 1 groups are
   // always those of later steps.
   const auto pull = [&](u64 i, int step) {
-#pragma unroll
     for (int r = 0; r < N; ++r)
       if (i < packs) copy_async(place(step, r), stage(r) + i);
     commit_copies();
@@ -46,7 +45,6 @@ __global__ void __launch_bounds__(max_threads, 2) one_shot(const __grid_constant
       pull(i + (Depth - 1) * stride, (step + Depth - 1) % Depth);
       wait_for_copies<Depth - 1>();
       Pack part[N];
-#pragma unroll
       for (int r = 0; r < N; ++r) part[r] = *place(step, r);
       output.store(i, sum_in_rank_order<T, N>(part));
       step = (step + 1) % Depth;

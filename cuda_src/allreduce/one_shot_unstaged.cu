@@ -34,7 +34,6 @@ __global__ void __launch_bounds__(512, 2) one_shot_unstaged(const __grid_constan
   if (signals.wait<N>(a, call, 1)) {
     for (u64 i = first; i < packs; i += stride) {
       Pack part[N];
-#pragma unroll
       for (int r = 0; r < N; ++r) part[r] = Direct ? input.at(a.peer_input[r]).load(i) : stage(r)[i];
       output.store(i, sum_in_rank_order<T, N>(part));
     }

@@ -46,10 +46,8 @@ struct TwoShotPipelined {
     const u32 n = chunks.most(k);
     for (u32 j = threadIdx.x; j < n; j += blockDim.x) {
       P p[N - 1] = {};
-#pragma unroll
       for (int hop = 1; hop < N; ++hop)
         if (chunks.begin(k, owner(hop)) + j < chunks.total) p[hop - 1] = read(hop, j);
-#pragma unroll
       for (int hop = 1; hop < N; ++hop)
         if (chunks.begin(k, owner(hop)) + j < chunks.total) write(hop, j, p[hop - 1]);
     }
@@ -68,13 +66,11 @@ struct TwoShotPipelined {
       const Epilogue<T, Expression> epilogue(a, first + j);
       const Pack mine = input.load(first + j);
       Pack part[N];
-#pragma unroll
       for (int r = 0; r < N; ++r) part[r] = r == a.rank ? mine : *scattered_slot(0, k, r, j);
       const Sum sum = sum_in_order<T, N, Order, Out>(part, epilogue);
       if constexpr (Direct) {
         output.template store_to_all<N>(a.peer_output, a.rank, first + j, sum);
       } else {
-#pragma unroll
         for (int hop = 1; hop < N; ++hop) *reduced_slot(hop, k, a.rank, j) = sum;
         output.store(first + j, sum);
       }

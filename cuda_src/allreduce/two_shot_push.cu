@@ -42,7 +42,6 @@ __global__ void __launch_bounds__(512, 2) two_shot_push(const __grid_constant__ 
     receive_each<N, N <= 4>(a, call, 0, scatter, first, end, stride, [&](u32 i, const Pack(&part)[N]) {
       const Epilogue<T, Expression> epilogue(a, i);
       const Sum sum = sum_in_order<T, N, Order, Out>(part, epilogue);
-#pragma unroll
       for (int peer = 1; peer < N; ++peer) push(a, peer, gather + sums * a.rank * a.capacity + i, sum);
       store(i, sum);
     });

@@ -137,17 +137,13 @@ struct TwoShotTma {
         output.store(at + j, sum);
       };
       const Pack* from[N];
-#pragma unroll
       for (int r = 0; r < N; ++r)
         from[r] = r == a.rank ? reinterpret_cast<const Pack*>(input.base) + at : slot(scattered, a.rank, k, r);
       for (u32 j = warp * 32 + lane; j < whole(at); j += U * stride) {
         Pack part[U][N];
-#pragma unroll
         for (int u = 0; u < U; ++u)
-#pragma unroll
           for (int r = 0; r < N; ++r)
             if (j + u * stride < whole(at)) part[u][r] = from[r][j + u * stride];
-#pragma unroll
         for (int u = 0; u < U; ++u)
           if (j + u * stride < whole(at)) store_sum(j + u * stride, part[u]);
       }
@@ -155,7 +151,6 @@ struct TwoShotTma {
       for (u32 j = whole(at) + warp * 32 + lane; j < size(at); j += stride) {
         const Pack mine = input.load(at + j);
         Pack part[N];
-#pragma unroll
         for (int r = 0; r < N; ++r) part[r] = r == a.rank ? mine : from[r][j];
         store_sum(j, part);
       }
@@ -192,10 +187,8 @@ struct TwoShotTma {
         const u32 count = size(at);
         for (u32 j = lane; j < count; j += 32 * U) {
           Pack part[U];
-#pragma unroll
           for (int u = 0; u < U; ++u)
             if (j + u * 32 < count) part[u] = from[j + u * 32];
-#pragma unroll
           for (int u = 0; u < U; ++u)
             if (j + u * 32 < count) output.store(at + j + u * 32, part[u]);
         }

@@ -11,11 +11,9 @@ template <class T, int N>
 __device__ __forceinline__ Pack sum_and_scale(const Pack (&part)[N], float factor) {
   Pack sum = sum_in_rank_order<T, N>(part);
   if (factor == 1) return sum;
-#pragma unroll
   for (int w = 0; w < 4; ++w) {
     float v[elements_per_word<T>];
     T::unpack(sum.word[w], v);
-#pragma unroll
     for (int e = 0; e < elements_per_word<T>; ++e) v[e] *= factor;
     sum.word[w] = T::round(v);
   }
@@ -31,7 +29,6 @@ __global__ void __launch_bounds__(512, 2) sum_of_parts(const __grid_constant__ A
   u64 whole = output.whole, i = u64(blockIdx.x) * blockDim.x + threadIdx.x;
   const float factor = a.epilogue.scalar[0];
   const Pack* from[N];
-#pragma unroll
   for (int r = 0; r < N; ++r) {
     const Tensor<T> part(a.peer_input[r], a.numel);
     from[r] = reinterpret_cast<const Pack*>(part.base);
@@ -39,17 +36,13 @@ __global__ void __launch_bounds__(512, 2) sum_of_parts(const __grid_constant__ A
   }
   for (; i + (depth - 1) * stride < whole; i += depth * stride) {
     Pack part[depth][N];
-#pragma unroll
     for (int d = 0; d < depth; ++d)
-#pragma unroll
       for (int r = 0; r < N; ++r) part[d][r] = from[r][i + d * stride];
-#pragma unroll
     for (int d = 0; d < depth; ++d) output.store_whole(i + d * stride, sum_and_scale<T, N>(part[d], factor));
   }
 #pragma unroll 1
   for (; i < packs; i += stride) {  // the last packs, or all of tensors that are not aligned
     Pack part[N];
-#pragma unroll
     for (int r = 0; r < N; ++r) part[r] = Tensor<T>(from[r], a.numel).load(i);
     output.store(i, sum_and_scale<T, N>(part, factor));
   }

@@ -84,11 +84,9 @@ struct RankOrder {
   static __device__ __forceinline__ void add(const Pack (&part)[N], int w, float* total) {
     constexpr int E = elements_per_word<T>;
     T::unpack(part[0].word[w], total);
-#pragma unroll
     for (int r = 1; r < N; ++r) {
       float v[E];
       T::unpack(part[r].word[w], v);
-#pragma unroll
       for (int e = 0; e < E; ++e) total[e] += v[e];
     }
   }
@@ -114,12 +112,9 @@ template <class T, int N, class Order, class Out, class Epilogue = Identity>
 __device__ __forceinline__ PackOf<T, Out> sum_in_order(const Pack (&part)[N], const Epilogue& epilogue = {}) {
   constexpr int E = elements_per_word<T>, words = elements_per_word<Out> / E;  // of T, that make one of Out
   PackOf<T, Out> result;
-#pragma unroll
   for (int w = 0; w < 4; w += words) {
     float total[words * E];
-#pragma unroll
     for (int i = 0; i < words; ++i) Order::template add<T, N>(part, w + i, total + i * E);
-#pragma unroll
     for (int e = 0; e < words * E; ++e) total[e] = epilogue(w * E + e, total[e]);
     result.word[w / words] = Out::round(total);
   }
@@ -189,7 +184,6 @@ struct Tensor {
   template <int N>
   __device__ __forceinline__ void store_to_all(char* const* bases, int rank, u64 i, const P& p) const {
     if (i < whole) {
-#pragma unroll
       for (int hop = 1; hop <= N; ++hop) reinterpret_cast<P*>(bases[(rank + hop) % N])[i] = p;
     } else {
 #pragma unroll 1
@@ -212,11 +206,9 @@ struct Tensor {
     const Storage* const from = static_cast<const Storage*>(begin);
     P p = {};
     if (in_words(from, count)) {
-#pragma unroll
       for (int w = 0; w < words; ++w) p.word[w] = reinterpret_cast<const u32*>(from)[w];
       return p;
     }
-#pragma unroll
     for (int e = 0; e < E; ++e)
       if (e < count) p.word[e * sizeof(Storage) / 4] |= u32(from[e]) << e * sizeof(Storage) % 4 * 8;
     return p;
@@ -225,11 +217,9 @@ struct Tensor {
   // Internal: their stores.
   static __device__ __noinline__ void store_elements(Storage* to, u32 count, P p) {
     if (in_words(to, count)) {
-#pragma unroll
       for (int w = 0; w < words; ++w) reinterpret_cast<u32*>(to)[w] = p.word[w];
       return;
     }
-#pragma unroll
     for (int e = 0; e < E; ++e)
       if (e < count) to[e] = Storage(p.word[e * sizeof(Storage) / 4] >> e * sizeof(Storage) % 4 * 8);
   }

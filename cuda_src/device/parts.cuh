@@ -84,7 +84,6 @@ __device__ __noinline__ Pack load_in_runs(const void* tensor, const Runs& part, 
   BytesInRuns bytes(tensor, part, i);
   if (part.gap == 0) return Tensor<T>::load_elements(bytes.at, bytes.count);
   Pack p = {};
-#pragma unroll
   for (int e = 0; e < sizeof(Pack); ++e)
     if (e < bytes.count) p.word[e / 4] |= u32(static_cast<unsigned char>(*bytes.next())) << e % 4 * 8;
   return p;
@@ -95,7 +94,6 @@ template <class T>
 __device__ __noinline__ void store_in_runs(void* tensor, const Runs& part, u32 i, Pack p) {
   BytesInRuns bytes(tensor, part, i);
   if (part.gap == 0) return Tensor<T>::store_elements(reinterpret_cast<typename T::Storage*>(bytes.at), bytes.count, p);
-#pragma unroll
   for (int e = 0; e < sizeof(Pack); ++e)
     if (e < bytes.count) *bytes.next() = p.word[e / 4] >> e % 4 * 8;
 }

@@ -184,7 +184,6 @@ struct RmsNorm {
       float v[E] = {};
       if (mine) load(i, v);
       u32 largest = largest_of(v);
-#pragma unroll
       for (int step = 1; step < lanes; step *= 2) largest = max(largest, __shfl_xor_sync(0xffffffff, largest, step));
       const float scale = scale_of(largest);
       if (mine && lane % lanes == 0) scales[u64(row) * (packs / lanes) + i / lanes] = scale;
@@ -195,7 +194,6 @@ struct RmsNorm {
   // The bits of the largest magnitude. A NaN compares above all numbers.
   static __device__ __forceinline__ u32 largest_of(const float (&v)[E]) {
     u32 largest = 0;
-#pragma unroll
     for (int e = 0; e < E; ++e) largest = max(largest, __float_as_uint(v[e]) & 0x7fffffff);
     return largest;
   }
@@ -216,28 +214,22 @@ struct RmsNorm {
   __device__ __forceinline__ PackOf<Sum, T> add(const Pack& sum, const PackOf<Sum, T>& from, float& squares) const {
     constexpr int S = elements_per_word<Sum>;
     PackOf<Sum, T> result;
-#pragma unroll
     for (int w = 0; w < 4 / sums; ++w) {
       float v[W], more[W];
-#pragma unroll
       for (int e = 0; e < W; e += S) Sum::unpack(sum.word[(w * W + e) / S], v + e);
       T::unpack(from.word[w], more);
-#pragma unroll
       for (int e = 0; e < W; ++e) v[e] = __fadd_rn(v[e], more[e]);
       result.word[w] = T::round(v);
       T::unpack(result.word[w], v);
-#pragma unroll
       for (int e = 0; e < W; ++e) squares = __fadd_rn(squares, __fmul_rn(v[e], v[e]));
     }
     return result;
   }
 
   static __device__ __forceinline__ void add_squares(const Pack& pack, float& squares) {
-#pragma unroll
     for (int w = 0; w < 4; ++w) {
       float v[W];
       T::unpack(pack.word[w], v);
-#pragma unroll
       for (int e = 0; e < W; ++e) squares = __fadd_rn(squares, __fmul_rn(v[e], v[e]));
     }
   }
@@ -270,7 +262,6 @@ struct RmsNorm {
 
   __device__ __forceinline__ Pack round(const Pack& row, const Pack& by, float inverse) const {
     Pack result;
-#pragma unroll
     for (int w = 0; w < 4; ++w) {
       float v[W];
       norm_word(row.word[w], by.word[w], inverse, v);
@@ -283,18 +274,15 @@ struct RmsNorm {
     float factor[W];
     T::unpack(row, v);
     T::unpack(by, factor);
-#pragma unroll
     for (int e = 0; e < W; ++e) v[e] = __fmul_rn(__fmul_rn(v[e], inverse), __fadd_rn(factor[e], offset));
   }
 
   __device__ __forceinline__ void norm(const Pack& row, const Pack& by, float inverse, float* v) const {
-#pragma unroll
     for (int w = 0; w < 4; ++w) norm_word(row.word[w], by.word[w], inverse, v + w * W);
   }
 
   static __device__ __forceinline__ Words<E / 4> encode(const float (&v)[E], float by_scale) {
     Words<E / 4> result{};
-#pragma unroll
     for (int e = 0; e < E; e += 2)
       result.word[e / 4] |= saturated_e4m3x2(__fmul_rn(v[e], by_scale), __fmul_rn(v[e + 1], by_scale)) << 8 * (e % 4);
     return result;

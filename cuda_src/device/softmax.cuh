@@ -85,9 +85,7 @@ __device__ __forceinline__ SoftmaxNode merge(const SoftmaxNode& a, const Softmax
 // The node of `count` neighbours: 1, 2, 4 or 8. The nodes are overwritten.
 template <Also also>
 __device__ __forceinline__ SoftmaxNode merge_all(SoftmaxNode (&node)[softmax_leaves], u32 count) {
-#pragma unroll
   for (int step = 1; step < softmax_leaves; step *= 2)
-#pragma unroll
     for (int i = 0; i + step < softmax_leaves; i += 2 * step)
       if (step < count && i < count) node[i] = merge<also>(node[i], node[i + step]);
   return node[0];
@@ -101,7 +99,6 @@ __device__ __forceinline__ double log_of_sum(float s) {
   if (c < 0.70710678118654757) c += c, --k;
   const double r = __ddiv_rn(c - 1, c + 1), square = __dmul_rn(r, r);
   double series = 1.0 / 15;
-#pragma unroll
   for (int odd = 13; odd > 0; odd -= 2) series = __dadd_rn(__dmul_rn(series, square), 1.0 / odd);
   const double log = __dadd_rn(__dmul_rn(double(k), 0.69314718055994530942), __dmul_rn(r + r, series));
   return s == 0 ? double(no_logit()) : s == s ? log : double(s);

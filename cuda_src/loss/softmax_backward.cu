@@ -56,25 +56,19 @@ __global__ void __launch_bounds__(256, 8) softmax_backward(const __grid_constant
 
   const auto gradient_of = [&](const Pack& x, u32 i) {
     float v[4 * W];
-#pragma unroll
     for (int w = 0; w < 4; ++w) T::unpack(x.word[w], v + w * W);
-#pragma unroll
     for (int e = 0; e < E; ++e) {
       const float d = __fsub_rn(__fmul_rn(v[e], a.inverse_temperature), of_row.reference);
       v[e] = __fsub_rn(__fmul_rn(Exponential(clamped(d)), of_row.scale), of_row.all);
     }
     if (i == target_pack)
-#pragma unroll
       for (int e = 0; e < E; ++e)
         if (at % E == e) v[e] = __fsub_rn(v[e], of_row.at_target);
     if (i >= whole_pack)
-#pragma unroll
       for (int e = 0; e < E; ++e)
         if (i * E + e >= a.real_columns) v[e] = 0;
     Pack result;
-#pragma unroll
     for (int w = 0; w < 4; ++w) {
-#pragma unroll
       for (int e = 0; e < W; ++e) v[w * W + e] = __fmul_rn(v[w * W + e], a.inverse_temperature);
       result.word[w] = T::round(v + w * W);
     }
@@ -85,9 +79,7 @@ __global__ void __launch_bounds__(256, 8) softmax_backward(const __grid_constant
 #pragma unroll 1
   for (; i + (depth - 1) * blockDim.x < min(end, whole); i += depth * blockDim.x) {
     Pack x[depth];
-#pragma unroll
     for (int k = 0; k < depth; ++k) x[k] = reinterpret_cast<const Pack*>(logits.base)[i + k * blockDim.x];
-#pragma unroll
     for (int k = 0; k < depth; ++k)
       gradient.store_whole(i + k * blockDim.x, gradient_of(x[k], i + k * blockDim.x));
   }

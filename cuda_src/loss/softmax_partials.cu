@@ -22,7 +22,6 @@ struct Eight {
   // The largest element of each half of a word, or of the word.
   __device__ __forceinline__ u32 largest() const {
     u32 v = word[0];
-#pragma unroll
     for (int w = 1; w < words; ++w) v = larger(T{}, v, word[w]);
     return v;
   }
@@ -30,7 +29,6 @@ struct Eight {
   // Makes the elements from `count` on absent.
   __device__ __forceinline__ void keep(u32 count) {
     constexpr u32 bits = 32 / W, mask = ~u32(0) >> (32 - bits);
-#pragma unroll
     for (int e = 0; e < 8; ++e)
       if (e >= count) {
         u32& v = word[e / W];
@@ -53,7 +51,6 @@ struct Leaf {
   __device__ __forceinline__ Eight<T> load(const Storage* from, u32 i, int k) const {
     constexpr int E = elements_per_pack<T>;
     Eight<T> x;
-#pragma unroll
     for (int p = 0; p < x.packs; ++p) {
       Pack pack = {};
       if constexpr (aligned)
@@ -62,7 +59,6 @@ struct Leaf {
         const u32 at = (i + k * softmax_lanes) * 8 + p * E;
         pack = Tensor<T>::load_elements(base + at, at < numel ? min(numel - at, u32(E)) : 0);
       }
-#pragma unroll
       for (int w = 0; w < 4; ++w) x.word[p * 4 + w] = pack.word[w];
     }
     return x;
@@ -71,7 +67,6 @@ struct Leaf {
   // The same, or -inf past the end.
   __device__ __forceinline__ Eight<T> load_if_any(const Storage* from, u32 i, int k) const {
     Eight<T> x;
-#pragma unroll
     for (int w = 0; w < x.words; ++w) x.word[w] = no_logits<T>;
     if (i + k * softmax_lanes < packs) x = load(from, i, k);
     return x;
@@ -123,11 +118,9 @@ struct Step {
   // Moves the node to the maximum of it and the step. Returns what is then subtracted from elements.
   __device__ __forceinline__ float raise(SoftmaxNode& node) const {
     u32 largest = x[0].largest();
-#pragma unroll
     for (int k = 1; k < softmax_packs; ++k) largest = larger(T{}, largest, x[k].largest());
     float v[W], m = node.m;
     T::unpack(largest, v);
-#pragma unroll
     for (int e = 0; e < W; ++e) m = larger(m, x_of(v[e]));
     if constexpr (also == entropy_and_top1)
       if (m > node.m) node.top1 = leaf.first + first_of(m);
@@ -140,13 +133,10 @@ struct Step {
   // The leaf's first element of the step that equals m.
   __device__ __forceinline__ u32 first_of(float m) const {
     u32 at = 0;
-#pragma unroll
     for (int k = softmax_packs - 1; k >= 0; --k)
-#pragma unroll
       for (int w = x[k].words - 1; w >= 0; --w) {
         float v[W];
         T::unpack(x[k].word[w], v);
-#pragma unroll
         for (int e = W - 1; e >= 0; --e)
           if (x_of(v[e]) == m) at = (i + k * softmax_lanes) * 8 + w * W + e;
       }
@@ -156,11 +146,9 @@ struct Step {
   // Adds pack k. If it is `whole`, all of its elements are present, or absent ones do not matter.
   template <bool whole>
   __device__ __forceinline__ void add(SoftmaxNode& node, int k, float r) const {
-#pragma unroll
     for (int w = 0; w < Eight<T>::words; ++w) {
       float v[W];
       T::unpack(x[k].word[w], v);
-#pragma unroll
       for (int e = 0; e < W; ++e) {
         const float logit = x_of(v[e]), d = clamped(__fsub_rn(logit, r));
         const Exponential exponential(d);
@@ -183,7 +171,6 @@ __device__ __forceinline__ void take(const Leaf<T, aligned>& leaf, float inverse
   const u32 thread = threadIdx.x % 32, packs = leaf.packs;
   Step<T, also, scaled, aligned> step{leaf, inverse_temperature, {}, group * 32 + thread};
   const auto* at = leaf.base + step.i * 8;
-#pragma unroll
   for (int k = 0; k < softmax_packs; ++k) step.x[k] = leaf.load_if_any(at, step.i, k);
   const bool skips = ignored();
   SoftmaxNode node;
@@ -196,17 +183,14 @@ __device__ __forceinline__ void take(const Leaf<T, aligned>& leaf, float inverse
     const u32 next = (ends ? (group + 1) * 32 : begin + step_packs) + thread;
     at += int(next - step.i) * 8;
     if (leaf.ragged && ends)
-#pragma unroll
       for (int k = 0; k < softmax_packs; ++k)
         if (step.i + k * softmax_lanes + 1 == packs) step.x[k].keep(leaf.numel - (packs - 1) * 8);
     // Where warps are few, the next step is on its way while this one is computed; else other warps fill the time.
     Eight<T> following[softmax_packs];
     const auto load = [&](Eight<T>(&into)[softmax_packs]) {
       if (next - thread + (softmax_packs - 1) * softmax_lanes + 32 <= packs) {
-#pragma unroll
         for (int k = 0; k < softmax_packs; ++k) into[k] = leaf.load(at, next, k);
       } else {
-#pragma unroll
         for (int k = 0; k < softmax_packs; ++k) into[k] = leaf.load_if_any(at, next, k);
       }
     };
@@ -214,15 +198,12 @@ __device__ __forceinline__ void take(const Leaf<T, aligned>& leaf, float inverse
     const float r = step.raise(node);
     const u32 last = begin + (softmax_packs - 1) * softmax_lanes;
     if (also == sum_of_logits ? last + 32 <= packs && !(leaf.ragged && ends) : last < packs) {
-#pragma unroll
       for (int k = 0; k < softmax_packs; ++k) step.template add<true>(node, k, r);
     } else {
-#pragma unroll
       for (int k = 0; k < softmax_packs; ++k)
         if (begin + k * softmax_lanes < packs) step.template add<false>(node, k, r);
     }
     if (early) {
-#pragma unroll
       for (int k = 0; k < softmax_packs; ++k) step.x[k] = following[k];
     } else if (more)
       load(step.x);
@@ -248,28 +229,22 @@ template <Also also>
 __device__ __forceinline__ SoftmaxNode merge_lanes(const LanesOfLeaf* lanes) {
   const u32 thread = threadIdx.x % 32;
   SoftmaxNode node[groups], all;
-#pragma unroll
   for (int g = 0; g < groups; ++g) {
     node[g] = get<also>(lanes, g * 32 + thread);
     all.m = larger(all.m, node[g].m);
   }
-#pragma unroll
   for (int step = 16; step > 0; step /= 2) all.m = larger(all.m, __shfl_xor_sync(0xffffffff, all.m, step));
   const float r = reference_of(all.m);
   all.top1 = ~0u;
-#pragma unroll
   for (int g = 0; g < groups; ++g) {
     if (also == entropy_and_top1 && node[g].m == all.m) all.top1 = min(all.top1, node[g].top1);
     node[g].template move_to<also>(r);
   }
   // The halves of all lanes, then those of their sum, and so on.
   const auto sum = [&](float SoftmaxNode::* number) {
-#pragma unroll
     for (int half = groups / 2; half > 0; half /= 2)
-#pragma unroll
       for (int g = 0; g < half; ++g) node[g].*number = __fadd_rn(node[g].*number, node[g + half].*number);
     float v = node[0].*number;
-#pragma unroll
     for (int step = 16; step > 0; step /= 2) v = __fadd_rn(v, __shfl_xor_sync(0xffffffff, v, step));
     return v;
   };
@@ -277,7 +252,6 @@ __device__ __forceinline__ SoftmaxNode merge_lanes(const LanesOfLeaf* lanes) {
   if constexpr (also == sum_of_logits) all.sum_x = sum(&SoftmaxNode::sum_x);
   if constexpr (also == entropy_and_top1) {
     all.sum_xe = sum(&SoftmaxNode::sum_xe);
-#pragma unroll
     for (int step = 16; step > 0; step /= 2) all.top1 = min(all.top1, __shfl_xor_sync(0xffffffff, all.top1, step));
   }
   return all;
@@ -354,7 +328,6 @@ __global__ void __launch_bounds__(256, at_once<T, also, spread>) softmax_partial
     const SoftmaxNode node = merge_lanes<also>(lanes);
     const float number[] = {node.m, node.s, node.sum_x, node.sum_xe, __uint_as_float(node.top1)};
     if (threadIdx.x % 32 == 0)
-#pragma unroll
       for (int n = 0; n < shared.numbers; ++n) {
         float* const place = &shared.leaf[slot][n];
         if constexpr (spread)

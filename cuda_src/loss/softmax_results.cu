@@ -14,7 +14,6 @@ __global__ void __launch_bounds__(128, 4) softmax_results(const __grid_constant_
   if (row >= a.rows) return;
   const Target target(a, row);
   SoftmaxNode node[softmax_leaves];
-#pragma unroll
   for (int rank = 0; rank < softmax_leaves; ++rank)
     if (rank < a.ranks) node[rank] = load_partial<also>(a, row, rank);
   const u64 owner = target.valid ? target.column / a.columns : 0;
@@ -28,7 +27,6 @@ __device__ __forceinline__ float sum_of_four_each(const float (&v)[4], u64 size)
   float a = v[0];
   if (size > 1) a = __fadd_rn(a, v[1]);
   if (size > 2) a = __fadd_rn(a, __fadd_rn(v[2], v[3]));
-#pragma unroll
   for (int step = 1; step < 32; step *= 2) {
     const float other = __shfl_xor_sync(0xffffffff, a, step);
     if (size > 4 * step) a = __fadd_rn(a, other);
@@ -54,7 +52,6 @@ __global__ void __launch_bounds__(threads, 1) softmax_results_total(const __grid
 #pragma unroll 2
     for (u64 tile = warp; tile * rows_of_warp < left; tile += threads / 32) {
       float v[4] = {};
-#pragma unroll
       for (int i = 0; i < 4; ++i) {
         const u64 row = tile * rows_of_warp + lane * 4 + i;
         if (row >= left) continue;

@@ -39,7 +39,6 @@ __device__ void consume(const MatmulArguments& a, const TensorMap& c, const Ring
       exchange.store(sums, row, column, number++);
     } else {
       if constexpr (sizeof(typename Result::Storage) < sizeof(float)) {
-#pragma unroll
         for (int block = 0; block < Tile::row_blocks; ++block)
           add_bias<Result>(a, column, sums_of_block<Tile>(sums, block));
       }

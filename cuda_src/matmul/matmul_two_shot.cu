@@ -29,7 +29,6 @@ __global__ void __launch_bounds__(512, 1)
     Pack sum;
     if (!receive_sum<T, N, Tile>(m, a, call, slots, at, sum)) return false;
     const u32 place = slots + a.rank * a.capacity + at.in_result<Tile::pack_columns>(m);
-#pragma unroll
     for (int peer = 1; peer < N; ++peer) push(a, peer, place, sum);
     output.store(at.in_result(m), sum);
     return true;

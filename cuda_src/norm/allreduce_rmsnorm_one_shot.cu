@@ -17,7 +17,6 @@ __global__ void __launch_bounds__(C > 1 ? 1024 / C : 512, 2)
   const u32 first = norm.team * packs;  // of the team's first row
   u32 beyond = norm.team < norm.rows && input.aligned() ? first + packs : 0;
   Outgoing<N> outgoing(a.input, first + norm.thread, beyond, norm.threads);
-#pragma unroll
   for (int hop = 0; hop < N; ++hop)
     outgoing.to[(hop + N - 1) % N] = slot(a, hop, a.rank * a.capacity + first + norm.thread);
 

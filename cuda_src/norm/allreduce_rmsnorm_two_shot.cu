@@ -61,7 +61,6 @@ struct Rows {
     visit_group(g, [&](u32 row, u32 hop) {
       if (hop != 0) return;
       const auto push_to_peers = [&](u32 i, const Pack& pack) {
-#pragma unroll
         for (int peer = 1; peer < N; ++peer) push(a, peer, gather() + a.rank * a.capacity + offset(row, i), pack);
       };
       if constexpr (is_tree<Order>)

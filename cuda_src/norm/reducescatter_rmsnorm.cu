@@ -33,7 +33,6 @@ struct RowsOfParts {
 
   __device__ __forceinline__ u32 rows_of_largest_part() const {
     u32 most = 0;
-#pragma unroll
     for (int rank = 0; rank < N; ++rank) most = max(most, packs_of_part(rank));
     return (most + packs - 1) / packs;
   }
@@ -50,11 +49,9 @@ struct RowsOfParts {
     const u32 end = (packs + 31) / 32 * 32 * N;
     for (u32 first = norm.thread; norm.comes && first < end; first += in_flight * norm.threads) {
       Pack mine[in_flight] = {};
-#pragma unroll
       for (int k = 0; k < in_flight; ++k)
         visit_pack(row, first + k * norm.threads,
                    [&](u32 hop, u32 at) { mine[k] = part_of<T>(a.input, a, (a.rank + hop) % N).load(at); });
-#pragma unroll
       for (int k = 0; k < in_flight; ++k)
         visit_pack(row, first + k * norm.threads,
                    [&](u32 hop, u32 at) { push(a, hop, slots_of_call + a.rank * a.capacity + at, mine[k]); });

@@ -46,7 +46,6 @@ struct QuantizedTwoShotPipelined {
       sum_of_slots<C, N>([&](int r) { return slot(scattered, 0, k, r); }, j, total);
       const u32 tile = chunks.begin(k, a.rank) + j;
       const Coded<C> coded = encode<C>(tile_of(total), tile, {a.seed, call.epoch, noise_of_sum});
-#pragma unroll
       for (int hop = 1; hop < N; ++hop) visit_coded(slot(reduced, hop, k, a.rank), j, coded, Store{});
       store_values(output, tile, as_received(coded));
     }

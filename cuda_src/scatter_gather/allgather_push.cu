@@ -18,7 +18,6 @@ struct AllgatherPush {
   u32 first_step = 0;
 
   __device__ AllgatherPush(const Given& arguments, const Call&) : a(arguments) {
-#pragma unroll
     for (int r = 0; r < N; ++r) most = max(most, pack_count<T>(a.count[r]));
   }
 
@@ -45,14 +44,11 @@ struct AllgatherPush {
     const u32 n = count(k, a.rank);
     for (u32 j = threadIdx.x; j < n; j += ahead * blockDim.x) {
       Pack mine[ahead] = {};
-#pragma unroll
       for (u32 i = 0; i < ahead; ++i)
         if (j + i * blockDim.x < n) mine[i] = input.load(chunk(k) + j + i * blockDim.x);
-#pragma unroll
       for (u32 i = 0; i < ahead; ++i) {
         const u32 at = j + i * blockDim.x;
         if (at >= n) break;
-#pragma unroll
         for (int hop = 1; hop < N; ++hop) slot(hop, k, a.rank)[at] = mine[i];
         output.store(chunk(k) + at, mine[i]);
       }
@@ -62,19 +58,14 @@ struct AllgatherPush {
   __device__ void receive(u32 k) const {
     constexpr u32 ahead = N <= 3 ? 2 : 1;
     u32 n[N - 1];
-#pragma unroll
     for (int hop = 1; hop < N; ++hop) n[hop - 1] = count(k, (a.rank + hop) % N);
     for (u32 j = threadIdx.x; j < a.chunk; j += ahead * blockDim.x) {
       Pack part[ahead][N - 1] = {};
-#pragma unroll
       for (u32 i = 0; i < ahead; ++i)
-#pragma unroll
         for (int hop = 1; hop < N; ++hop)
           if (j + i * blockDim.x < n[hop - 1])
             part[i][hop - 1] = slot(0, k, (a.rank + hop) % N)[j + i * blockDim.x];
-#pragma unroll
       for (u32 i = 0; i < ahead; ++i)
-#pragma unroll
         for (int hop = 1; hop < N; ++hop)
           if (j + i * blockDim.x < n[hop - 1])
             output_of<T>(a, (a.rank + hop) % N).store(chunk(k) + j + i * blockDim.x, part[i][hop - 1]);

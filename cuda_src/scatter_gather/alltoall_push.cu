@@ -26,7 +26,6 @@ struct AlltoallPush {
   __device__ AlltoallPush(const ExchangeArguments& arguments, const Call& of) : a(arguments), call(of) {
     most = max(most, u32(pack_count<T>(a.most)));
     if (a.most == 0)
-#pragma unroll
       for (int r = 0; r < N; ++r) most = max(most, max(packs(a.sends[r]), packs(a.receives[r])));
   }
 
@@ -66,11 +65,9 @@ struct AlltoallPush {
     Item to(a);
     for (Item from(a); from.hop <= N;) {  // N: the part that stays here
       Pack mine[ahead] = {};
-#pragma unroll
       for (u32 i = 0; i < ahead; ++i, from.advance())
         if (from.hop <= N && from.pack(k) < packs(a.sends[from.peer()]))
           mine[i] = input_for<T>(a, from.peer()).load(from.pack(k));
-#pragma unroll
       for (u32 i = 0; i < ahead; ++i, to.advance()) {
         if (to.hop > N || to.pack(k) >= packs(a.sends[to.peer()])) continue;
         if (to.hop < N)
@@ -105,11 +102,9 @@ struct AlltoallPush {
     Item to(a);
     for (Item from(a); from.hop < N;) {
       Pack part[ahead] = {};
-#pragma unroll
       for (u32 i = 0; i < ahead; ++i, from.advance())
         if (from.hop < N && from.pack(k) < packs(a.receives[from.peer()]))
           part[i] = slot(0, k, from.peer())[from.at];
-#pragma unroll
       for (u32 i = 0; i < ahead; ++i, to.advance())
         if (to.hop < N && to.pack(k) < packs(a.receives[to.peer()]))
           output_of<T>(a, to.peer()).store(to.pack(k), part[i]);

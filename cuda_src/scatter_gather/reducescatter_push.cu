@@ -29,7 +29,6 @@ __global__ void __launch_bounds__(512, 2) reducescatter_push(const __grid_consta
   bool whole = are_whole(output, output, first, pack_count<T>(a.count[a.rank]), stride);
   const Pack* from[N];  // this thread's first pack of each part: of this rank's next peer first, of its own last
   u32 packs[N], most = 0;
-#pragma unroll
   for (int i = 0; i < N; ++i) {
     const Tensor<T> part = part_of<T>(a.input, a, (a.rank + i + 1) % N);
     from[i] = reinterpret_cast<const Pack*>(part.base) + first;
@@ -41,7 +40,6 @@ __global__ void __launch_bounds__(512, 2) reducescatter_push(const __grid_consta
   HeldCall call = begin_call(a, first, most, whole, from);
   release_next_kernel();
   Pack mine[N];  // one for every owner
-#pragma unroll
   for (int i = 0; i < N; ++i)
     if (first < packs[i]) {
       const Tensor<T> part = part_of<T>(a.input, a, (a.rank + i + 1) % N);
@@ -51,13 +49,11 @@ __global__ void __launch_bounds__(512, 2) reducescatter_push(const __grid_consta
   if (call.aborted) return end_aborted_call(a, call);
   const u32 slots = (call.epoch & 1) * N * a.capacity, to = slots + a.rank * a.capacity;
   const auto push_mine = [&](u32 j) {
-#pragma unroll
     for (int i = 0; i < N; ++i)
       if (j < packs[i]) push(a, (i + 1) % N, to + j, mine[i]);
   };
   push_mine(first);
   for (u32 j = first + stride; whole && j < most; j += stride) {
-#pragma unroll
     for (int i = 0; i < N; ++i)
       if (j < packs[i]) mine[i] = from[i][j - first];
     push_mine(j);

@@ -12,7 +12,6 @@ struct TileStore {
 
   // `row` and `column` are the tile's first ones in `c`.
   __device__ void store(const TensorMap& c, SumsOf<Tile>& sums, u32 row, u32 column) const {
-#pragma unroll
     for (int block = 0; block < Tile::row_blocks; ++block)
       store_block(c, sums_of_block<Tile>(sums, block), row + 64 * (Tile::warpgroup(index) + block), column);
   }
@@ -30,7 +29,6 @@ struct TileStore {
   // before the first box also follows all reads of a sum that waited there (leaf_tree.cuh).
   __device__ void store_block(const TensorMap& c, const float (&sums)[Tile::columns / 2], u32 row, u32 column) const {
     const u32 barrier = 1 + index;
-#pragma unroll
     for (int box = 0; box < boxes; ++box) {
       // The last box of a tile that is not a whole number of boxes wide repeats columns of the box before.
       const int first = min(box_columns * box, max(Tile::columns - box_columns, 0));

@@ -78,7 +78,6 @@ __device__ __forceinline__ void wait_for_all_but_last_products() {
 template <int Count>
 __device__ __forceinline__ void wait_for_all_but_last_products(float (&sums)[Count]) {
   wait_for_all_but_last_products();
-#pragma unroll
   for (int i = 0; i < Count; ++i) asm volatile("" : "+f"(sums[i])::"memory");
 }
 
@@ -86,7 +85,6 @@ __device__ __forceinline__ void wait_for_all_but_last_products(float (&sums)[Cou
 template <int Count>
 __device__ __forceinline__ void wait_for_products(float (&sums)[Count]) {
   asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
-#pragma unroll
   for (int i = 0; i < Count; ++i) asm volatile("" : "+f"(sums[i])::"memory");
 }
 

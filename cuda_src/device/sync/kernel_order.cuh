@@ -56,7 +56,6 @@ __device__ __forceinline__ auto hold(T& object) -> decltype(object.hold()) {
 template <class T, int Count>
 __device__ __forceinline__ u32 hold(T (&values)[Count]) {
   u32 bits = 0;
-#pragma unroll
   for (T& one : values) bits |= hold(one);
   return bits;
 }

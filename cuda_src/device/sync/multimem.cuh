@@ -43,14 +43,12 @@ struct StandIn {
   template <class T, int N>
   static __device__ __forceinline__ Pack ld_reduce(const Arguments& a, u64 i) {
     Pack part[N];
-#pragma unroll
     for (int r = 0; r < N; ++r) part[r] = after_signal_pad(a, r)[i];
     return sum_in_rank_order<T, N>(part);
   }
 
   template <int N>
   static __device__ __forceinline__ void st(const Arguments& a, u64 i, const Pack& p) {
-#pragma unroll
     for (int hop = 1; hop <= N; ++hop) after_signal_pad(a, (a.rank + hop) % N)[i] = p;
   }
 

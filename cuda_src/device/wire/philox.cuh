@@ -15,7 +15,6 @@ constexpr u32 noise_of_sum = 0xff;
 __device__ __forceinline__ void random_halves(const Noise& noise, u64 index, u32 (&word)[4]) {
   u32 key0 = u32(noise.seed), key1 = u32(noise.seed >> 32);
   u32 c0 = u32(index), c1 = u32(index >> 32), c2 = noise.call, c3 = noise.source;
-#pragma unroll
   for (int round = 0; round < 7; ++round) {
     const u64 product0 = u64(0xd2511f53u) * c0, product1 = u64(0xcd9e8d57u) * c2;
     c0 = u32(product1 >> 32) ^ c1 ^ key0;

@@ -26,7 +26,6 @@ struct PartChunks {
 
   __device__ explicit PartChunks(const Arguments& arguments) : a(arguments) {
     u32 most = 0;
-#pragma unroll
     for (int r = 0; r < N; ++r) most = max(most, tile_count(a.count[r]));
     share = (most + gridDim.x - 1) / gridDim.x;
     number = (share + a.chunk - 1) / a.chunk;

@@ -21,7 +21,6 @@ struct FromSlots {
 
   template <int Count>
   __device__ __forceinline__ bool operator()(int first, Received<C> (&part)[Count]) const {
-#pragma unroll
     for (int r = 0; r < Count; ++r) visit_received(slot_of(first + r), j, part[r], Load{});
     return true;
   }

@@ -19,9 +19,7 @@ __device__ __forceinline__ bool sum_of_parts(const Fetch& fetch, float (&total)[
   constexpr int size = Batches<C, N>::size, count = N - First < size ? N - First : size;
   Received<C> part[count];
   if (!fetch(First, part)) return false;
-#pragma unroll
   for (int r = 0; r < count; ++r)
-#pragma unroll
     for (int j = 0; j < tile_rows; ++j) part[r].decode(j, total[j], First + r > 0);
   if constexpr (First + count < N)
     return sum_of_parts<C, N, First + count>(fetch, total);
