@@ -9,7 +9,7 @@
 // Gives the bits of every exact algorithm. Its time depends on the data: exponents that are far apart take more bytes.
 // Wins at large sizes, where the arithmetic hides behind the links.
 #include "device/sync/two_shot_pipeline.cuh"
-#include "device/wire/lossless_sum.cuh"
+#include "device/wire/lossless.cuh"
 #include "device/wire/tile_chunks.cuh"
 
 template <class T, int N>

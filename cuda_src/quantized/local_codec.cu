@@ -6,7 +6,7 @@
 //                        if it encodes: the sum -> codes -> wire, and -> values -> tensor
 //
 // A warp has a tile at a time (wire.cuh). They send nothing and wait for no rank, so any number of blocks will do.
-#include "device/wire/wire_sum.cuh"
+#include "device/wire/wire.cuh"
 
 // CodecArguments in graphar/runtime/bind/local_codec.py mirrors it.
 struct CodecArguments {

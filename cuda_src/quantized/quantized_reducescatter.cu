@@ -9,22 +9,15 @@
 // rank also sends to itself; its own barriers order that. Flags announce a chunk, so any codec will do.
 #include "device/sync/push_pipeline.cuh"
 #include "device/wire/tile_chunks.cuh"
-#include "device/wire/wire_signalled.cuh"
 
 template <class T, int N, class C>
-struct QuantizedReducescatter {
-  const Arguments& a;
+struct QuantizedReducescatter : PartChunks<N> {
+  using PartChunks<N>::a;
   const Call& call;
-  PartChunks<N> chunks;
-  u32 first_step = 0;
   const u32 warp = threadIdx.x / 32, warps = blockDim.x / 32;
 
-  __device__ QuantizedReducescatter(const Arguments& arguments, const Call& this_call)
-      : a(arguments), call(this_call), chunks(a) {}
-  __device__ __forceinline__ u32 hold() { return chunks.hold(); }
-
-  __device__ bool has_chunk(u32 k) const { return k < chunks.number; }
-  __device__ bool has_step(u32 k) const { return k <= chunks.number; }
+  __device__ QuantizedReducescatter(const Arguments& a, const Call& this_call)
+      : PartChunks<N>(a, this_call), call(this_call) {}
 
   // Tiles of the earlier parts. Random bits depend on a tile's number, which continues from one part to the next.
   __device__ u64 tiles_before(int owner) const {
@@ -34,24 +27,23 @@ struct QuantizedReducescatter {
   }
 
   __device__ Wire<C> slot(int hop, u32 k, int from) const {
-    return {reinterpret_cast<char*>(push_slot<N>(a, hop, first_step + k, from)), chunks.length};
+    return {reinterpret_cast<char*>(push_slot<N>(a, hop, this->first_step + k, from)), this->length};
   }
 
   __device__ void send(u32 k) const {
-    for_each_tile<N, N>(chunks, a, k, [&](int hop, int owner, u32 j) {
+    for_each_tile<N, N>(*this, a, k, [&](int hop, int owner, u32 j) {
       const Tensor<T> part = part_of<T>(a.input, a, owner), errors = part_of<T>(a.errors, a, owner);
-      const u32 tile = chunks.begin(k) + j;
+      const u32 tile = this->begin(k) + j;
       send_tile(slot(hop, k, a.rank), j, part, errors, tile, tiles_before(owner) + tile, {a.seed, call.epoch, a.rank});
     });
   }
 
   __device__ void receive(u32 k) const {
     const Tensor<T> output(a.output, a.count[a.rank]);
-    for (u32 j = warp; j < chunks.count(k, a.rank); j += warps) {
+    for (u32 j = warp; j < this->count(k, a.rank); j += warps) {
       float total[tile_rows][run_numel];
       sum_of_slots<C, N>([&](int r) { return slot(0, k, r); }, j, total);
-      const u32 tile = chunks.begin(k) + j;
-      store_tile(output, tile, {}, [&](Tile<T>& t, int row) { t.round(row, total[row]); });
+      store_tile(output, this->begin(k) + j, {}, [&](Tile<T>& t, int row) { t.round(row, total[row]); });
     }
   }
 };

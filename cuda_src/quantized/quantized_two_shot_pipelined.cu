@@ -10,7 +10,6 @@
 // sizes for which quantized_two_shot_push would need more scratch than it has.
 #include "device/sync/two_shot_pipeline.cuh"
 #include "device/wire/tile_chunks.cuh"
-#include "device/wire/wire_signalled.cuh"
 
 template <class T, int N, class C>
 struct QuantizedTwoShotPipelined {
@@ -19,7 +18,6 @@ struct QuantizedTwoShotPipelined {
   const Tensor<T> input, output, errors;
   const Call& call;
   Chunks<u32, 1, N> chunks;
-  const u32 warp = threadIdx.x / 32, warps = blockDim.x / 32;
 
   __device__ QuantizedTwoShotPipelined(const Arguments& arguments, const Call& this_call)
       : a(arguments),
@@ -41,7 +39,7 @@ struct QuantizedTwoShotPipelined {
   }
 
   __device__ void reduce(u32 k) const {
-    for (u32 j = warp; j < chunks.count(k, a.rank); j += warps) {
+    for (u32 j = threadIdx.x / 32; j < chunks.count(k, a.rank); j += blockDim.x / 32) {
       float total[tile_rows][run_numel];
       sum_of_slots<C, N>([&](int r) { return slot(scattered, 0, k, r); }, j, total);
       const u32 tile = chunks.begin(k, a.rank) + j;

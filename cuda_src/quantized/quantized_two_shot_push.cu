@@ -9,7 +9,6 @@
 // the wire. A block's warps form N groups as in two_shot_push. Readiness travels in the codes (wire_sentinel.cuh), so
 // the scheme is absmax. Wins if its scratch, 4 times the bytes on the wire, suffices.
 #include "device/wire/wire_sentinel.cuh"
-#include "device/wire/wire_sum.cuh"
 
 template <class T, int N, class C>
 __global__ void __launch_bounds__(512, 1) quantized_two_shot_push(const __grid_constant__ Arguments a) {

@@ -7,18 +7,24 @@
 // The second half of two_shot_lossless, for parts that may differ in size, be empty, and begin anywhere. The steps, and
 // why no slot is overwritten early, are in push_pipeline.cuh, (12). The compression is in lossless.cuh. Any bits arrive
 // as they were, in a time that depends on them. For large parts.
-#include "device/wire/lossless_parts.cuh"
+#include "device/sync/push_pipeline.cuh"
+#include "device/wire/lossless.cuh"
+#include "device/wire/tile_chunks.cuh"
 
 template <class T, int N>
-struct AllgatherLossless : LosslessParts<N> {
-  using Base = LosslessParts<N>;
-  using Base::a, Base::chunks, Base::place, Base::Base;
+struct AllgatherLossless : PartChunks<N> {
+  using Base = PartChunks<N>;
+  using Base::a, Base::Base;
+
+  // Tile j of a slot.
+  __device__ LosslessTile place(int hop, u32 k, int from, u32 j) const {
+    return lossless_tile(j, this->length, [&](u32 at) { return push_slot<N>(a, hop, this->first_step + k, from, at); });
+  }
 
   __device__ void send(u32 k) const {
     const Tensor<T> input(a.input, a.count[a.rank]), output = part_of<T>(a.output, a, a.rank);
-    const u32 warp = threadIdx.x / 32, warps = blockDim.x / 32;
-    for (u32 j = warp; j < chunks.count(k, a.rank); j += warps) {
-      const u32 tile = chunks.begin(k) + j;
+    for (u32 j = threadIdx.x / 32; j < this->count(k, a.rank); j += blockDim.x / 32) {
+      const u32 tile = this->begin(k) + j;
       const Tile<T> mine = load_tile(input, tile);
       send_tile<N - 1>([&](int i) { return place(i + 1, k, a.rank, j); }, mine, encode_lossless(mine));
       store_tile(output, tile, mine);
@@ -26,9 +32,9 @@ struct AllgatherLossless : LosslessParts<N> {
   }
 
   __device__ void receive(u32 k) const {
-    for_each_tile<N, N - 1>(chunks, a, k, [&](int, int owner, u32 j) {
+    for_each_tile<N, N - 1>(*this, a, k, [&](int, int owner, u32 j) {
       const LosslessTile from = place(0, k, owner, j);
-      store_tile(part_of<T>(a.output, a, owner), chunks.begin(k) + j, decode_tile(from, receive_tile(from)));
+      store_tile(part_of<T>(a.output, a, owner), this->begin(k) + j, decode_tile(from, receive_tile(from)));
     });
   }
 };

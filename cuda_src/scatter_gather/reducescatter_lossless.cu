@@ -6,26 +6,31 @@
 // The first half of two_shot_lossless, for parts that may differ in size, be empty, and begin anywhere. The steps, and
 // why no slot is overwritten early, are in push_pipeline.cuh, (12). The compression is in lossless.cuh. Gives the bits
 // of reducescatter_push, in a time that depends on the data. For large parts.
-#include "device/wire/lossless_parts.cuh"
-#include "device/wire/lossless_sum.cuh"
+#include "device/sync/push_pipeline.cuh"
+#include "device/wire/lossless.cuh"
+#include "device/wire/tile_chunks.cuh"
 
 template <class T, int N>
-struct ReducescatterLossless : LosslessParts<N> {
-  using Base = LosslessParts<N>;
-  using Base::a, Base::chunks, Base::place, Base::Base;
+struct ReducescatterLossless : PartChunks<N> {
+  using Base = PartChunks<N>;
+  using Base::a, Base::Base;
+
+  // Tile j of a slot.
+  __device__ LosslessTile place(int hop, u32 k, int from, u32 j) const {
+    return lossless_tile(j, this->length, [&](u32 at) { return push_slot<N>(a, hop, this->first_step + k, from, at); });
+  }
 
   __device__ void send(u32 k) const {
-    for_each_tile<N, N - 1>(chunks, a, k, [&](int hop, int owner, u32 j) {
-      const Tile<T> mine = load_tile(part_of<T>(a.input, a, owner), chunks.begin(k) + j);
+    for_each_tile<N, N - 1>(*this, a, k, [&](int hop, int owner, u32 j) {
+      const Tile<T> mine = load_tile(part_of<T>(a.input, a, owner), this->begin(k) + j);
       send_tile<1>([&](int) { return place(hop, k, a.rank, j); }, mine, encode_lossless(mine));
     });
   }
 
   __device__ void receive(u32 k) const {
     const Tensor<T> input = part_of<T>(a.input, a, a.rank), output(a.output, a.count[a.rank]);
-    const u32 warp = threadIdx.x / 32, warps = blockDim.x / 32;
-    for (u32 j = warp; j < chunks.count(k, a.rank); j += warps) {
-      const u32 tile = chunks.begin(k) + j;
+    for (u32 j = threadIdx.x / 32; j < this->count(k, a.rank); j += blockDim.x / 32) {
+      const u32 tile = this->begin(k) + j;
       const Tile<T> mine = load_tile(input, tile);
       store_tile(output, tile, sum_of_tiles<N>(a.rank, mine, [&](int r) { return place(0, k, r, j); }));
     }

@@ -215,7 +215,7 @@ MUTANTS = (
     ),
     mutant(
         "errors that take the place of the input",
-        "device/wire/wire_signalled.cuh",
+        "device/wire/tile_chunks.cuh",
         "store_error(errors, tile, mine, coded);",
         "store_error(x, tile, mine, coded);",
         "quantized_reducescatter",

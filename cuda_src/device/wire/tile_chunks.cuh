@@ -1,5 +1,7 @@
-// How the warps of a block go through the tiles (wire.cuh) of a chunk.
+// How the warps of a block go through the tiles (wire.cuh) of a chunk. Tiles are written to and read from slots that
+// flags announce, with plain accesses, which (2) orders; (20) holds.
 #pragma once
+#include "device/sync/call.cuh"
 #include "device/wire/wire.cuh"
 
 // Calls `visit(hop, owner, j)` for tile j of chunk k of each owner, the rank that comes `hop` after this one. With
@@ -15,16 +17,18 @@ __device__ __forceinline__ void for_each_tile(const Chunks& chunks, const Argume
   }
 }
 
-// How blocks and chunks share the tiles of parts that may differ in size. Chunk k of a block begins at the same tile of
-// every part. All blocks of all ranks take as many chunks as the largest part needs.
+// How blocks and chunks share the tiles of parts that may differ in size, as the base of a body of push_pipeline.cuh.
+// Chunk k of a block begins at the same tile of every part. All blocks of all ranks take as many chunks as the largest
+// part needs.
 template <int N>
 struct PartChunks {
   const Arguments& a;
   u32 share;   // tiles of each part that a block handles
   u32 number;  // of chunks in a share
   u32 length;  // tiles in a chunk
+  u32 first_step = 0;
 
-  __device__ explicit PartChunks(const Arguments& arguments) : a(arguments) {
+  __device__ PartChunks(const Arguments& arguments, const Call&) : a(arguments) {
     u32 most = 0;
     for (int r = 0; r < N; ++r) most = max(most, tile_count(a.count[r]));
     share = (most + gridDim.x - 1) / gridDim.x;
@@ -35,9 +39,32 @@ struct PartChunks {
   // (28)
   __device__ __forceinline__ u32 hold() { return ::hold(share) | ::hold(number) | ::hold(length); }
 
+  __device__ bool has_chunk(u32 k) const { return k < number; }
+  __device__ bool has_step(u32 k) const { return k <= number; }
   __device__ u32 begin(u32 k) const { return blockIdx.x * share + k * length; }
   __device__ u32 count(u32 k, int owner) const {
     const u32 end = min(min(begin(k) + length, (blockIdx.x + 1) * share), tile_count(a.count[owner]));
     return end > begin(k) ? end - begin(k) : 0;
   }
 };
+
+// Codes a tile of `x` into place j of a slot; with feedback `errors` has those of earlier calls, and gets this one's.
+// `number` is the tile's number for random bits.
+template <class C, class T>
+__device__ __forceinline__ void send_tile(const Wire<C>& to, u32 j, const Tensor<T>& x, const Tensor<T>& errors,
+                                          u32 tile, u64 number, const Noise& noise) {
+  const Tile<T> mine = load_values<C>(x, errors, tile);
+  const Coded<C> coded = encode<C>(mine, number, noise);
+  visit_coded(to, j, coded, Store{});
+  if constexpr (C::feedback) store_error(errors, tile, mine, coded);
+}
+
+// The sum of the values of all ranks in place j of their slots, `slot_of(rank)`.
+template <class C, int N, class SlotOf>
+__device__ __forceinline__ void sum_of_slots(SlotOf slot_of, u32 j, float (&total)[tile_rows][run_numel]) {
+  const auto fetch = [&](int first, auto& part) {
+    for (int r = 0; r < sizeof(part) / sizeof(*part); ++r) visit_received(slot_of(first + r), j, part[r], Load{});
+    return true;
+  };
+  sum_of_parts<C, N>(fetch, total);
+}
