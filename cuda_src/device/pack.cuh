@@ -127,6 +127,13 @@ __device__ __forceinline__ Pack sum_in_rank_order(const Pack (&part)[N], const E
   return sum_in_order<T, N, RankOrder, T>(part, epilogue);
 }
 
+// Internal: the sum of a number over a warp, the same in all lanes: neighbours first, then pairs, and so on, as sums of
+// slots in graphar/numerics/norms.py.
+__device__ __forceinline__ float sum_of_warp(float v) {
+  for (int step = 1; step < 32; step *= 2) v = __fadd_rn(v, __shfl_xor_sync(0xffffffff, v, step));
+  return v;
+}
+
 // By any thread: the packs of so many elements; the last one may be part empty.
 template <class T>
 __device__ __forceinline__ u64 pack_count(u64 numel) {

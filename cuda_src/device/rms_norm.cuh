@@ -16,7 +16,6 @@
 #pragma once
 #include "device/pack.cuh"
 #include "device/sync/call.cuh"
-#include "device/warp_sum.cuh"
 #include "device/wire/e4m3.cuh"
 
 constexpr int norm_slots = 1024;

@@ -3,7 +3,6 @@
 // contracts none.
 #pragma once
 #include "device/ptx/codec.cuh"
-#include "device/warp_sum.cuh"
 
 // LANES, PACK and PACKS_OF_STEP in numerics/softmax.py, and LEAVES in numerics/leaf_tree.py.
 constexpr int softmax_lanes = 64;  // of a leaf

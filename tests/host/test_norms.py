@@ -288,7 +288,7 @@ MUTANTS = (
     ),
     (
         "squares are added in another order",
-        "device/warp_sum.cuh",
+        "device/pack.cuh",
         "step = 1; step < 32; step *= 2",
         "step = 16; step > 0; step /= 2",
     ),

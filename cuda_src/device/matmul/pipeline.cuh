@@ -1,7 +1,7 @@
 // The warps of a matmul's block: one thread loads operands into the ring (ring.cuh), warpgroups multiply them.
 #pragma once
 #include "device/matmul/ring.cuh"
-#include "device/pack.cuh"
+#include "device/ptx/wgmma.cuh"
 
 // Operands have elements of type T.
 template <class Tile, OperandLayout W, class T = bf16>
@@ -72,6 +72,21 @@ template <class Tile>
 __device__ __forceinline__ auto& sums_of_block(SumsOf<Tile>& sums, int block) {
   return reinterpret_cast<float(&)[Tile::columns / 2]>(sums[block * Tile::columns / 2]);
 }
+
+// Where an operand of wgmma lies in shared memory, in boxes as in tensor_map.cuh: a "matrix descriptor" of PTX. A part
+// of the operand is named by adding `offset` bytes, which may lie inside the swizzled 128.
+__device__ __forceinline__ u64 operand(const void* shared, u32 leading_nbytes, u32 stride_nbytes) {
+  constexpr u64 swizzle_128_bytes = u64(1) << 62;
+  return swizzle_128_bytes | u64(stride_nbytes >> 4) << 32 | u64(leading_nbytes >> 4) << 16 |
+         (shared_address(shared) & 0x3ffff) >> 4;
+}
+__device__ __forceinline__ u64 advance(u64 operand, u32 offset) { return operand + (offset >> 4); }
+
+// Rows of 64 elements of K: 8 rows are 1024 bytes, and the next 8 follow.
+__device__ __forceinline__ u64 operand_by_rows(const void* shared) { return operand(shared, 16, 1024); }
+
+// The transposed form: boxes of 64 of K, each a row of 64 columns. The next 64 columns are the next box.
+__device__ __forceinline__ u64 operand_by_columns(const void* shared) { return operand(shared, 64 * 128, 1024); }
 
 // A warpgroup that multiplies its rows of each tile. Operands lie in boxes, as in the matrices they come from.
 template <class T, class Tile, OperandLayout W, OperandLayout A = by_rows>

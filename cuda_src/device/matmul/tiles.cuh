@@ -1,7 +1,6 @@
 // The tiles of a matmul's result, and the order in which a grid computes them.
 #pragma once
 #include "device/arguments.cuh"
-#include "device/matmul/operands.cuh"
 #include "device/ptx/tensor_map.cuh"
 
 constexpr u32 row_nbytes = 128;  // of a box
