@@ -18,17 +18,9 @@ struct Rows {
   const Call& call;
   using Norm = RmsNorm<Out, C, O, T>;
   static constexpr int sums = Norm::sums;
-  const WholePacks<T> input;
-  Norm norm;
-  const u32 packs, scatter;
-
-  __device__ Rows(const NormArguments& arguments, const Call& this_call)
-      : a(arguments),
-        call(this_call),
-        input(a.input),
-        norm(a, call.aborted, a.numel),
-        packs(norm.packs),
-        scatter((call.epoch & 1) * N * a.capacity) {}
+  const WholePacks<T> input{a.input};
+  Norm norm{a, call.aborted != 0, a.numel};
+  const u32 packs = norm.packs, scatter = (call.epoch & 1) * N * a.capacity;
 
   __device__ __forceinline__ u32 gather() const { return scatter + 2 * N * a.capacity; }
 
@@ -101,7 +93,7 @@ __global__ void __launch_bounds__(C > 1 ? 1024 / C : 512, 2)
   if constexpr (C == 1) release_next_kernel();
   Call call = begin_call(a);
   read_epoch(a, call);
-  Rows<T, N, C, O, Order, Out> rows(a, call);
+  Rows<T, N, C, O, Order, Out> rows{a, call};
   rows.send(0);
   advance_epoch(a, call);
   rows.norm.start();

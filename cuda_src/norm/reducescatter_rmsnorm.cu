@@ -16,15 +16,9 @@ struct RowsOfParts {
   const NormArguments& a;
   const Call& call;
   using Norm = RmsNorm<Out, C, O, T>;
-  Norm norm;
-  const u32 packs, slots_of_call;  // packs of sums in a row
-
-  __device__ RowsOfParts(const NormArguments& arguments, const Call& this_call)
-      : a(arguments),
-        call(this_call),
-        norm(a, call.aborted, a.count[a.rank], a.skipped),
-        packs(Norm::sums * norm.packs),
-        slots_of_call((call.epoch & 1) * N * a.capacity) {}
+  Norm norm{a, call.aborted != 0, a.count[a.rank], a.skipped};
+  const u32 packs = Norm::sums * norm.packs;  // of sums in a row
+  const u32 slots_of_call = (call.epoch & 1) * N * a.capacity;
 
   // Of the part of a rank. A launch has fewer than 2^32 elements.
   __device__ __forceinline__ u32 packs_of_part(int rank) const {
@@ -79,7 +73,7 @@ __global__ void __launch_bounds__(C > 1 ? 1024 / C : 512, 2)
   if constexpr (C == 1) release_next_kernel();
   Call call = begin_call(a);
   read_epoch(a, call);
-  RowsOfParts<T, N, C, O, Order, Out> parts(a, call);
+  RowsOfParts<T, N, C, O, Order, Out> parts{a, call};
   const u32 rows = parts.rows_of_largest_part();
   for (u32 row = parts.norm.team; row < rows + parts.norm.teams; row += parts.norm.teams) {
     parts.send(row);

@@ -15,17 +15,9 @@ template <class T, int N, class C>
 struct QuantizedTwoShotPipelined {
   static constexpr bool gathers = true;
   const Arguments& a;
-  const Tensor<T> input, output, errors;
   const Call& call;
-  Chunks<u32, 1, N> chunks;
-
-  __device__ QuantizedTwoShotPipelined(const Arguments& arguments, const Call& this_call)
-      : a(arguments),
-        input(a.input, a.numel),
-        output(a.output, a.numel),
-        errors(a.errors, a.numel),
-        call(this_call),
-        chunks(a, tile_count(a.numel)) {}
+  const Tensor<T> input{a.input, a.numel}, output{a.output, a.numel}, errors{a.errors, a.numel};
+  Chunks<u32, 1, N> chunks{a, tile_count(a.numel)};
 
   __device__ Wire<C> slot(Shot shot, int hop, u32 k, int from) const {
     return {reinterpret_cast<char*>(pipeline_slot<N>(a, shot, hop, k, from)), chunks.length};

@@ -3,11 +3,10 @@
 // Ranks that call different things with one algorithm would sum or copy what does not belong together. Where flags
 // announce the data, they carry the fingerprint of the call, which is compared before any data is read: (25) in
 // signal_pad.cuh, and flagged.cuh. Elsewhere each rank tells all ranks its fingerprint, and at every eighth call
-// compares what they told of the last calls with its own. A difference is reported as an expired wait is. The host
-// compares the calls that no such comparison follows (compare_last_calls in graphar/runtime/failures.py). The last
-// block does this: for small tensors, it has no other work (graphar/plan/grids.py). It does not wait for what ranks
-// tell of this very call: one_shot_push would take 4 % longer at 2 KB, and two_shot_push 2 % at 64 KB. But who waits
-// for a peer for some time looks whether that calls something else (deadline.cuh).
+// compares what they told of the last calls with its own; the host compares the calls after that (compare_last_calls in
+// graphar/runtime/failures.py). The last block does this, which for small tensors has no other work. It does not wait
+// for what ranks tell of this very call, which took one_shot_push 4 % longer at 2 KB. But who waits for a peer for some
+// time looks whether that calls something else (deadline.cuh).
 //
 // (19) Relaxed accesses suffice: an entry is one word with its call's number, and publishes no other location. In call
 //      e, what a peer told of e - 2 has arrived: this rank has ended call e - 1, in which it heard from every rank, and

@@ -1,9 +1,8 @@
 // The frame of every collective kernel: it counts calls, and marks the blocks of a call as busy.
 //
-// Epochs live in device memory, so a replayed graph continues where the last call stopped. Each block has a counter,
-// and all counters are equal between kernels. A block reads its own. Once all its warps have read it, the block
-// advances every counter congruent to its index modulo the grid. That needs no atomic, and grids of any size may follow
-// each other.
+// Epochs live in device memory, so a replayed graph continues where the last call stopped. Each block reads a counter of
+// its own. Once all its warps have read it, the block advances every counter congruent to its index modulo the grid, so
+// all counters are equal between kernels. That needs no atomic, and grids of any size may follow each other.
 //
 // (22) Busy marks tell where (1) does not hold. It needs the calls of a rank to run in one order. The host sees to
 //      that, but cannot where two graphs are replayed at the same time. So thread 0 of a block marks its index as
@@ -14,20 +13,10 @@
 //        calls, since exchanges of one word come in one order. Its call reports `overlapped`, at its end at the latest.
 //      - A mark certainly stands from the barrier in advance_epoch on, where thread 0 has the result of its exchange.
 //        Before, the block's other threads may have read the epoch and sent packs with the exchange still on its way.
-//      Nothing more is promised. These overlaps go unreported, and their calls may take each other's data or wait until
-//      the deadline:
-//      - A block that marks and clears its index before the exchange of one that has already begun.
-//      - Blocks of one index that run one after another, although their calls overlap. Let two calls have equal grids,
-//        and block 1 of the second end before block 1 of the first begins. Then the first call's block 0 has epoch e
-//        and its block 1 e + 1, the second call's e + 1 and e. A block meets the other call's block on every rank where
-//        the two did not swap. All counters end at e + 2, so no later call notices either.
-//      - Blocks beyond the other call's grid. Where only such blocks of a call are left, or have yet to begin, a call
-//        with a smaller grid meets no mark, and advances their counters. One that has not read its counter yet then
-//        reads e + 2 instead of e. One that has sets it back to e + 1, and the next call's blocks differ in epochs.
-//      Reporting these would cost every call something. A count of the blocks that run has the atomics of all blocks on
-//      one word, at both ends of a call, and could not tell a call's own blocks from another's, since each replay
-//      of a launch has the same arguments. The marks beyond a call's grid could be loaded by idle threads, but the
-//      answer takes one more vote, and blocks that have yet to begin have no mark.
+//      Nothing more is promised: such calls may take each other's data or wait until the deadline. Unreported are a
+//      block that marks and clears its index before the exchange of one that has already begun, blocks of one index
+//      that run one after another although their calls overlap, and blocks beyond the other call's grid. To report
+//      these, every call would have to count its running blocks, with the atomics of all of them on one word.
 #pragma once
 #include "device/sync/agreement.cuh"
 #include "device/sync/kernel_order.cuh"

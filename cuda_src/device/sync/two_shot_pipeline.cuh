@@ -70,13 +70,13 @@ struct Chunks {
   }
 };
 
-// The kernel. The body is made before the call is read. It has `chunks`, the parts 1, 3 and 5 as scatter(k), reduce(k)
+// The kernel. The body, of arguments and call, is made before the call is read. It has `chunks`, the parts 1, 3 and 5 as scatter(k), reduce(k)
 // and gather(k), and whether it `gathers` at all. With `HalfSm` a block takes half an SM at most, and the kernel
 // releases the next one: (18) in kernel_order.cuh.
 template <int N, class Body, bool HalfSm = false>
 __device__ __forceinline__ void run_two_shot_pipeline(const Arguments& a) {
   HeldCall call{};
-  Body body(a, call);
+  Body body{a, call};
   call = begin_call(a, body.chunks);
   if constexpr (HalfSm) release_next_kernel();
   read_epoch(a, call);
