@@ -312,7 +312,7 @@ def test_a_mistake_is_noticed(what, file, old, new, few_slots):
 
 SCATTER = "norm/reducescatter_rmsnorm.cu"
 SCATTER_MUTANTS = (
-    ("one slot instead of two", SCATTER, "slots_of_call((call.epoch & 1) * N * a.capacity)", "slots_of_call(0)"),
+    ("one slot instead of two", SCATTER, "slots_of_call = (call.epoch & 1) * N * a.capacity;", "slots_of_call = 0;"),
     ("an empty part that nobody hears of", SCATTER, "/ elements_per_pack<T>, 1u)", "/ elements_per_pack<T>, 0u)"),
     ("an empty part that its owner does not wait for", SCATTER, "norm.rows == 0 && row == 0 &&", "false &&"),
     ("a part for another owner", SCATTER, "(a.rank + hop) % N).load(at)", "(a.rank + 0 * hop) % N).load(at)"),

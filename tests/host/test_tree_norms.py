@@ -186,8 +186,8 @@ MUTANTS = {
     ),
     "a row of which half the sums are sent": (
         SCATTER,
-        "packs(Norm::sums * norm.packs)",
-        "packs(norm.packs)",
+        "packs = Norm::sums * norm.packs;",
+        "packs = norm.packs;",
         "reducescatter_rmsnorm",
     ),
     "squares of gathered rows that are not added": (

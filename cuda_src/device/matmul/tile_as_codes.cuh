@@ -53,11 +53,8 @@ struct AsCodes {
     constexpr int E = elements_per_word<From>;
     float v[Boxes][4][run_numel], inverse[Boxes];
     u32 largest[Boxes][4];
-#pragma unroll
     for (int box = 0; box < Boxes; ++box)
-#pragma unroll
       for (int j = 0; j < 4; ++j)
-#pragma unroll
         for (int e = 0; e < run_numel; e += E) {
           const u32 word = From::round(sums + index_of(first + box, j, e));
           largest[box][j] = e == 0 ? word : larger_magnitude(From{}, largest[box][j], word);
@@ -65,7 +62,6 @@ struct AsCodes {
           // them from and to the accumulators of the tensor cores.
           From::unpack(word, v[box][j] + e);
         }
-#pragma unroll
     for (int box = 0; box < Boxes; ++box) {
       u32 of_bucket = largest_of_four_lanes<From, Magnitudes>(largest[box]);
       if constexpr (C::bucket == 64) of_bucket = largest_of_lanes<From, Magnitudes>(of_bucket, of_bucket, 1);
@@ -73,13 +69,10 @@ struct AsCodes {
       coded[box] = {{}, mine.scale};
       inverse[box] = mine.inverse;
     }
-#pragma unroll
     for (int j = 0; j < 4; ++j)
-#pragma unroll
       for (int box = 0; box < Boxes; ++box) {
         const float of_run = __shfl_sync(all_lanes, inverse[box], j, 4);
         if (of_run == 0)  // NaN and infinities must not reach the words of other runs
-#pragma unroll
           for (int e = 0; e < run_numel; ++e) v[box][j][e] = 0;
         const u32 random[4] = {};
         C::Code::template encode<C::scheme, C::rounding>(v[box][j], of_run, random, j, coded[box].code);
@@ -89,9 +82,7 @@ struct AsCodes {
   // What a thread's own codes decode to.
   __device__ __forceinline__ static ReceivedBox<C> as_received(const CodedBox<C>& coded) {
     ReceivedBox<C> received;
-#pragma unroll
     for (int w = 0; w < C::bits; ++w) received.code[w] = coded.code[w];
-#pragma unroll
     for (int j = 0; j < 4; ++j) received.scale[j] = number(Scale{}, __shfl_sync(all_lanes, coded.scale, j, 4));
     return received;
   }
@@ -106,7 +97,6 @@ struct AsCodes {
   template <int Boxes, class Place, class Staged>
   __device__ __forceinline__ static void put_all(const CodedBox<C> (&coded)[Boxes], const Place& place,
                                                  const Staged& staged) {
-#pragma unroll
     for (int box = 0; box < Boxes; ++box) {
       put(coded[box], place(box));
       staged(box);
@@ -120,7 +110,6 @@ struct AsCodes {
     u32 scales[4 / in_word];
     visit_pieces(place, 128 * sizeof(u32), thread, received.code, Load{});
     visit_pieces(place + codes_nbytes + thread / 4 * sizeof(scales), 0, 0, scales, Load{});
-#pragma unroll
     for (int j = 0; j < 4; ++j) {
       const u32 word = scales[j / in_word];
       received.scale[j] = number(Scale{}, in_word == 1 ? word : j % 2 ? word >> 16 : word & 0xffff);
@@ -166,19 +155,14 @@ struct AsCodes {
           // Chosen word by word: a choice between two whole structs would go by address, and take local memory.
           ReceivedBox<C> sent = {};
           if (r != a.rank) sent = get(TileExchange<N>{a}.place(a.rank, r, tile.box + box), threadIdx.x % 128);
-#pragma unroll
           for (int w = 0; w < C::bits; ++w) part[r - first].code[w] = r == a.rank ? own.code[w] : sent.code[w];
-#pragma unroll
           for (int j = 0; j < 4; ++j) part[r - first].scale[j] = r == a.rank ? own.scale[j] : sent.scale[j];
         }
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
           float v[run_numel];
-#pragma unroll
           for (int e = 0; e < run_numel; ++e) v[e] = first > 0 ? sums[index_of(box, j, e)] : 0;
-#pragma unroll
           for (int r = first; r < first + most && r < N; ++r) part[r - first].decode(j, v, r > 0);
-#pragma unroll
           for (int e = 0; e < run_numel; ++e) sums[index_of(box, j, e)] = v[e];
         }
       }
@@ -191,7 +175,6 @@ struct AsCodes {
 #pragma unroll 1
     for (u32 first = lane(); first < 128; first += 32 * U) {
       ReceivedBox<C> part[U];
-#pragma unroll
       for (u32 u = 0; u < U; ++u) part[u] = get(place, first + 32 * u);
 #pragma unroll
       for (u32 u = 0; u < U; ++u) write_values(m, box, first + 32 * u, part[u]);
@@ -204,21 +187,17 @@ struct AsCodes {
   __device__ static void write_values(const MatmulArguments& m, const Box& box, u32 thread,
                                       const ReceivedBox<C>& from) {
     const u32 odd = thread % 2, column = thread % 4 * 2;
-#pragma unroll
     for (u32 half = 0; half < 2; ++half) {
       const u32 row = thread / 32 * 16 + half * 8 + thread % 32 / 4;
       u32 word[8];
-#pragma unroll
       for (u32 j = 0; j < 2; ++j) {
         float v[run_numel];
         from.decode(half * 2 + j, v);
-#pragma unroll
         for (u32 i = 0; i < 4; ++i) {
           add_bias_to_pair(m, box, j * 32 + i * 8 + column, v + 2 * i);
           word[j * 4 + i] = T::round(v + 2 * i);
         }
       }
-#pragma unroll
       for (u32 i = 0; i < 8; i += 2) {
         const u32 got = __shfl_xor_sync(all_lanes, odd ? word[i] : word[i + 1], 1);
         const u32 both[2] = {odd ? got : word[i], odd ? word[i + 1] : got};
