@@ -3,9 +3,8 @@
 //   rank r: input -> scratch[r].stage[parity]; signal every peer
 //           multicast address of stage[parity] -- ld_reduce: the switch reads scratch[0 .. N-1] and adds -> output
 //
-// A rank receives nbytes, already added, and its stage is read N times. Not exact: the switch chooses the order of
-// additions, and each rank loads its own sum (multimem.cuh). Two stages alternate, (13) in signal_pad.cuh, and by (7)
-// that holds for aliases too.
+// Not exact: the switch chooses the order of additions, and each rank loads its own sum (multimem.cuh). Two stages
+// alternate, (13) in signal_pad.cuh, and by (7) that holds for aliases too.
 #include "device/sync/multimem.cuh"
 
 template <class T, int N, class Multimem>

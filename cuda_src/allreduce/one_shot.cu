@@ -4,9 +4,8 @@
 //           scratch[0 .. N-1].stage[parity], copied over the links -> shared memory, Depth packs of every rank ahead
 //           shared memory -> sum -> output
 //
-// The classic one-stage all-reduce. A block waits only for the same block of its peers. Two stages alternate, (13) in
-// signal_pad.cuh. Copies in flight take no registers. A thread has its own places in shared memory, so it waits only
-// for its own copies (6).
+// A block waits only for the same block of its peers. Two stages alternate, (13) in signal_pad.cuh. Copies in flight
+// take no registers. A thread has its own places in shared memory, so it waits only for its own copies (6).
 #include "device/pack.cuh"
 #include "device/sync/signal_pad.cuh"
 

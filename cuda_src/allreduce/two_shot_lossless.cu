@@ -5,9 +5,8 @@
 //           sum of shard r         -> codes ---> slots of the all-gather on every peer
 //           slots of every peer p  -> values -> output, shard p
 //
-// The steps, and why no slot is overwritten early, are in two_shot_pipeline.cuh, (11). The packing is in lossless.cuh.
-// Gives the bits of every exact algorithm. Its time depends on the data: exponents that are far apart take more bytes.
-// Wins at large sizes, where the arithmetic hides behind the links.
+// Steps and slots: (11) in two_shot_pipeline.cuh. The packing is in lossless.cuh. Its time depends on the data: exponents
+// that are far apart take more bytes. Wins at large sizes, where the arithmetic hides behind the links.
 #include "device/sync/two_shot_pipeline.cuh"
 #include "device/wire/lossless.cuh"
 #include "device/wire/tile_chunks.cuh"

@@ -6,8 +6,7 @@
 //           slots of every peer p  -> output, shard p
 //   direct: sum of shard r         ---> output of every rank, a symmetric tensor, instead of the last two lines
 //
-// The steps, and why no slot is overwritten early, are in two_shot_pipeline.cuh, (11). Wins where two_shot_push would
-// need more scratch than it has.
+// Steps and slots: (11) in two_shot_pipeline.cuh. Wins where two_shot_push would need more scratch than it has.
 #include "device/epilogue.cuh"
 #include "device/sync/two_shot_pipeline.cuh"
 

@@ -112,9 +112,12 @@ template <class T, int N, class Order, class Out, class Epilogue = Identity>
 __device__ __forceinline__ PackOf<T, Out> sum_in_order(const Pack (&part)[N], const Epilogue& epilogue = {}) {
   constexpr int E = elements_per_word<T>, words = elements_per_word<Out> / E;  // of T, that make one of Out
   PackOf<T, Out> result;
+#pragma unroll
   for (int w = 0; w < 4; w += words) {
     float total[words * E];
+#pragma unroll
     for (int i = 0; i < words; ++i) Order::template add<T, N>(part, w + i, total + i * E);
+#pragma unroll
     for (int e = 0; e < words * E; ++e) total[e] = epilogue(w * E + e, total[e]);
     result.word[w / words] = Out::round(total);
   }

@@ -7,10 +7,9 @@
 //                                                             --TMA--> finished tiles on every peer, then their flags
 //   other warps        finished tiles of every peer -> output
 //
-// matmul_reducescatter and an all-gather in one: while own rows are computed the links carry finished tiles. Gives the
-// bits of a matmul followed by an all-reduce. With a codec, tiles travel as codes (tile_as_codes.cuh). Partial tiles
-// may travel unrounded, of K in leaves, and be added as a tree (tile_as_elements.cuh). Operands in e4m3 have scales
-// (scaled_products.cuh). Ordering between ranks: (10) in warpgroup_tile.cuh.
+// matmul_reducescatter and an all-gather in one, with the same variants: while own rows are computed the links carry
+// finished tiles. Gives the bits of a matmul followed by an all-reduce. Ordering between ranks: (10) in
+// warpgroup_tile.cuh.
 #include "device/matmul/fused_tiles.cuh"
 #include "device/matmul/tile_as_codes.cuh"
 

@@ -5,8 +5,7 @@
 //
 // The first half of a two-shot with a codec on the wire, tile by tile (wire.cuh). Each part is a message of its own,
 // whose tiles begin at its first element: parts may differ in size, be empty, and begin anywhere. The sum is rounded to
-// the dtype and to nothing else. The steps, and why no slot is overwritten early, are in push_pipeline.cuh, (12). A
-// rank also sends to itself; its own barriers order that. Flags announce a chunk, so any codec will do.
+// the dtype alone. Steps and slots: (12) in push_pipeline.cuh. A rank also sends to itself; its own barriers order that.
 #include "device/sync/push_pipeline.cuh"
 #include "device/wire/tile_chunks.cuh"
 

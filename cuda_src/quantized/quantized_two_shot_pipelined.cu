@@ -5,9 +5,9 @@
 //           codes of the sum       ---> slots of the all-gather on every peer
 //           slots of every peer p  -> values -> output, shard p
 //
-// The steps, and why no slot is overwritten early, are in two_shot_pipeline.cuh, (11). A rank also sends to itself; its
-// own barriers order that. Flags announce a chunk, so any codec will do, also one whose words may be all ones. Wins at
-// sizes for which quantized_two_shot_push would need more scratch than it has.
+// Steps and slots: (11) in two_shot_pipeline.cuh. A rank also sends to itself; its own barriers order that. Flags
+// announce a chunk, so any codec will do, also one whose words may be all ones. Wins where quantized_two_shot_push would
+// need more scratch than it has.
 #include "device/sync/two_shot_pipeline.cuh"
 #include "device/wire/tile_chunks.cuh"
 

@@ -4,9 +4,8 @@
 //           input                    -> output, part r
 //           slots of every peer p    -> values -> output, part p
 //
-// The second half of two_shot_lossless, for parts that may differ in size, be empty, and begin anywhere. The steps, and
-// why no slot is overwritten early, are in push_pipeline.cuh, (12). The compression is in lossless.cuh. Any bits arrive
-// as they were, in a time that depends on them. For large parts.
+// The second half of two_shot_lossless, for large parts, which may differ in size, be empty, and begin anywhere. Steps
+// and slots: (12) in push_pipeline.cuh. The compression is in lossless.cuh. Its time depends on the data.
 #include "device/sync/push_pipeline.cuh"
 #include "device/wire/lossless.cuh"
 #include "device/wire/tile_chunks.cuh"

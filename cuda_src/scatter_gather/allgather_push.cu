@@ -5,8 +5,8 @@
 //           slots of every peer p    -> output, part p
 //
 // The second half of a two-shot. Any bits may travel, so none can mean 'not yet', and flags tell what has arrived.
-// Parts may differ in size and begin at any byte. The steps, and why no slot is overwritten early, are in
-// push_pipeline.cuh, (12). Wins above the sizes of allgather_flagged, which sends twice the bytes.
+// Parts may differ in size and begin at any byte. Steps and slots: (12) in push_pipeline.cuh. Wins above the sizes of
+// allgather_flagged, which sends twice the bytes.
 #include "device/parts.cuh"
 #include "device/sync/push_pipeline.cuh"
 

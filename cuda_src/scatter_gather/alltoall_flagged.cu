@@ -4,9 +4,8 @@
 //           input, part for r -> output, part of r
 //           scratch[r].slot[parity][p] -> output, part of p, from every peer p
 //
-// One hop and no barrier, as allgather_flagged. Parts may differ in size and lie in runs, so that dimensions are
-// permuted on the way (parts.cuh). Each rank knows the sizes of its own parts, and an empty part counts as one pack,
-// for the reason in (3). Wins at small sizes, where the latency of a hop weighs more than twice the bytes.
+// As allgather_flagged, with another part for each peer. Parts may differ in size and lie in runs, so that dimensions
+// are permuted on the way (parts.cuh).
 #include "device/parts.cuh"
 #include "device/sync/flagged.cuh"
 

@@ -5,8 +5,8 @@
 //           slots of every peer p    -> output, part of p
 //
 // As allgather_push, with another part for each peer. Parts may lie in runs, so that dimensions are permuted on the way
-// (parts.cuh). The steps, and why no slot is overwritten early, are in push_pipeline.cuh, (12). Wins above the sizes of
-// alltoall_flagged, and serves ranks that know the sizes of their own parts alone:
+// (parts.cuh). Steps and slots: (12) in push_pipeline.cuh. Also serves ranks that know the sizes of their own parts
+// alone:
 //
 // The number of steps must be the same on all ranks. Without a.most, the first chunk of every block brings a header in
 // the last pack of its slot: the packs of the largest part that the sender knows, and what stands for the two parts

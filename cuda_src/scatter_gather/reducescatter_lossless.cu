@@ -3,9 +3,8 @@
 //   rank r: part p of the input  -> codes ---> slots on every peer p
 //           slots of every peer  -> values, and part r of the input -> sum of part r -> output
 //
-// The first half of two_shot_lossless, for parts that may differ in size, be empty, and begin anywhere. The steps, and
-// why no slot is overwritten early, are in push_pipeline.cuh, (12). The compression is in lossless.cuh. Gives the bits
-// of reducescatter_push, in a time that depends on the data. For large parts.
+// The first half of two_shot_lossless, for large parts, which may differ in size, be empty, and begin anywhere. Steps
+// and slots: (12) in push_pipeline.cuh. The compression is in lossless.cuh. Its time depends on the data.
 #include "device/sync/push_pipeline.cuh"
 #include "device/wire/lossless.cuh"
 #include "device/wire/tile_chunks.cuh"

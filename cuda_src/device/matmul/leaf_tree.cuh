@@ -60,7 +60,6 @@ struct LeafTree {
  private:
   // Adds to a complete leaf the nodes that end before it: as many as its number ends in ones, in binary.
   __device__ __forceinline__ void add_to(Nodes& nodes, int leaf) const {
-#pragma unroll
     for (int width = 1; width & leaf; width *= 2) {
       if (Tile::spills && width == leaves / 2) {
         add_saved(nodes[leaf]);
@@ -79,7 +78,6 @@ struct LeafTree {
 #pragma unroll
     for (int i = 0; i < count; i += 4) {
       Pack pack;
-#pragma unroll
       for (int w = 0; w < 4; ++w) pack.word[w] = __float_as_uint(sums[i + w]);
       staging[i / 4 * 128] = pack;
     }
@@ -89,7 +87,6 @@ struct LeafTree {
 #pragma unroll
     for (int i = 0; i < count; i += 4) {
       const Pack pack = staging[i / 4 * 128];
-#pragma unroll
       for (int w = 0; w < 4; ++w) sums[i + w] = __uint_as_float(pack.word[w]) + sums[i + w];
     }
   }

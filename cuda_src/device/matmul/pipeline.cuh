@@ -195,7 +195,6 @@ __device__ __forceinline__ void round_box(const float (&sums)[Count], int column
 #pragma unroll
   for (int chunk = 0; chunk < 8; chunk += 2) {
     u32 words[4];
-#pragma unroll
     for (int i = 0; i < 4; ++i) words[i] = T::round(sums + (column / 8 + chunk) * 4 + i * 2);
     store_matrices(to + row * row_nbytes + ((chunk + lane / 16) ^ row % 8) * 16, words);
   }
@@ -205,7 +204,6 @@ __device__ __forceinline__ void round_box(const float (&sums)[Count], int column
 template <int Count>
 __device__ __forceinline__ void write_box(const float (&sums)[Count], int column, char* to) {
   const u32 lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane / 4;
-#pragma unroll
   for (int pair = 0; pair < 8; ++pair) {
     const int i = column / 2 + pair * 2;
     const u32 at = row + pair % 2 * 8, chunk = pair / 2 * 2 + lane % 4 / 2;
@@ -221,7 +219,6 @@ __device__ __forceinline__ void add_bias(const MatmulArguments& a, u32 column, f
   const auto* bias = static_cast<const typename T::Storage*>(a.bias);
 #pragma unroll
   for (int i = 0; i < Count; i += 4) {
-#pragma unroll
     for (int j = 0; j < 2; ++j) {
       const u32 at = column + 2 * i + threadIdx.x % 4 * 2 + j;
       float b[2];

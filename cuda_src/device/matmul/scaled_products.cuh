@@ -86,7 +86,6 @@ struct RowScales : Scaled {
       const auto of_w = [&](u32 i) { return scale_of_w(a, (Tile::swapped ? row : column) + i); };
       const u32 mine = first_row_of_warp<Tile>(0, index) + threadIdx.x % 32 / 4;
       if constexpr (Tile::swapped) of_columns.load(of_a);
-#pragma unroll
       for (int half = 0; half < 2; ++half) of_row[half] = Tile::swapped ? of_w(mine + 8 * half) : of_a(mine + 8 * half);
       if constexpr (!Tile::swapped) of_columns.load(of_w);
     }
@@ -101,7 +100,6 @@ struct RowScales : Scaled {
 
     __device__ __forceinline__ void multiply(SumsOf<Tile>& totals) const {
       of_columns.visit([&](float scale, int first) {
-#pragma unroll
         for (int half = 0; half < 2; ++half) {
           float& total = totals[first + 2 * half];
           const float of_a = Tile::swapped ? scale : of_row[half], of_w = Tile::swapped ? of_row[half] : scale;
@@ -150,7 +148,6 @@ struct ScalesOfBlocks {
   // By all lanes, once for each block in the order of K: takes the scales of a block, which is even or odd.
   __device__ __forceinline__ void take_block(int odd) {
     const u32 row = threadIdx.x % 32 / 4;
-#pragma unroll
     for (int half = 0; half < 2; ++half) {
       const float of_row = __shfl_sync(0xffffffff, loaded[odd], row + 8 * half);
 #pragma unroll

@@ -22,7 +22,6 @@ struct AsElements {
   template <int Count>
   __device__ static Pack pack_of(const float (&sums)[Count], int i) {
     Pack p;
-#pragma unroll
     for (int w = 0; w < 4; ++w) {
       const float* const from = sums + numel * i + elements_per_word<Sent> * w;
       if constexpr (elements_per_word<Sent> == 1)
@@ -65,11 +64,9 @@ struct AsElements {
         for (int r = 0; r < N; ++r) part[u][r] = r == a.rank ? pack_of(sums, i + u) : from[r][128 * (i + u)];
 #pragma unroll
       for (int u = 0; u < U; ++u)
-#pragma unroll
         for (int w = 0; w < 4; ++w) {
           float total[numel / 4];
           Order::template add<Sent, N>(part[u], w, total);
-#pragma unroll
           for (int e = 0; e < numel / 4; ++e) sums[numel * (i + u) + numel / 4 * w + e] = total[e];
         }
     }

@@ -92,6 +92,7 @@ __device__ __forceinline__ Tile<T> load_values(const Tensor<T>& x, const Tensor<
   Tile<T> t = load_tile(x, tile);
   if constexpr (C::feedback) {
     const Tile<T> left = load_tile(errors, tile);
+#pragma unroll
     for (int j = 0; j < tile_rows; ++j) {
       float v[run_numel], error[run_numel];
       t.unpack(j, v);
@@ -107,6 +108,7 @@ __device__ __forceinline__ Tile<T> load_values(const Tensor<T>& x, const Tensor<
 template <class T, class SetRow>
 __device__ __forceinline__ void store_tile(const Tensor<T>& y, u64 tile, Tile<T> t, const SetRow& set_row) {
   const bool whole = is_whole(y, tile);
+#pragma unroll
   for (int p = 0; p < tile_rows * Tile<T>::packs; ++p) {
     const int j = p / Tile<T>::packs, first = p % Tile<T>::packs * 4;
     if (first == 0) set_row(t, j);
@@ -195,6 +197,7 @@ __device__ __forceinline__ Coded<C> encode(Tile<T> t, u64 tile, const Noise& noi
         if (inverse[j] == 0) t.word[j][w] = 0;
   }
   Coded<C> coded{{}, mine.scale, mine.zero};
+#pragma unroll
   for (int j = 0; j < tile_rows; ++j) {
     float v[run_numel];
     t.unpack(j, v);
@@ -342,7 +345,9 @@ __device__ __forceinline__ bool sum_of_parts(const Fetch& fetch, float (&total)[
   constexpr int size = Batches<C, N>::size, count = N - First < size ? N - First : size;
   Received<C> part[count];
   if (!fetch(First, part)) return false;
+#pragma unroll
   for (int r = 0; r < count; ++r)
+#pragma unroll
     for (int j = 0; j < tile_rows; ++j) part[r].decode(j, total[j], First + r > 0);
   if constexpr (First + count < N)
     return sum_of_parts<C, N, First + count>(fetch, total);
