@@ -52,6 +52,7 @@ __global__ void __launch_bounds__(256) local_codec_sum(const __grid_constant__ C
     const auto take = [&](u32 message, bool adds) {
       Received<C> part;
       visit_received(Wire<C>{const_cast<char*>(a.messages) + message * a.pitch, tiles}, tile, part, Load{});
+#pragma unroll
       for (int j = 0; j < tile_rows; ++j) part.decode(j, total[j], adds);
     };
     take(0, false);

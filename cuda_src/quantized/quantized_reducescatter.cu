@@ -21,6 +21,7 @@ struct QuantizedReducescatter : PartChunks<N> {
   // Tiles of the earlier parts. Random bits depend on a tile's number, which continues from one part to the next.
   __device__ u64 tiles_before(int owner) const {
     u64 tiles = 0;
+#pragma unroll
     for (int r = 0; r < N - 1; ++r) tiles += r < owner ? tile_count(a.count[r]) : 0;
     return tiles;
   }

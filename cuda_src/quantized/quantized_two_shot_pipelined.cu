@@ -15,9 +15,18 @@ template <class T, int N, class C>
 struct QuantizedTwoShotPipelined {
   static constexpr bool gathers = true;
   const Arguments& a;
+  const Tensor<T> input, output, errors;
   const Call& call;
-  const Tensor<T> input{a.input, a.numel}, output{a.output, a.numel}, errors{a.errors, a.numel};
-  Chunks<u32, 1, N> chunks{a, tile_count(a.numel)};
+  Chunks<u32, 1, N> chunks;
+  const u32 warp = threadIdx.x / 32, warps = blockDim.x / 32;
+
+  __device__ QuantizedTwoShotPipelined(const Arguments& arguments, const Call& this_call)
+      : a(arguments),
+        input(a.input, a.numel),
+        output(a.output, a.numel),
+        errors(a.errors, a.numel),
+        call(this_call),
+        chunks(a, tile_count(a.numel)) {}
 
   __device__ Wire<C> slot(Shot shot, int hop, u32 k, int from) const {
     return {reinterpret_cast<char*>(pipeline_slot<N>(a, shot, hop, k, from)), chunks.length};
@@ -31,11 +40,12 @@ struct QuantizedTwoShotPipelined {
   }
 
   __device__ void reduce(u32 k) const {
-    for (u32 j = threadIdx.x / 32; j < chunks.count(k, a.rank); j += blockDim.x / 32) {
+    for (u32 j = warp; j < chunks.count(k, a.rank); j += warps) {
       float total[tile_rows][run_numel];
       sum_of_slots<C, N>([&](int r) { return slot(scattered, 0, k, r); }, j, total);
       const u32 tile = chunks.begin(k, a.rank) + j;
       const Coded<C> coded = encode<C>(tile_of(total), tile, {a.seed, call.epoch, noise_of_sum});
+#pragma unroll
       for (int hop = 1; hop < N; ++hop) visit_coded(slot(reduced, hop, k, a.rank), j, coded, Store{});
       store_values(output, tile, as_received(coded));
     }

@@ -47,6 +47,7 @@ __global__ void __launch_bounds__(512, 1) quantized_two_shot_push(const __grid_c
       float total[tile_rows][run_numel];
       if (!sum_of_parts<C, N>(Arrivals<C>{a, call, scatter, shard, t - begin}, total)) break;
       const Coded<C> coded = encode<C>(tile_of(total), t, {a.seed, call.epoch, noise_of_sum});
+#pragma unroll
       for (int peer = 1; peer < N; ++peer) push(wire(peer, gather), t - begin, coded);
       sum[0] = as_received(coded);
     } else {

@@ -54,6 +54,7 @@ __device__ __forceinline__ float largest_of_word(u32 word) {
 template <int Count, class Word, class Visit>
 __device__ __forceinline__ void visit_pieces(char* at, int pitch, int lane, Word (&word)[Count], Visit visit) {
   constexpr int two = Count / 4 * 4, one = Count / 2 * 2;
+#pragma unroll
   for (int w = 0; w < two; w += 4) visit(reinterpret_cast<Words<4>*>(at + pitch * w) + lane, word + w);
   if constexpr (Count & 2) visit(reinterpret_cast<Words<2>*>(at + pitch * two) + lane, word + two);
   if constexpr (Count & 1) visit(reinterpret_cast<Words<1>*>(at + pitch * one) + lane, word + one);
@@ -64,6 +65,7 @@ struct Store {
   template <int Count>
   __device__ __forceinline__ void operator()(Words<Count>* address, const u32* words) const {
     Words<Count> piece;
+#pragma unroll
     for (int w = 0; w < Count; ++w) piece.word[w] = words[w];
     *address = piece;
   }
@@ -73,6 +75,7 @@ struct Load {
   template <int Count>
   __device__ __forceinline__ void operator()(const Words<Count>* address, u32* words) const {
     const Words<Count> piece = *address;
+#pragma unroll
     for (int w = 0; w < Count; ++w) words[w] = piece.word[w];
   }
 };

@@ -30,6 +30,7 @@ struct PartChunks {
 
   __device__ PartChunks(const Arguments& arguments, const Call&) : a(arguments) {
     u32 most = 0;
+#pragma unroll
     for (int r = 0; r < N; ++r) most = max(most, tile_count(a.count[r]));
     share = (most + gridDim.x - 1) / gridDim.x;
     number = (share + a.chunk - 1) / a.chunk;
@@ -59,12 +60,21 @@ __device__ __forceinline__ void send_tile(const Wire<C>& to, u32 j, const Tensor
   if constexpr (C::feedback) store_error(errors, tile, mine, coded);
 }
 
-// The sum of the values of all ranks in place j of their slots, `slot_of(rank)`.
+// Place j of the slots `slot_of(rank)`.
+template <class C, class SlotOf>
+struct FromSlots {
+  SlotOf slot_of;
+  u32 j;
+
+  template <int Count>
+  __device__ __forceinline__ bool operator()(int first, Received<C> (&part)[Count]) const {
+#pragma unroll
+    for (int r = 0; r < Count; ++r) visit_received(slot_of(first + r), j, part[r], Load{});
+    return true;
+  }
+};
+
 template <class C, int N, class SlotOf>
 __device__ __forceinline__ void sum_of_slots(SlotOf slot_of, u32 j, float (&total)[tile_rows][run_numel]) {
-  const auto fetch = [&](int first, auto& part) {
-    for (int r = 0; r < sizeof(part) / sizeof(*part); ++r) visit_received(slot_of(first + r), j, part[r], Load{});
-    return true;
-  };
-  sum_of_parts<C, N>(fetch, total);
+  sum_of_parts<C, N>(FromSlots<C, SlotOf>{slot_of, j}, total);
 }

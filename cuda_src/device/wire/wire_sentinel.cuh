@@ -15,6 +15,7 @@ struct StoreRelaxed {
   template <int Count>
   __device__ __forceinline__ void operator()(Words<Count>* address, const u32* words) const {
     Words<Count> piece;
+#pragma unroll
     for (int w = 0; w < Count; ++w) piece.word[w] = words[w];
     store_relaxed_sys(address, piece);
   }
@@ -26,6 +27,7 @@ struct LoadRelaxed {
   template <int Count>
   __device__ __forceinline__ void operator()(const Words<Count>* address, u32* words) const {
     const Words<Count> piece = load_relaxed_sys(address);
+#pragma unroll
     for (int w = 0; w < Count; ++w) {
       words[w] = piece.word[w];
       complete &= piece.word[w] != not_yet;
@@ -37,6 +39,7 @@ struct Arm {
   template <int Count>
   __device__ __forceinline__ void operator()(Words<Count>* address, const u32*) const {
     Words<Count> armed;
+#pragma unroll
     for (int w = 0; w < Count; ++w) armed.word[w] = not_yet;
     store_relaxed_sys(address, armed);
   }
@@ -69,6 +72,7 @@ struct Arrivals {
     Deadline deadline;
     while (true) {
       int missing = -1;
+#pragma unroll
       for (int r = 0; r < Count; ++r) {
         bool complete = true;
         visit_received(wire(first + r), tile, part[r], LoadRelaxed{complete});
@@ -81,6 +85,7 @@ struct Arrivals {
         report(a, timed_out, call.epoch, first + missing, call.epoch, not_yet);
       return false;
     }
+#pragma unroll
     for (int r = 0; r < Count; ++r) visit_received(wire(first + r), tile, part[r], Arm{});
     return true;
   }
