@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from graphar.cli.options import INTERRUPTED
+from perf import commands as pages
 from perf import machine
+from perf import pages as build
 from perf.compare import compare, times_of
-from perf.page import build
-from perf.page import command as pages
 from perf.report import Report, Timed, read, topics
 
 PAGES = {"report": pages.run, "index": pages.run_index, "compare": pages.run_compare}

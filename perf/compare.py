@@ -108,7 +108,7 @@ class Pair:
         ]
         rows = table(["row", "first (us)", "second (us)", "second / first"], every)
         marks = [
-            Mark(method, "second / first", new.time_us / old.time_us, f"{', '.join(new.identity)}: {_ratio(old, new)}")
+            Mark(method, "second / first", new.time_us / old.time_us)
             for method, mine in by_method.items()
             for old, new in mine
         ]

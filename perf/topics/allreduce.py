@@ -20,7 +20,7 @@ from perf.host_times import host_table
 from perf.machine import check_world_sizes
 from perf.md import NOT_SERVED, bullets, method_table, name_cell, rate, ratio_cell, table, time_cell, time_table
 from perf.peers.catalogue import CPU_METHODS, CUDA_METHODS, FIXED_ALGORITHM, LIST_METHODS, why_no_method
-from perf.ratios import NOISE, best_peer, by_method, extent, of_best_peer, ratio, times_of_peer, words_for
+from perf.ratios import NOISE, best_peer, by_method, extent, of_best_peer, ratio, words_for
 from perf.report import Arguments, Choice, Glance, Report, Section
 from perf.traffic import NVLINK_NOTES, link_table, traffic_table
 
@@ -46,7 +46,6 @@ FAMILIES = {  # the library, by the prefix of its methods
 SIZE = Axis("size of one rank's tensor", 2, lambda nbytes: format_nbytes(round(nbytes)))
 TIME = Axis("time (us)", 10)
 OF_BEST_PEER = Axis("time / best peer's time", form="{:.2f}".format)
-EVEN = [(1.0, "")]  # a horizontal line without a label
 
 HEAD = (
     f"#{'size':>11} {'count':>11} {'type':>9} {'redop':>6} {'ranks':>8} {'mode':>6} {'method':>26}"
@@ -444,18 +443,10 @@ def families(rows: Sequence[Row]) -> dict[str, list[Row]]:
     return {name: sorted(one, key=_nbytes) for name, one in found.items() if one}
 
 
-def hint(row: Row) -> str:
-    wrong = f", {row.wrong} WRONG" if row.wrong else ""
-    low_high = f"{row.time_us['p10']:.4g} to {row.time_us['p99']:.4g}"
-    times = f"{row.median:.4g} us ({low_high}), busbw {rate(row.busbw)} GB/s"
-    return f"{row.method}, {format_nbytes(row.nbytes)}: {times}{wrong}"
-
-
 def line_of(name: str, rows: Sequence[Row], value, band=None) -> Line:
     return Line(
         name,
         [(row.nbytes, value(row)) for row in rows],
-        [hint(row) for row in rows],
         [band(row) for row in rows] if band else (),
         frozenset(at for at, row in enumerate(rows) if row.wrong),
     )
@@ -486,11 +477,8 @@ def ratio_plot(named: Mapping[str, Sequence[Row]]) -> Plot | None:
     """Plots graphar's time / the best peer's time for the rows of one or more tables, by name."""
     lines = []
     for name, rows in named.items():
-        cases = by_method(rows, _nbytes)
-        ratios = of_best_peer(cases)
-        hints = [f"{format_nbytes(n)}: {times_of_peer(one, cases[n], 3)}" for n, one in ratios.items()]
-        if ratios:
-            lines.append(Line(name, list(ratios.items()), hints))
+        if ratios := of_best_peer(by_method(rows, _nbytes)):
+            lines.append(Line(name, list(ratios.items())))
     note = f"Below 1 graphar is faster than every peer at that size. Ratios up to {NOISE:.2f} are noise."
     title = "Time / best peer's time"
-    return Plot(title, lines, SIZE, OF_BEST_PEER, EVEN, note) if lines else None
+    return Plot(title, lines, SIZE, OF_BEST_PEER, 1.0, note) if lines else None

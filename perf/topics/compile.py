@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import ClassVar
 
 from graphar.runtime.catalogue import KernelSource
@@ -152,13 +153,6 @@ def summary_table(compiled: Sequence[Compiled]) -> str:
 
 def compile_times(kernels: Sequence[Compiled]) -> Rows:
     """Returns a chart with a row for each file and a dot for each kernel."""
-    marks = [
-        Mark(
-            one.file.rpartition("/")[2].removesuffix(".cu"),
-            "a kernel",
-            one.compile_s,
-            f"{one.kernel}: {one.compile_s:.2f} s",
-        )
-        for one in sorted(kernels, key=lambda one: one.file)
-    ]
+    by_file = sorted(kernels, key=lambda one: one.file)
+    marks = [Mark(Path(one.file).stem, "a kernel", one.compile_s) for one in by_file]
     return Rows("Time to compile a kernel", marks, Axis("time (s)"))

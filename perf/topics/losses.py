@@ -20,15 +20,13 @@ from graphar.numerics.softmax import Terms
 from graphar.plan.call import Operands
 from graphar.plan.work import Loss
 from graphar.runtime.bind import loss
-from perf.charts import Mark, Rows
 from perf.harness import ranks as ranks_of
 from perf.harness.timing import WARM_UP, capture, deciles, time_in_turn
 from perf.machine import memory_rate
 from perf.md import NOT_SERVED, name_cell, number, ratio_cell, table, time_cell
 from perf.products import integers_of
-from perf.ratios import best_peer, group, of_best_peer, ratio, times_of_peer, words_for
+from perf.ratios import best_peer, group, of_best_peer, ratio, words_for
 from perf.report import Arguments, Deciles, Glance, Report, Section, Timing
-from perf.topics.allreduce import OF_BEST_PEER
 from perf.topics.norm_gradients import compiled, reason, reason_of_process
 from perf.topics.norms import count_far, count_wrong
 
@@ -346,7 +344,7 @@ class Losses(Report):
         sections = []
         for passes in PASSES:
             if cases := cases_of(self.rows, passes):
-                sections.append(Section(passes.capitalize(), [comparison(cases)], [ratio_chart(passes, cases)]))
+                sections.append(Section(passes.capitalize(), [comparison(cases)]))
         peaks = peak_table(cases_of(self.rows, BOTH))
         return [*sections, Section("Peak memory of forward and backward", [peaks])] if peaks else sections
 
@@ -396,11 +394,3 @@ def peak_table(cases: Cases) -> str:
         if any(peaks):
             lines.append([words_of(shape), *(number(None if peak is None else peak / MB) for peak in peaks)])
     return table(["rows x columns / ranks", *(f"{name} (MB)" for name in methods)], lines) if lines else ""
-
-
-def ratio_chart(passes: str, cases: Cases) -> Rows:
-    """Plots graphar's time / the best peer's time, with a row for each shape."""
-    marks = []
-    for case, of_peer in of_best_peer(cases).items():
-        marks.append(Mark(words_of(case), OWN, of_peer, f"{words_of(case)}: {times_of_peer(of_peer, cases[case])}"))
-    return Rows(f"{passes.capitalize()}: time / best peer's time", marks, OF_BEST_PEER, 1.0)

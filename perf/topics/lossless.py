@@ -385,8 +385,7 @@ def ratio_plot(rows: Sequence[LosslessRow]) -> Plot | None:
     lines = []
     for kind, mine in group(rows, lambda row: row.data).items():
         points = [(row, over) for row in mine if (over := row.over("plain")) is not None]
-        hints = [f"{row.bits:.2f} bits: {row.lossless_us:.1f} us, plain {row.plain_us:.1f} us" for row, _ in points]
         if points:
-            lines.append(Line(kind, [(row.nbytes, over) for row, over in points], hints))
+            lines.append(Line(kind, [(row.nbytes, over) for row, over in points]))
     axis = Axis("time / plain time", form="{:.2f}".format)
-    return Plot("Time / plain time, by kind of data", lines, SIZE, axis, [(1.0, "plain")]) if lines else None
+    return Plot("Time / plain time, by kind of data", lines, SIZE, axis, 1.0) if lines else None

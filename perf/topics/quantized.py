@@ -298,7 +298,6 @@ def error_plot(report: Quantized) -> Plot:
         mine = [row for row in report.errors if (row.world_size, row.data) == (world_size, data) and x_of[row.codec]]
         mine.sort(key=lambda row: x_of[row.codec])
         points = [(x_of[row.codec], row.relative_l2) for row in mine]
-        hints = [f"{row.codec}: {row.relative_l2:.2e} at {x_of[row.codec]:.3g}" for row in mine]
-        lines.append(Line(data, points, hints))
+        lines.append(Line(data, points))
     label = "time / best peer's, from 16 MB up" if ratios else "bits of an element on the wire"
     return Plot(f"Errors of codecs, {world_size} ranks", lines, Axis(label), Axis("relative L2 error", 10))

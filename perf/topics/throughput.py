@@ -473,5 +473,4 @@ def communication_chart(rows: Sequence[ThroughputRow]) -> Rows:
 
 
 def _mark(row: ThroughputRow, value: float) -> Mark:
-    hint = f"{row.model}, {row.way}: {row.throughput:,.0f} {row.unit}/s, {row.step_ms:.2f} ms a step"
-    return Mark(row.model, str(row.way), value, hint, wrong=not row.same_bits)
+    return Mark(row.model, str(row.way), value, wrong=not row.same_bits)

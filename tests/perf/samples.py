@@ -93,7 +93,7 @@ def norm_gradient_row(method, time_us, passes=BACKWARD, shape=(4096, 8192), summ
     return replace(found, **more)
 
 
-def loss_row(method, time_us, passes="forward", **more):
+def loss_row(method, time_us, passes="forward and backward", **more):
     """A row of 4096 x 32064 logits, whose bytes take 60 us for each time that they are read or written."""
     peak_nbytes, times = (None, 1) if passes == "forward" else (256 << 20, 3)
     nbytes = times * 4096 * 32064 * 2

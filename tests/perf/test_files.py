@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import csv
 import json
 from pathlib import Path
 
@@ -48,20 +47,6 @@ def test_a_row_is_a_line_of_json(tmp_path):
     first = json.loads(path.read_text())["rows"][0]
     assert (first["nbytes"], first["time_us"]) == (2048, {"median": 10.0, "p10": 10.0, "p99": 10.0})
     assert (first["algbw"], first["busbw"]) == (pytest.approx(0.2048), pytest.approx(0.3072))
-
-
-def test_a_row_is_a_line_of_csv(tmp_path):
-    path = AllReduce(rows=[row(), row("nccl", 20.0)]).write(tmp_path, MACHINE, "python -m perf").with_suffix(".csv")
-
-    lines = list(csv.DictReader(path.read_text().splitlines()))
-
-    assert [(line["method"], line["time_us.median"]) for line in lines] == [("graphar", "10.0"), ("nccl", "20.0")]
-
-
-def test_rows_of_several_lists_are_told_apart_in_csv():
-    text = files.csv_of({"errors": [{"codec": "int4"}], "times": [{"method": "nccl", "more": {"at": [1], "n": 2}}]})
-
-    assert text == "list,codec,method,more.n\nerrors,int4,,\ntimes,,nccl,2\n"
 
 
 def test_a_codec_is_an_object_of_its_fields():

@@ -386,7 +386,6 @@ def test_a_chart_has_a_row_for_each_shape():
     (mark,) = report().ratio_chart().marks
 
     assert (mark.row, mark.value) == ("4096 x 8192", 0.5)
-    assert mark.hint == "4096 x 8192, with a gradient of the sum: 0.50"
 
 
 def test_times_of_two_runs_are_told_apart_by_pass_shape_and_gradient():

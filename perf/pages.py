@@ -1,31 +1,41 @@
-"""Builds pages from the JSON files of reports."""
+"""Pages of reports: of a folder, of all folders, and of a comparison. A page is Markdown with charts, as HTML.
+
+report.md of a folder and README.md of all folders are the parts of these pages that git has.
+"""
 
 from __future__ import annotations
 
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from html import escape
 from pathlib import Path
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markdown_it import MarkdownIt
-from markupsafe import Markup
 
 from graphar.plan.sizes import format_nbytes
 from perf import charts
+from perf.charts import Figure
 from perf.compare import Pair, machines_of, pairs_of
 from perf.machine import one_line
 from perf.md import NOT_SERVED, bullets, number, table
-from perf.ratios import NOISE, by_method, geometric_mean, group, of_best_peer, times_of_peer
-from perf.report import StoredReport, read_all, topics
+from perf.ratios import NOISE, best_peer, by_method, geometric_mean, group, of_best_peer
+from perf.report import StoredReport, markdown_of, read_all, topics
 from perf.topics.allreduce import FAMILIES, MODES, AllReduce, Row, main_first, members, ratios_by_world
 
-FOLDER = Path(__file__).parent
 INDEX, NOTES, SUMMARY = "index.html", "notes.md", "report.md"
 README = "README.md"  # of all folders: the index as Markdown
-MAX_LISTED = 6  # more findings than this are folded
 MAX_SIZES = 4  # of more slower sizes than this, only the worst is named
+STYLE = """
+body { margin: 0 auto; padding: 1.5rem 1rem 4rem; max-width: 72rem; font: 16px/1.5 system-ui, sans-serif; }
+h1 { margin-top: 4rem; } h1:first-child { margin-top: 0; }
+code, pre { font: .875em ui-monospace, monospace; white-space: pre-wrap; }
+table { display: block; overflow-x: auto; border-collapse: collapse; font-size: .875rem; }
+th, td { padding: .2rem .6rem; white-space: nowrap; border-bottom: 1px solid #d9dde3; }
+td strong { color: #c81e1e; }
+figure { display: inline-block; margin: 1rem 2rem 1rem 0; max-width: 100%; } figcaption { font-weight: 600; }
+figure p { color: #5c6570; font-size: .875rem; max-width: 36rem; } svg { max-width: 100%; height: auto; }
+"""
 
 WHAT = (
     "graphar sums PyTorch tensors over the GPUs of one host. The result has the same bits on every rank, at every size."
@@ -40,90 +50,34 @@ ON_ONE_GPU = (
 )
 NOTHING_SLOWER = "At no size by more than 3 %. Smaller differences are noise."
 
-
-@dataclass(frozen=True)
-class Fold:
-    """A collapsible part of a section."""
-
-    title: str
-    body: Markup
-    charts: Sequence[Markup] = ()
-    is_open: bool = False
+Document = Sequence[str | Figure | None]  # Markdown and charts
 
 
-@dataclass(frozen=True)
-class Part:
-    """A section of a page.
-
-    Attributes:
-        files: the report's files. They have the same rows.
-    """
-
-    anchor: str
-    title: str
-    head: Markup
-    folds: Sequence[Fold] = ()
-    files: Sequence[str] = ()
+def page(title: str, documents: Mapping[str, Document]) -> str:
+    """Returns documents by anchor as one page. Links to other reports' Markdown become links to their pages."""
+    sections = "".join(f'<section id="{anchor}">\n{html(one)}</section>\n' for anchor, one in documents.items())
+    head = f'<meta charset="utf-8">\n<title>{escape(title)}</title>\n<style>{STYLE}</style>'
+    return f'<!doctype html>\n<html lang="en">\n<head>\n{head}\n</head>\n<body>\n{sections}</body>\n</html>\n'
 
 
-@dataclass(frozen=True)
-class Entry:
-    """A link on the first screen, with a summary in one line."""
-
-    link: str
-    title: str
-    figure: str = ""
-    words: str = ""
-    shortfall: str = ""
-
-    @property
-    def is_wrong(self) -> bool:
-        return self.figure == "wrong"
-
-
-@dataclass(frozen=True)
-class Page:
-    """The content of the template.
-
-    Attributes:
-        cards: key figures with captions. The figure and the shortfalls are shown beside them.
-        others: files of the folder that do not belong to a report.
-    """
-
-    title: str
-    subtitle: str
-    intro: Markup
-    sections: Sequence[Part]
-    cards: Sequence[tuple[str, str]] = ()
-    figure: Markup = field(default_factory=Markup)
-    shortfalls: Markup = field(default_factory=Markup)
-    entries: Sequence[Entry] = ()
-    folds: Sequence[Fold] = ()
-    others: Sequence[str] = ()
-
-    def html(self) -> str:
-        settings = {"autoescape": True, "undefined": StrictUndefined, "trim_blocks": True, "lstrip_blocks": True}
-        template = Environment(loader=FileSystemLoader(FOLDER), **settings).get_template("page.html")
-        return template.render(page=self) + "\n"
-
-
-def html(markdown: str) -> Markup:
-    """Returns Markdown as HTML. Wide tables scroll. Each table row is one line of the file."""
-    text = MarkdownIt("commonmark", {"html": False}).enable("table").render(markdown)
-    text = re.sub(r'\n(?=</?t[dhr]>|<t[dh] )|(?<=<tr>)\n| style="text-align:right"', "", text)
-    text = text.replace("<tr>", "\n<tr>")
-    return Markup(
-        text.replace("<table>", '<div class="scroll" tabindex="0"><table>').replace("</table>", "</table></div>")
+def html(document: Document) -> str:
+    markdown = MarkdownIt("commonmark", {"html": False}).enable("table")
+    return "".join(
+        markdown.render(to_pages(part)) if isinstance(part, str) else charts.render(part) for part in document
     )
 
 
-def with_plots(text: Markup, figures: Iterable[charts.Figure | None]) -> Markup:
-    plots = "".join(drawn(figures))
-    return text + Markup(f'<div class="plots">{plots}</div>' if plots else "")
+def to_pages(markdown: str) -> str:
+    """Returns the text with links to reports, which are Markdown in git, as links to their places on the pages."""
+    names = {topic.name for topic in topics()}
 
+    def to_page(link: re.Match) -> str:
+        folder, name = link.groups()
+        if name in names:
+            return f"]({folder}{INDEX if folder else ''}#{name})"
+        return f"]({folder}{INDEX})" if folder or f"{name}.md" in (SUMMARY, README) else link[0]
 
-def drawn(figures: Iterable[charts.Figure | None]) -> list[Markup]:
-    return [Markup(one) for one in map(charts.render, figures) if one]
+    return re.sub(r"\]\(((?:[\w.-]+/)*)(\w+)\.md\)", to_page, markdown)
 
 
 # ---- a folder -------------------------------------------------------------------------------------------------------
@@ -143,36 +97,27 @@ def _write(folder: Path, made: Mapping[str, str]) -> Path:
 def texts(folder: Path) -> dict[str, str]:
     """Returns the text of a folder's page and tables, by file name.
 
-    The files are index.html, report.md (the text of its first screen), and a .md and a .csv file for each report. They
-    are made from the folder's JSON files and from notes.md, if there is one.
+    The files are index.html, report.md (its first part), and a .md file for each report. They are made from the
+    folder's JSON files and from notes.md, if there is one.
 
     Raises:
         FileNotFoundError: the folder holds no report.
         ValueError: a report cannot be read.
     """
     found = read_all(folder)
-    tables = {name: text for one in found for name, text in one.report.tables(one.machine, one.command).items()}
-    sweep = sweep_of(found)
-    has_notes = (folder / NOTES).exists()
-    notes = [Part("notes", "Notes", html((folder / NOTES).read_text()))] if has_notes else []
-    not_measured = missing(found)
-    entries = [Entry(f"#{one.report.name}", one.report.title, *glance(one)) for one in found] + [
-        Entry("#notes", "Notes") for _ in notes
-    ]
-    plot = ratios_by_world(sweep.rows)
-    page = Page(
-        title_of(found),
-        one_line(found[0].machine),
-        html(intro(found)),
-        [_part(one, found[0].machine) for one in found] + notes,
-        cards(sweep),
-        Markup(charts.render(plot)),
-        html(bullets(shortfalls(sweep) or [NOTHING_SLOWER])),
-        entries,
-        [Fold("Not measured", html(bullets(not_measured)))] if not_measured else [],
-        _others(folder),
-    )
-    return {INDEX: page.html(), SUMMARY: summary(found), **tables}
+    first = summary(found)
+    documents = {one.report.name: one.report.document(one.machine, one.command) for one in found}
+    notes = {"notes": [(folder / NOTES).read_text()]} if (folder / NOTES).exists() else {}
+    above = [first, ratios_by_world(sweep_of(found).rows), *_others(folder)]
+    made = page(title_of(found), {"report": above, **documents, **notes})
+    return {INDEX: made, SUMMARY: first} | {f"{name}.md": markdown_of(one) for name, one in documents.items()}
+
+
+def _others(folder: Path) -> list[str]:
+    """Returns a sentence that links to the files that are not of a report, if there are any."""
+    made = {INDEX, SUMMARY, NOTES} | {f"{topic.name}{suffix}" for topic in topics() for suffix in (".json", ".md")}
+    names = sorted(path.name for path in folder.iterdir() if path.is_file() and path.name not in made)
+    return [f"Also in this folder: {', '.join(f'[{name}]({name})' for name in names)}."] if names else []
 
 
 def sweep_of(found: Sequence[StoredReport]) -> AllReduce:
@@ -242,46 +187,6 @@ def glance(one: StoredReport) -> tuple[str, str, str]:
     return found.headline, words, found.shortfall
 
 
-def _part(one: StoredReport, of_page: Mapping[str, object]) -> Part:
-    """Returns a report's section of the page. Its first table is open, and the others are collapsed."""
-    report = one.report
-    findings, folds = report.findings(), []
-    if len(findings) > MAX_LISTED:
-        folds.append(Fold("Findings", html(bullets(findings))))
-        findings = []
-    sections = report.sections()
-    top = [section for section in sections if not section.title]
-    for at, section in enumerate(section for section in sections if section.title):
-        folds.append(Fold(section.title, html("\n\n".join(section.body)), drawn(section.figures), at == 0))
-    if report.skipped:
-        folds.append(Fold("Not measured", html(bullets(report.skipped))))
-    if report.notes:
-        folds.append(Fold("Columns and methods", html(report.notes)))
-    folds.append(Fold("How to reproduce", html(f"```\n{one.command}\n```")))
-    text = "\n\n".join([_when(one.machine, of_page), report.status(), bullets(findings)])
-    drawn_above = [figure for section in top for figure in section.figures]
-    if not any(section.figures for section in sections):
-        drawn_above = [report.ratio_chart()]
-    head = with_plots(html(text), drawn_above)
-    files = [f"{report.name}{suffix}" for suffix in (".md", ".csv", ".json")]
-    return Part(report.name, report.title, head, folds, files)
-
-
-def _when(machine: Mapping[str, object], of_page: Mapping[str, object]) -> str:
-    """Returns a sentence on when and where a report was measured. It is empty if that is the same for the page."""
-    if machine == of_page:
-        return ""
-    another_time = {"commit": None, "date": None}
-    if {**machine, **another_time} == {**of_page, **another_time}:
-        return f"Measured at commit {machine['commit'] or 'unknown'}, {machine['date']}."
-    return f"{one_line(machine)}."
-
-
-def _others(folder: Path) -> list[str]:
-    made = {INDEX, NOTES, SUMMARY} | {f"{one.name}{suffix}" for one in topics() for suffix in (".json", ".csv", ".md")}
-    return sorted(path.name for path in folder.iterdir() if path.is_file() and path.name not in made)
-
-
 def missing(found: Sequence[StoredReport]) -> list[str]:
     """Returns what was not measured: topics without a report, with their commands, and what this machine cannot run."""
     measured, sweep = {one.report.name for one in found}, sweep_of(found)
@@ -308,7 +213,7 @@ def summary(found: Sequence[StoredReport]) -> str:
         lines.append([f"[{one.report.title}]({one.report.name}.md)", figure or NOT_SERVED, words, shortfall, loss])
     header = ["report", "result", "meaning", "where graphar is slower", "largest of_best_variant"]
     parts += ["## All reports", table(header, lines)]
-    parts += ["`python -m perf report FOLDER --write` writes a page with the plots, and the rows as CSV."]
+    parts += ["`python -m perf report FOLDER --write` writes a page with the plots."]
     if not_measured := missing(found):
         parts += ["## Not measured", bullets(not_measured)]
     return "\n\n".join(parts) + "\n"
@@ -347,7 +252,7 @@ def shortfalls(found: AllReduce) -> list[str]:
         cases = by_method(members(found.rows, key), _nbytes)
         ratios = of_best_peer(cases)
         slower = [
-            (one, f"{format_nbytes(nbytes)} ({times_of_peer(one, cases[nbytes])})")
+            (one, f"{format_nbytes(nbytes)} ({one:.2f} times {best_peer(cases[nbytes].values()).method}'s time)")
             for nbytes, one in ratios.items()
             if one > NOISE
         ]
@@ -388,7 +293,7 @@ def write_index(reports: Path) -> Path:
 def index_texts(reports: Path) -> dict[str, str]:
     """Returns the index of all report folders, with a table of topics by machine: as a page, and as README.md.
 
-    Machines with GPUs come first. The page links to pages, and README.md to the Markdown that git has.
+    Machines with GPUs come first.
 
     Raises:
         FileNotFoundError: there is no folder with a report.
@@ -396,45 +301,33 @@ def index_texts(reports: Path) -> dict[str, str]:
     folders = folders_of(reports)
     if not folders:
         raise FileNotFoundError(f"{reports} holds no folder of reports")
-    read = {folder: {one.report.name: one for one in read_all(folder)} for folder in folders}
-    found = dict(sorted(read.items(), key=lambda one: not _has_gpus(one[1].values())))
-    entries = []
-    for folder, mine in found.items():
+    read = {folder.name: {one.report.name: one for one in read_all(folder)} for folder in folders}
+    found = dict(sorted(read.items(), key=lambda one: not any(of.machine["gpu_count"] for of in one[1].values())))
+    listed = []
+    for name, mine in found.items():
         written = list(mine.values())
         dates = sorted({str(one.machine["date"]) for one in written})
-        words = f"{len(written)} reports, {' to '.join(dict.fromkeys([dates[0], dates[-1]]))}"
-        entries.append(Entry(f"{folder.name}/{INDEX}", title_of(written), words=words))
-    title = "Reports of graphar"
+        span = " to ".join(dict.fromkeys([dates[0], dates[-1]]))
+        listed.append(f"[{title_of(written)}]({name}/{SUMMARY}): {len(written)} reports, {span}")
     note = (
         "A number without a unit is graphar's time / the time that the report compares it with, usually the best"
         " peer's. Below 1 graphar is faster. Other results are explained in the reports."
     )
-    by_machine = {name: f"{note}\n\n{_by_machine(found, name)}" for name in (INDEX, SUMMARY)}
-    page = Page(title, "", html(WHAT), [Part("topics", "All reports", html(by_machine[INDEX]))], entries=entries)
-    listed = bullets(f"[{one.title}]({one.link.replace(INDEX, SUMMARY)}): {one.words}" for one in entries)
-    return {INDEX: page.html(), README: "\n\n".join([f"# {title}", WHAT, listed, by_machine[SUMMARY]]) + "\n"}
+    cells = [
+        [topic.title, *(_index_cell(name, mine.get(topic.name)) for name, mine in found.items())] for topic in topics()
+    ]
+    by_machine = table(["topic", *(f"[{name}]({name}/{SUMMARY})" for name in found)], cells)
+    title = "Reports of graphar"
+    text = markdown_of([f"# {title}", WHAT, bullets(listed), note, by_machine])
+    return {INDEX: page(title, {"reports": [text]}), README: text}
 
 
-def _has_gpus(found: Iterable[StoredReport]) -> bool:
-    return any(one.machine["gpu_count"] for one in found)
-
-
-def _by_machine(found: Mapping[Path, Mapping[str, StoredReport]], name: str) -> str:
-    """Returns the table of topics by machine. ``name`` is the file of a folder to which it links."""
-    lines = []
-    for topic in topics():
-        link = f"{INDEX}#{topic.name}" if name == INDEX else f"{topic.name}.md"
-        cells = [_index_cell(f"{folder.name}/{link}", mine.get(topic.name)) for folder, mine in found.items()]
-        lines.append([topic.title, *cells])
-    return table(["topic", *(f"[{folder.name}]({folder.name}/{name})" for folder in found)], lines)
-
-
-def _index_cell(link: str, one: StoredReport | None) -> str:
+def _index_cell(folder: str, one: StoredReport | None) -> str:
     if one is None:
         return NOT_SERVED
     figure = glance(one)[0]
     marks = (" **WRONG**" if figure == "wrong" else "") + (" (partial)" if one.report.is_partial else "")
-    return f"[{figure or 'report'}]({link}){marks}"
+    return f"[{figure or 'report'}]({folder}/{one.report.name}.md){marks}"
 
 
 def write_comparison(first: Path, second: Path, path: Path) -> Path:
@@ -444,23 +337,17 @@ def write_comparison(first: Path, second: Path, path: Path) -> Path:
         OSError, ValueError: a folder cannot be read, or the folders have no topic in common.
     """
     pairs = pairs_of(first, second)
-    machines = machines_of(pairs)
-    folders = {str(folder): Path(os.path.relpath(folder, path.parent)).as_posix() for folder in (first, second)}
     named = [
-        f"- {which}: [{name}]({link}/{INDEX}), {machine}"
-        for which, (name, link), machine in zip(("first", "second"), folders.items(), machines, strict=True)
+        f"{which}: [{folder}]({Path(os.path.relpath(folder, path.parent)).as_posix()}/{INDEX}), {machine}"
+        for which, folder, machine in zip(("first", "second"), (first, second), machines_of(pairs), strict=True)
     ]
-    ratios = "Ratios are the second folder's time / the first folder's; below 1.00 the second is faster."
-    text = "\n".join([*named, "", ratios])
-    sections = [_compared(pair) for pair in pairs]
-    entries = [Entry(f"#{part.anchor}", part.title) for part in sections]
     title = f"{second.name} compared with {first.name}"
-    path.write_text(Page(title, "", html(text), sections, entries=entries).html())
+    ratios = "Ratios are the second folder's time / the first folder's; below 1.00 the second is faster."
+    documents = {pair.first.report.name: compared(pair) for pair in pairs}
+    path.write_text(page(title, {"compared": [f"# {title}", bullets(named), ratios], **documents}))
     return path
 
 
-def _compared(pair: Pair) -> Part:
+def compared(pair: Pair) -> Document:
     section = pair.section()
-    summary, *rows = section.body
-    folds = [Fold("All rows", html("\n\n".join(rows)))] if rows else []
-    return Part(pair.first.report.name, section.title, with_plots(html(summary), section.figures), folds)
+    return [f"# {section.title}", *section.figures, *section.body]

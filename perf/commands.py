@@ -11,9 +11,9 @@ from pathlib import Path
 
 from rich.console import Console
 
+from perf import pages as build
 from perf.compare import compare, times_of
 from perf.machine import LOCAL, one_line
-from perf.page import build
 from perf.report import read_all
 
 
