@@ -10,6 +10,7 @@ from perf.harness.links import Reading, utilisation
 from perf.host_calls import SHARED, HostRow
 from perf.models.generation import CallRow, GenerationRow
 from perf.models.sequence import SequenceRow
+from perf.passes import BOTH
 from perf.products import ProductRow
 from perf.timeline import Event, Lane, Mean, Timeline
 from perf.topics.allreduce import AllReduce
@@ -32,7 +33,7 @@ from perf.topics.losses import Losses, LossRow
 from perf.topics.lossless import Lossless, LosslessRow
 from perf.topics.matmul import TORCH, Matmul, MatmulRow
 from perf.topics.model import Model, ModelRow
-from perf.topics.norm_gradients import BACKWARD, BOTH, NormGradientRow, NormGradients, least_nbytes
+from perf.topics.norm_gradients import BACKWARD, NormGradientRow, NormGradients, least_nbytes
 from perf.topics.norms import NormRow, Norms
 from perf.topics.quantized import ErrorRow, Quantized
 from perf.topics.slow_links import SlowLinks, SlowRow
@@ -89,7 +90,7 @@ def norm_gradient_row(method, time_us, passes=BACKWARD, shape=(4096, 8192), summ
     nbytes = least_nbytes(passes, shape, summed)
     peak_nbytes = 192 << 20 if passes == BOTH else None
     time = spread(time_us, "p90")
-    found = NormGradientRow(method, passes, *shape, summed, time, nbytes, nbytes / 4e6, peak_nbytes, wrong=0)
+    found = NormGradientRow(method, passes, time, nbytes, nbytes / 4e6, peak_nbytes, 0, *shape, summed)
     return replace(found, **more)
 
 
@@ -98,7 +99,7 @@ def loss_row(method, time_us, passes="forward and backward", **more):
     peak_nbytes, times = (None, 1) if passes == "forward" else (256 << 20, 3)
     nbytes = times * 4096 * 32064 * 2
     time = spread(time_us, "p90")
-    found = LossRow(method, passes, 4096, 32064, 1, time, nbytes, 60.0 * times, peak_nbytes, wrong=0)
+    found = LossRow(method, passes, time, nbytes, 60.0 * times, peak_nbytes, 0, 4096, 32064, 1)
     return replace(found, **more)
 
 

@@ -211,7 +211,9 @@ def test_nccls_gathers_by_copy_engines_are_a_peer_and_not_what_others_are_compar
 
 
 def test_the_finding_names_the_fastest_method_and_what_could_be_reached():
-    said = "2048 tokens per rank: with {} a step takes {} of the time with torch's collectives; without communication it"
+    said = (
+        "2048 tokens per rank: with {} a step takes {} of the time with torch's collectives; without communication it"
+    )
 
     assert Fsdp(rows()).findings() == [f"{said.format('graphar lossless', 0.95)} would take 0.88."]
     copies = fsdp_row("graphar copies", 360.0)
