@@ -14,9 +14,9 @@ from perf import commands as pages
 from perf import machine
 from perf import pages as build
 from perf.compare import compare, times_of
-from perf.report import Report, Timed, read, topics
+from perf.report import Report, Timing, read, topics
 
-PAGES = {"report": pages.run, "index": pages.run_index, "compare": pages.run_compare}
+PAGES = {"report": pages.run, "index": pages.run_index}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -70,7 +70,7 @@ def topic_of(command: str) -> type[Report]:
     return next(topic for topic in topics() if topic.command == command)
 
 
-def earlier(options: argparse.Namespace, topic: type[Report], block: dict[str, object]) -> list[Timed] | None:
+def earlier(options: argparse.Namespace, topic: type[Report], block: dict[str, object]) -> list[Timing] | None:
     """Reads the times to compare with, before the run overwrites them. Returns None without --compare."""
     if options.compare is None:
         return None
@@ -83,7 +83,7 @@ def earlier(options: argparse.Namespace, topic: type[Report], block: dict[str, o
         sys.exit(f"--compare: {error}")
 
 
-def tell_regressions(before: list[Timed] | None, folder: Path, topic: type[Report]) -> int:
+def tell_regressions(before: list[Timing] | None, folder: Path, topic: type[Report]) -> int:
     """Prints regressions. Returns the exit status: 1 if there are any, or if no times could be compared."""
     if before is None:
         return 0

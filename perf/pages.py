@@ -1,11 +1,10 @@
-"""Pages of reports: of a folder, of all folders, and of a comparison. A page is Markdown with charts, as HTML.
+"""Pages of reports, of a folder and of all folders. A page is Markdown with charts, as HTML.
 
 report.md of a folder and README.md of all folders are the parts of these pages that git has.
 """
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
@@ -16,7 +15,6 @@ from markdown_it import MarkdownIt
 from graphar.plan.sizes import format_nbytes
 from perf import charts
 from perf.charts import Figure
-from perf.compare import Pair, machines_of, pairs_of
 from perf.machine import one_line
 from perf.md import NOT_SERVED, bullets, number, table
 from perf.ratios import NOISE, best_peer, by_method, geometric_mean, group, of_best_peer
@@ -277,7 +275,7 @@ def _nbytes(row) -> int:
     return row.nbytes
 
 
-# ---- all folders, and two -------------------------------------------------------------------------------------------
+# ---- all folders ---------------------------------------------------------------------------------------------------
 
 
 def folders_of(reports: Path) -> list[Path]:
@@ -328,26 +326,3 @@ def _index_cell(folder: str, one: StoredReport | None) -> str:
     figure = glance(one)[0]
     marks = (" **WRONG**" if figure == "wrong" else "") + (" (partial)" if one.report.is_partial else "")
     return f"[{figure or 'report'}]({folder}/{one.report.name}.md){marks}"
-
-
-def write_comparison(first: Path, second: Path, path: Path) -> Path:
-    """Writes a page that compares two folders. They may belong to different machines. Returns its path.
-
-    Raises:
-        OSError, ValueError: a folder cannot be read, or the folders have no topic in common.
-    """
-    pairs = pairs_of(first, second)
-    named = [
-        f"{which}: [{folder}]({Path(os.path.relpath(folder, path.parent)).as_posix()}/{INDEX}), {machine}"
-        for which, folder, machine in zip(("first", "second"), (first, second), machines_of(pairs), strict=True)
-    ]
-    title = f"{second.name} compared with {first.name}"
-    ratios = "Ratios are the second folder's time / the first folder's; below 1.00 the second is faster."
-    documents = {pair.first.report.name: compared(pair) for pair in pairs}
-    path.write_text(page(title, {"compared": [f"# {title}", bullets(named), ratios], **documents}))
-    return path
-
-
-def compared(pair: Pair) -> Document:
-    section = pair.section()
-    return [f"# {section.title}", *section.figures, *section.body]

@@ -78,6 +78,21 @@ class Timing:
 
 
 @dataclass(frozen=True)
+class Result(Timing):
+    """One of the times of a row that has several."""
+
+    method: str
+    world_size: int
+    what: tuple[str, ...]
+    time_us: Mapping[str, float]
+    wrong: int
+
+    @property
+    def is_own(self) -> bool:
+        return self.method != "nccl"
+
+
+@dataclass(frozen=True)
 class Choice:
     """The rows of "auto" and of the fastest variant in one case."""
 
@@ -88,24 +103,6 @@ class Choice:
     def loss(self) -> float:
         """The time of "auto" / the variant's time."""
         return self.auto.median / self.variant.median
-
-
-@dataclass(frozen=True)
-class Timed:
-    """One time, in the form in which two runs are compared.
-
-    Attributes:
-        identity: the key of the measurement. It begins with the method, and is the same in both runs.
-        is_own: whether the method uses graphar.
-        low, high: the 10th, and the 90th or 99th percentile. None if they were not recorded.
-    """
-
-    identity: tuple[str, ...]
-    time_us: float
-    wrong: bool
-    is_own: bool
-    low: float | None = None
-    high: float | None = None
 
 
 @dataclass(frozen=True)
@@ -288,9 +285,9 @@ class Report:
         """Returns the choices of "auto", each with its case in words. Empty without variants."""
         return []
 
-    def timed(self) -> list[Timed]:
-        """Returns the times to compare with another run."""
-        return timed_rows(self.rows)
+    def timed(self) -> Sequence[Timing]:
+        """Returns the times to compare with another run, if they have a spread."""
+        return self.rows
 
     # ---- common to all topics ----
 
@@ -422,16 +419,6 @@ def named(wrong: Sequence[str], count: int) -> str:
     names = list(dict.fromkeys(wrong))
     more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
     return f"{len(wrong)} of {count} ({', '.join(names[:MAX_NAMED])}{more})."
-
-
-def timed_rows(rows: Iterable[Timing]) -> list[Timed]:
-    """Returns rows in the form in which two runs are compared."""
-    found = []
-    for row in rows:
-        low, high = [value for name, value in row.time_us.items() if name != "median"] or (None, None)
-        what = (row.method, plural(row.world_size, "rank"), *row.what)
-        found.append(Timed(what, row.median, bool(row.wrong), row.is_own, low, high))
-    return found
 
 
 _REGISTERED: dict[str, type[Report]] = {}

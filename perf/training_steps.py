@@ -21,7 +21,7 @@ from perf.between_ranks import BetweenRanks
 from perf.charts import Axis, Mark, Rows
 from perf.harness.ranks import ProcessRanks
 from perf.md import ratio_cell
-from perf.report import Timed, Timing
+from perf.report import Timing
 
 BLOCK = 10  # steps that are timed together, before the next training's turn
 MIN_BLOCKS = 2
@@ -134,12 +134,6 @@ class TrainingReport(BetweenRanks):
 
     def wrong_peers(self) -> list[str]:
         return [self.where(row) for row in self.rows if not row.is_own and self.is_wrong(row)]
-
-    def timed(self) -> list[Timed]:
-        return [
-            Timed((row.label, f"{row.world_size} ranks", *row.what), row.median, self.is_wrong(row), row.is_own)
-            for row in self.rows
-        ]
 
 
 def check_blocks(steps: int, positive: Iterable[float | None], named: str) -> None:

@@ -21,7 +21,7 @@ from perf.cubin import resources
 from perf.kernels import catalogue
 from perf.md import columns
 from perf.ratios import group
-from perf.report import Arguments, Glance, Report, Section, Timed, Timing
+from perf.report import Arguments, Glance, Report, Section, Timing
 
 ARCHITECTURES = ("sm_80", "sm_90a", "sm_100a")
 
@@ -129,9 +129,6 @@ class Compile(Report):
         slowest = max((one.compile_s for one in self.kernels), default=0.0)
         words = f"to compile {len(self.kernels)} kernels with NVRTC; the slowest takes {slowest:.2g} s"
         return Glance(words, figure=f"{self.wall_s:.0f} s")
-
-    def timed(self) -> list[Timed]:
-        return [Timed((one.kernel, one.file, one.arch), one.compile_s * 1e6, False, True) for one in self.kernels]
 
 
 def summary_table(compiled: Sequence[Compiled]) -> str:

@@ -36,7 +36,7 @@ from perf.md import NOT_SERVED, ratio_cell, table, time_cell
 from perf.models.tasks import ByteTransformer, load_bytes
 from perf.peers import catalogue
 from perf.ratios import group, ratio
-from perf.report import Arguments, Glance, Section, Timed, Timing, timed_rows
+from perf.report import Arguments, Glance, Result, Section
 from perf.topics import quantized
 from perf.topics.allreduce import SIZE
 
@@ -122,21 +122,6 @@ def entropy_of(counts: Tensor) -> float:
 
 def whole_tiles(x: Tensor) -> Tensor:
     return x.flatten()[: x.numel() // TILE_NUMEL * TILE_NUMEL]
-
-
-@dataclass(frozen=True)
-class Result(Timing):
-    """The verified time of one method in one case."""
-
-    method: str
-    world_size: int
-    what: tuple[str, ...]
-    time_us: Mapping[str, float]
-    wrong: int
-
-    @property
-    def is_own(self) -> bool:
-        return self.method != "nccl"
 
 
 @dataclass(frozen=True)
@@ -345,9 +330,6 @@ class Lossless(BetweenRanks):
             figure = f"{min(bits):.3g} to {max(bits):.3g} bits" if bits else ""
             return Glance("per element, by kind of data; times need GPUs", figure=figure)
         return Glance("time with compression / time without it, by size and kind of data", ratios)
-
-    def timed(self) -> list[Timed]:
-        return timed_rows(self.verified())
 
 
 def ratio_table(rows: Sequence[LosslessRow], method: str) -> str:

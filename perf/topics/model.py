@@ -33,7 +33,7 @@ from perf.peers import catalogue
 from perf.peers.matmuls import after_matmul, torch_mm
 from perf.peers.methods import Method
 from perf.ratios import best, best_peer, ratio, words_for
-from perf.report import Arguments, Glance, Section, Spread, Timed, Timing, timed_rows
+from perf.report import Arguments, Glance, Section, Spread, Timing
 from perf.topics.allreduce import FAMILIES
 from perf.topics.norms import compiled
 
@@ -294,8 +294,8 @@ class Model(BetweenRanks):
     def verified(self) -> Sequence[Timing]:
         return [row for row in (*self.rows, *self.generations) if row.error is not None] + self.calls + self.sequences
 
-    def timed(self) -> list[Timed]:
-        return timed_rows([*self.rows, *self.generations, *self.calls, *self.sequences])
+    def timed(self) -> Sequence[Timing]:
+        return [*self.rows, *self.generations, *self.calls, *self.sequences]
 
     def findings(self) -> list[str]:
         """Returns a sentence for each step (extrapolated to all layers), each generation and each call."""

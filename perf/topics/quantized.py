@@ -23,7 +23,7 @@ from perf.harness.cases import SIZES, LinkCeiling, Row, SizesPlan
 from perf.md import NOT_SERVED, ratio_cell, table, time_table
 from perf.peers.catalogue import CODEC_METHODS
 from perf.ratios import best_peer, by_method, geometric_mean, ratio, words_for
-from perf.report import Arguments, Glance, Section, Timed, timed_rows
+from perf.report import Arguments, Glance, Section
 from perf.topics.allreduce import FAMILIES, HEAD, AllReduce, add_sizes, named_sizes
 
 MIN_NBYTES = 256 * KB
@@ -229,8 +229,8 @@ class Quantized(BetweenRanks):
         words = f"time with a codec / the time of {over}, from 16 MB up, by codec, {world_size} ranks; {of_errors}"
         return Glance(words.removesuffix("; "), ratios)
 
-    def timed(self) -> list[Timed]:
-        return timed_rows(self.times)
+    def timed(self) -> Sequence[Row]:
+        return self.times
 
 
 def ratio_table(cases: Mapping[str, Mapping[str, Row]]) -> str:

@@ -25,11 +25,12 @@ from perf.harness.verify import differs
 from perf.md import NOT_SERVED, columns, plural
 from perf.models import decoder as decoding
 from perf.ratios import group
-from perf.report import Arguments, Deciles, Glance, Section, Spread, Timed
+from perf.report import Arguments, Deciles, Glance, Result, Section, Spread
 
 SIZE, LAYERS, CYCLES = "llama-3-70b", 4, 11
 REPLAYS = 3  # after each resumption. Scratch has two or more copies of its slots, which calls use in turn.
 OVERWRITTEN = 7.0  # what the result holds before each replay
+CALLS = ("suspend", "resume", "step after")  # what is timed
 NEEDED = "suspend and resume: needs at least 2 GPUs"
 
 
@@ -338,15 +339,12 @@ class Suspend(BetweenRanks):
         ratios = {f"{row.words}, {plural(row.world_size, 'rank')}": row.slowdown for row in self.rows}
         return "Time of a step after the last resumption / before the first suspension", ratios
 
-    def timed(self) -> list[Timed]:
-        found = []
-        for row in self.rows:
-            what = plural(row.world_size, "rank"), *row.what
-            times = {"suspend": row.suspend_us, "resume": row.resume_us, "step after": row.after_us}
-            for name, time_us in times.items():
-                median, low, high = time_us.values()
-                found.append(Timed((name, *what), median, bool(row.wrong), row.is_own, low, high))
-        return found
+    def timed(self) -> list[Result]:
+        return [
+            Result(name, row.world_size, row.what, time_us, row.wrong)
+            for row in self.rows
+            for name, time_us in zip(CALLS, (row.suspend_us, row.resume_us, row.after_us), strict=True)
+        ]
 
 
 def ms(time_us: float) -> str:

@@ -27,7 +27,7 @@ from perf.harness.ranks import ProcessRanks
 from perf.md import NOT_SERVED, table
 from perf.models.tasks import TASKS, Data, Task
 from perf.ratios import group
-from perf.report import Arguments, Glance, Section, Timed
+from perf.report import Arguments, Glance, Section
 from perf.training_steps import TrainingReport, loss_of, same_on_all_ranks
 
 SEEDS, CPU_SEEDS = 3, 1
@@ -350,16 +350,6 @@ class Training(TrainingReport):
         if not near + far:
             return Glance("no codec was trained with")
         return Glance(self.reached, figure=f"{near} of {near + far}")
-
-    def timed(self) -> list[Timed]:
-        found = []
-        for rows in by_configuration(self.rows):
-            one = rows[0]
-            bucket = f"buckets of {one.run.codec.bucket_size}" if one.run.codec else ""
-            what = one.backend, f"{one.world_size} ranks", one.task, f"{one.mode}, {one.bits:g} bits", bucket
-            wrong = not all(row.outcome.same_bits for row in rows)
-            found.append(Timed(what, mean(rows, "step_ms") * 1e3, wrong, one.is_own))
-        return found
 
 
 # By task, the module that has its data, and how to install it.

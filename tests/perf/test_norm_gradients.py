@@ -15,8 +15,9 @@ from graphar.errors import UnsupportedError
 from perf import __main__ as program
 from perf import machine
 from perf import passes as common
+from perf.compare import identity
 from perf.passes import BOTH, COMPILED, CPU_METHODS, PassesPlan
-from perf.report import read, timed_rows
+from perf.report import read
 from perf.topics import norm_gradients as topic
 from perf.topics.norm_gradients import (
     BACKWARD,
@@ -388,7 +389,7 @@ def test_a_chart_has_a_row_for_each_shape():
 def test_times_of_two_runs_are_told_apart_by_pass_shape_and_gradient():
     rows = [row("graphar", 1.0, one, summed=summed) for one in PASSES for summed in (True, False)]
 
-    found = [one.identity for one in timed_rows(rows)]
+    found = [identity(one) for one in NormGradients(rows).timed()]
 
     assert found[0] == ("graphar", "1 rank", "backward", "4096 x 8192", "with a gradient of the sum")
     assert len(set(found)) == 4

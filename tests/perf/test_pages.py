@@ -190,23 +190,6 @@ def test_a_rate_above_that_of_the_links_says_that_it_is_compressed():
     assert words.endswith("% of the links' measured rate: compressed without loss, it sends fewer bytes")
 
 
-def test_two_folders_of_two_machines_stand_beside_each_other(tmp_path, capsys):
-    two_folders(tmp_path)
-
-    assert program.main(["compare", str(tmp_path / "small"), str(tmp_path / "large")]) == 0
-
-    text = (tmp_path / "compare-small-large.html").read_text()
-    assert "<h1>large compared with small</h1>" in text
-    assert '<a href="small/index.html">' in text
-    assert "4x NVIDIA B300" in text
-    rows = [re.findall(r"<td[^>]*>(.*?)</td>", row) for row in re.findall(r"<tr>(.*?)</tr>", text, re.DOTALL)]
-    assert ["graphar", "1", "0.50", "0.50", "0.50"] in rows
-    assert ["nccl, 4 ranks, bfloat16, graph, process, 2 KB", "20", "10", "0.50"] in rows
-    assert text.count("<svg ") == 1
-    assert program.main(["compare", str(tmp_path / "small"), str(tmp_path / "none")]) == 1
-    assert "holds no report" in capsys.readouterr().err
-
-
 def test_sizes_of_few_ranks_are_told_apart_from_the_swept_ones(tmp_path):
     few = [replace(one, world_size=6) for one in sweep()[:4]]
 
