@@ -2,7 +2,7 @@
 
 The JSON file is one object. It has ``schema``, the version of this format; ``topic``; ``machine``, see perf/machine.py;
 ``command``, the command line; and the fields of the topic's dataclass in perf/topics/. Each row is one line of the
-file. Fields that were added in later versions have defaults, so that older files can be read.
+file. Fields that were added in later versions have defaults, and others are not read, so that older files can be.
 
 version 2   training's outcomes have ``losses``, NVLink traffic has ``links``, and compile has a ``command``
 version 3   fused has ``timelines``
@@ -128,13 +128,9 @@ def _one_of(kinds: Sequence, value: object, where: str) -> object:
 
 def _fields_of(kind, values: dict, where: str) -> dict:
     hints = _hints(kind)
-    if unknown := sorted(values.keys() - hints.keys() - set(getattr(kind, "derived", ()))):
-        raise ValueError(f"{where}.{unknown[0]} is unknown".removeprefix("."))
-    optional = (
-        {field.name for field in fields(kind) if (field.default, field.default_factory) != (MISSING, MISSING)}
-        if (is_dataclass(kind))
-        else set()
-    )
+    optional = set()
+    if is_dataclass(kind):
+        optional = {one.name for one in fields(kind) if (one.default, one.default_factory) != (MISSING, MISSING)}
     if missing := sorted(hints.keys() - values.keys() - optional):
         raise ValueError(f"{where}.{missing[0]} is missing".removeprefix("."))
     return {name: from_json(hints[name], values[name], f"{where}.{name}") for name in hints if name in values}

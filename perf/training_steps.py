@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from perf.between_ranks import BetweenRanks
-from perf.charts import Axis, Mark, Rows
 from perf.harness.ranks import ProcessRanks
 from perf.md import ratio_cell
 from perf.report import Timing
@@ -73,10 +72,6 @@ class StepRow(Timing):
     """
 
     @property
-    def time_us(self) -> dict[str, float]:
-        return {"median": self.step_ms * 1e3}
-
-    @property
     def label(self) -> str:
         """The method, with what else tells it apart."""
         return self.method
@@ -95,10 +90,6 @@ def of_torch(row: StepRow, rows: Iterable[StepRow]) -> str:
     """Returns the step's time / the time with torch's own collectives among ``rows``."""
     base = baseline_ms(rows)
     return ratio_cell(base and row.step_ms / base)
-
-
-def ratio_chart(title: str, marks: Sequence[Mark]) -> Rows:
-    return Rows(title, marks, Axis("time / time of torch's own", form="{:.2f}".format), 1.0)
 
 
 class TrainingReport(BetweenRanks):

@@ -7,7 +7,7 @@ import itertools
 import statistics
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 from graphar.cli.options import size
@@ -22,7 +22,7 @@ from perf.md import NOT_SERVED, bullets, method_table, name_cell, rate, ratio_ce
 from perf.peers.catalogue import CPU_METHODS, CUDA_METHODS, FIXED_ALGORITHM, LIST_METHODS, why_no_method
 from perf.ratios import NOISE, best_peer, by_method, extent, of_best_peer, ratio, words_for
 from perf.report import Arguments, Choice, Glance, Report, Section
-from perf.traffic import NVLINK_NOTES, link_table, traffic_table
+from perf.traffic import NVLINK_NOTES, traffic_table
 
 CPU_WORLD_SIZES = (2, 4)
 MODES = {
@@ -153,7 +153,6 @@ class AllReduce(Report):
             print(f"# link ceiling, {message.world_size} ranks: {message.busbw:.1f} GB/s", flush=True)
         else:
             super().take(message)
-            self.rows[:] = with_links_of_largest(self.rows)
 
     def line(self, row: Row) -> str:
         """Returns a line with nccl-tests' columns."""
@@ -229,20 +228,6 @@ def shape(text: str) -> int:
 def named_sizes(options: argparse.Namespace, itemsize: int) -> tuple[int, ...]:
     """Returns the bytes of the tensors that the command line names, in order; none if it names none."""
     return tuple(sorted({*(options.sizes or ()), *(numel * itemsize for numel in options.shapes or ())}))
-
-
-def with_links_of_largest(rows: Sequence[Row]) -> list[Row]:
-    """Returns the rows. Only rows of the largest size of each world keep the figures of single links."""
-    largest: dict[int, int] = {}
-    for row in rows:
-        if row.nvlink:
-            largest[row.world_size] = max(row.nbytes, largest.get(row.world_size, 0))
-    return [
-        replace(row, nvlink=replace(row.nvlink, links=[]))
-        if row.nvlink and row.nvlink.links and row.nbytes < largest[row.world_size]
-        else row
-        for row in rows
-    ]
 
 
 def method(name: str) -> str:
@@ -399,11 +384,7 @@ def nvlink_sections(rows: Sequence[Row]) -> list[Section]:
     counted = [row for row in rows if row.nvlink]
     for world_size in dict.fromkeys(row.world_size for row in counted):
         mine = [row for row in counted if row.world_size == world_size]
-        body = [NVLINK_NOTES, traffic_table(mine)]
-        largest = max(row.nbytes for row in mine)
-        if links := link_table([row for row in mine if row.nbytes == largest]):
-            body += [f"The raw share of each link, by method, at {format_nbytes(largest)}:", links]
-        found.append(Section(f"NVLink traffic, {world_size} ranks", body))
+        found.append(Section(f"NVLink traffic, {world_size} ranks", [NVLINK_NOTES, traffic_table(mine)]))
     return found
 
 

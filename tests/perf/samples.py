@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from graphar.numerics.codecs import codec
 from perf.harness.cases import Case, make_row
-from perf.harness.links import Reading, utilisation
+from perf.harness.links import utilisation
 from perf.host_calls import SHARED, HostRow
 from perf.models.generation import CallRow, GenerationRow
 from perf.models.sequence import SequenceRow
@@ -167,7 +167,7 @@ def suspend_row(**more):
     return replace(found, **more)
 
 
-OUTCOME = Outcome(0.5, 0.9, 0.6, 0.8, 1.0, 4.0, 1000, True, [2.0 / (1 + step) for step in range(30)])
+OUTCOME = Outcome(0.5, 0.9, 0.6, 0.8, 1.0, 4.0, 1000, True)
 TRAINED = [
     TrainingRow("bytes", "0123456789ab", "graphar", 2, 64, 1.5, Run("graphar", *kind, 3, 30), OUTCOME)
     for kind in ((None, False), (codec("int4"), True))
@@ -191,7 +191,7 @@ TIMELINE = Timeline(
     wrong=0,
 )
 # Counters that nobody has read: link n of 18 sends at 60 % and 2 n % of its rate.
-NVLINK = utilisation(Reading(*[tuple(60 + 2 * link for link in range(18))] * 4), 1000, range(18), 1.0, [0.1] * 18)
+NVLINK = utilisation(([0] * 18,) * 2, ([60 + 2 * link for link in range(18)],) * 2, 1000, 1.0, 1.8)
 
 
 def slow_row(method, time_ms, case="32 MB", wrong=0, samples=0, loss=None):
