@@ -120,7 +120,7 @@ def fsdp_row(method, step_ms, **more):
 def host_row(op, time_us, ratio, option="", limit=1.5, outputs=1, wrong=0, **more):
     """A row between 2 ranks that share a GPU."""
     time_us = spread(time_us, "p90")
-    return replace(HostRow("graphar", op, option, outputs, SHARED, 2, time_us, ratio, limit, 4, wrong), **more)
+    return replace(HostRow("graphar", op, option, outputs, SHARED, 2, time_us, ratio, limit, wrong), **more)
 
 
 def sequence_row(method, time_us, gradient_error=0.02, wrong=0):

@@ -117,7 +117,7 @@ def test_every_topic_that_a_folder_holds_has_its_section(tmp_path):
     first, *sections = re.findall(r'<section id="(\w+)">(.*?)</section>', text, re.DOTALL)
     assert [name for name, _ in sections] == [report.name for report in REPORTS]
     assert all(section.count("<table>") >= 1 for _, section in sections)
-    assert all(section.count("<svg ") >= 1 for _, section in sections)
+    assert [name for name, section in sections if "<svg " not in section] == ["training", "convergence"]
     assert all(f'<a href="#{name}">' in first[1] for name, _ in sections)
 
 
