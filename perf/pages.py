@@ -6,24 +6,21 @@ report.md of a folder and README.md of all folders are the parts of these pages 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
 
 from markdown_it import MarkdownIt
 
-from graphar.plan.sizes import format_nbytes
 from perf import charts
 from perf.charts import Figure
 from perf.machine import one_line
-from perf.md import NOT_SERVED, bullets, number, table
-from perf.ratios import NOISE, best_peer, by_method, geometric_mean, group, of_best_peer
+from perf.md import NOT_SERVED, bullets, table
 from perf.report import StoredReport, markdown_of, read_all, topics
-from perf.topics.allreduce import FAMILIES, MODES, AllReduce, Row, main_first, members, ratios_by_world
+from perf.topics.allreduce import AllReduce, ratios_by_world
 
 INDEX, NOTES, SUMMARY = "index.html", "notes.md", "report.md"
 README = "README.md"  # of all folders: the index as Markdown
-MAX_SIZES = 4  # of more slower sizes than this, only the worst is named
 STYLE = """
 body { margin: 0 auto; padding: 1.5rem 1rem 4rem; max-width: 72rem; font: 16px/1.5 system-ui, sans-serif; }
 h1 { margin-top: 4rem; } h1:first-child { margin-top: 0; }
@@ -46,7 +43,6 @@ ON_ONE_GPU = (
     "This machine has one GPU, so collectives ran graphar's implementation for CPUs. Topics that need no second GPU ran"
     " on this one."
 )
-NOTHING_SLOWER = "At no size by more than 3 %. Smaller differences are noise."
 
 Document = Sequence[str | Figure | None]  # Markdown and charts
 
@@ -133,42 +129,6 @@ def title_of(found: Sequence[StoredReport]) -> str:
     return f"graphar on {where}"
 
 
-def intro(found: Sequence[StoredReport]) -> str:
-    """Returns a few sentences on what was measured."""
-    where = "" if is_on_gpus(found) else ON_ONE_GPU if found[0].machine["gpu_count"] else ON_CPU
-    what = f"{WHAT} {where}".strip()
-    rows = sweep_of(found).rows
-    if not rows:
-        return what
-    peers = {row.method for row in rows if not row.is_own}
-    families = [words for name, words in FAMILIES.items() if any(peer.startswith(name) for peer in peers)]
-    peers_of = f" They are compared with the all-reduces of {_all_of(families)}." if families else ""
-    return f"{what} All-reduces of {_swept(rows)} were timed.{peers_of} {sweep_of(found).status()}"
-
-
-def _swept(rows: Sequence[Row]) -> str:
-    """Returns the sizes and numbers of ranks. Numbers of ranks with one or two sizes are told apart from the others."""
-    sizes = {ranks: {row.nbytes for row in mine} for ranks, mine in group(rows, lambda row: row.world_size).items()}
-    full = {ranks: mine for ranks, mine in sizes.items() if len(mine) > 2} or sizes
-    ends = [end(set().union(*full.values())) for end in (min, max)]
-    told = f"{' to '.join(map(format_nbytes, dict.fromkeys(ends)))} between {_ranks(full)} ranks"
-    apart = [
-        f"{_all_of([format_nbytes(size) for size in sorted(mine)])} between {ranks}"
-        for ranks, mine in sizes.items()
-        if ranks not in full
-    ]
-    return ", and of ".join([told, *apart])
-
-
-def _ranks(sizes: Iterable[int]) -> str:
-    return _all_of([str(ranks) for ranks in sorted(sizes, reverse=True)])
-
-
-def _all_of(words: Sequence[str]) -> str:
-    *others, last = words
-    return f"{', '.join(others)} and {last}" if others else last
-
-
 def glance(one: StoredReport) -> tuple[str, str, str]:
     """Returns a report's headline figure, caption and shortfall.
 
@@ -199,11 +159,11 @@ def missing(found: Sequence[StoredReport]) -> list[str]:
 
 def summary(found: Sequence[StoredReport]) -> str:
     """Returns report.md: the text of the page's first screen, and links to the rest."""
-    sweep = sweep_of(found)
-    parts = [f"# {title_of(found)}", f"{one_line(found[0].machine)}.", intro(found)]
+    sweep, where = sweep_of(found), ON_ONE_GPU if found[0].machine["gpu_count"] else ON_CPU
+    what = WHAT if is_on_gpus(found) else f"{WHAT} {where}"
+    parts = [f"# {title_of(found)}", f"{one_line(found[0].machine)}.", what]
     if sweep.rows:
-        parts += [bullets([f"**{figure}**: {words}" for figure, words in cards(sweep)])]
-        parts += ["## Where graphar is slower", bullets(shortfalls(sweep) or [NOTHING_SLOWER])]
+        parts += [f"## {sweep.title}", sweep.status(), bullets(sweep.findings())]
     lines = []
     for one in found:
         figure, words, shortfall = glance(one)
@@ -214,65 +174,7 @@ def summary(found: Sequence[StoredReport]) -> str:
     parts += ["`python -m perf report FOLDER --write` writes a page with the plots."]
     if not_measured := missing(found):
         parts += ["## Not measured", bullets(not_measured)]
-    return "\n\n".join(parts) + "\n"
-
-
-def cards(found: AllReduce) -> list[tuple[str, str]]:
-    """Returns three key figures of the sweep's first table, with their captions."""
-    if not found.rows:
-        return []
-    key = main_first(found.rows)[0]
-    rows = members(found.rows, key)
-    own = [row for row in rows if row.method == "graphar" and not row.wrong]
-    if not own:
-        return [("wrong", "No result of graphar was right.")]
-    small, large = min(own, key=_nbytes), max(own, key=lambda row: row.busbw)
-    time = f"{number(small.median)} us" if small.median < 1e3 else f"{number(small.median / 1e3)} ms"
-    figures = [(time, f"all-reduce of {format_nbytes(small.nbytes)} between {key.world_size} ranks")]
-    if ratios := of_best_peer(by_method(rows, _nbytes)):
-        mean = geometric_mean(ratios.values())
-        words = f"graphar's time / the best peer's time, geometric mean over {len(ratios)} sizes"
-        figures.append((f"{mean:.2f}", words))
-    ceiling = (found.link_ceiling or {}).get(key.world_size)
-    of_link = f", {large.busbw / ceiling:.0%} of the links' measured rate" if ceiling else ""
-    if large.algorithm == "two_shot_lossless":
-        of_link += ": compressed without loss, it sends fewer bytes"
-    return [*figures, (f"{number(large.busbw)} GB/s", f"bus bandwidth at {format_nbytes(large.nbytes)}{of_link}")]
-
-
-def shortfalls(found: AllReduce) -> list[str]:
-    """Returns sentences that say where graphar is slower than the best peer by more than noise.
-
-    There is a sentence for each mode of the largest number of ranks, and one for each smaller number of ranks.
-    """
-    lines, narrower = [], {}
-    for key in main_first(found.rows):
-        cases = by_method(members(found.rows, key), _nbytes)
-        ratios = of_best_peer(cases)
-        slower = [
-            (one, f"{format_nbytes(nbytes)} ({one:.2f} times {best_peer(cases[nbytes].values()).method}'s time)")
-            for nbytes, one in ratios.items()
-            if one > NOISE
-        ]
-        mode = MODES[key.mode] + ("" if key.form == "process" else ", one process")
-        if key.world_size == main_first(found.rows)[0].world_size:
-            where = [text for _, text in slower]
-            if len(slower) > MAX_SIZES:
-                where = [f"{len(slower)} of {len(ratios)} sizes, at worst {max(slower)[1]}"]
-            lines += [f"{key.world_size} ranks, {mode}: slower at {', '.join(where)}."] if slower else []
-        else:
-            told = narrower.setdefault(key.world_size, ([], []))
-            told[0].extend((one, f"{text}, {mode}") for one, text in slower)
-            told[1].extend(ratios)
-    for ranks, (slower, every) in sorted(narrower.items(), reverse=True):
-        if slower:
-            worst = max(slower)[1]
-            lines.append(f"{ranks} ranks: slower in {len(slower)} of {len(every)} sizes and modes, at worst {worst}.")
-    return lines
-
-
-def _nbytes(row) -> int:
-    return row.nbytes
+    return markdown_of(parts)
 
 
 # ---- all folders ---------------------------------------------------------------------------------------------------

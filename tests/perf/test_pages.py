@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -44,10 +43,10 @@ def test_the_first_section_says_machine_answer_and_where_graphar_is_slower(tmp_p
     text = first_section(page_of(tmp_path, sweep()))
 
     assert "<h1>graphar on CPU (a CPU)</h1>" in text
-    assert "<strong>10 us</strong>: all-reduce of 2 KB between 4 ranks" in text
     # the geometric mean of 1/2, 2/3 and 3/2
-    assert "<strong>0.79</strong>: graphar's time / the best peer's time, geometric mean over 3 sizes" in text
-    assert "4 ranks, on the CPU: slower at 1 MB (1.50 times gloo's time)." in text
+    assert (
+        "graphar's time / the best peer's time is 0.50 to 1.50, geometric mean 0.79. Above 1.03: 1 MB (1.50)." in text
+    )
     assert text.count("<svg ") == 1
     assert "This machine has fewer than two GPUs" in text
 
@@ -60,16 +59,9 @@ def test_what_was_not_measured_says_why(tmp_path):
     assert "<li>Training with quantised gradients: <code>python -m perf train</code></li>" in text
 
 
-def test_nowhere_slower_is_said(tmp_path):
-    text = page_of(tmp_path, [row(), row("nccl", 20.0)], MACHINE)
-
-    assert "<li>At no size by more than 3 %. Smaller differences are noise.</li>" in text
-
-
 def test_wrong_results_are_bold_and_red_everywhere(tmp_path):
     text = page_of(tmp_path, sweep(wrong=3))
 
-    assert "No result of graphar was right." in text
     assert re.search(r"<td[^>]*>10 <strong>\(3 WRONG\)</strong></td>", text)
     assert f"fill: {charts.WRONG}" in text
     assert "<strong>WRONG RESULTS: 3 of 6 (graphar at bfloat16, cpu, process, 2 KB, graphar at" in text
@@ -140,7 +132,7 @@ def test_a_folder_without_a_sweep_has_no_answer(tmp_path):
 
     text = first_section(pages.write(tmp_path).read_text())
 
-    assert "Where graphar is slower" not in text
+    assert "<h2>All-reduce</h2>" not in text
     assert "per element, by kind of data; times need GPUs" in text
 
 
@@ -180,22 +172,6 @@ def test_the_index_has_a_column_a_folder_and_a_row_a_topic(tmp_path, capsys):
     assert "| topic | [large](large/report.md) | [small](small/report.md) | [a_cpu](a_cpu/report.md) |" in readme
     assert program.main(["index", str(tmp_path / "none")]) == 1
     assert "holds no folder of reports" in capsys.readouterr().err
-
-
-def test_a_rate_above_that_of_the_links_says_that_it_is_compressed():
-    large = replace(row(nbytes=1 << 30), algorithm="two_shot_lossless")
-
-    *_, (_, words) = pages.cards(AllReduce(rows=[row(), large], link_ceiling={4: 0.1}))
-
-    assert words.endswith("% of the links' measured rate: compressed without loss, it sends fewer bytes")
-
-
-def test_sizes_of_few_ranks_are_told_apart_from_the_swept_ones(tmp_path):
-    few = [replace(one, world_size=6) for one in sweep()[:4]]
-
-    text = page_of(tmp_path, [*sweep(), *few])
-
-    assert "All-reduces of 2 KB to 1 MB between 4 ranks, and of 2 KB and 64 KB between 6 were timed." in text
 
 
 def test_a_small_rate_has_two_significant_digits():
