@@ -27,7 +27,7 @@ from perf.md import NOT_SERVED, columns, method_cell, plural, ratio_cell
 from perf.models import bench, generation, sequence
 from perf.models import decoder as decoding
 from perf.models.bench import UNSHARDED, BenchPlan, BenchRow, ModelBench, by_title, compared, error_cell, whole_columns
-from perf.models.generation import CallRow, GenerationPlan, GenerationRow
+from perf.models.generation import GenerationPlan, GenerationRow
 from perf.models.sequence import SequencePlan, SequenceRow
 from perf.peers import catalogue
 from perf.peers.matmuls import after_matmul, torch_mm
@@ -219,14 +219,13 @@ def run_plan(plan: BenchPlan, rank: int, port: int) -> Iterator[AnyRow | str]:
 
 EXACT = ("graphar", MATMUL, NORM, BOTH, *sequence.OWN)  # graphar's methods without a codec
 
-AnyRow = ModelRow | GenerationRow | CallRow | SequenceRow
+AnyRow = ModelRow | GenerationRow | SequenceRow
 
 
 @dataclass
 class Model(BetweenRanks):
     rows: list[ModelRow] = field(default_factory=list)
     generations: list[GenerationRow] = field(default_factory=list)
-    calls: list[CallRow] = field(default_factory=list)
     sequences: list[SequenceRow] = field(default_factory=list)
 
     order: ClassVar[int] = 12
@@ -236,7 +235,7 @@ class Model(BetweenRanks):
     )
     has_spread: ClassVar[bool] = True
     work: ClassVar = staticmethod(run_plan)
-    added_fields: ClassVar[tuple[str, ...]] = ("skipped", "generations", "calls", "sequences")
+    added_fields: ClassVar[tuple[str, ...]] = ("skipped", "generations", "sequences")
 
     @classmethod
     def add_options(cls, parser: argparse.ArgumentParser) -> None:
@@ -292,30 +291,24 @@ class Model(BetweenRanks):
         return plans
 
     def verified(self) -> Sequence[Timing]:
-        return [row for row in (*self.rows, *self.generations) if row.error is not None] + self.calls + self.sequences
+        return [row for row in (*self.rows, *self.generations) if row.error is not None] + self.sequences
 
     def timed(self) -> Sequence[Timing]:
-        return [*self.rows, *self.generations, *self.calls, *self.sequences]
+        return [*self.rows, *self.generations, *self.sequences]
 
     def findings(self) -> list[str]:
-        """Returns a sentence for each step (extrapolated to all layers), each generation and each call."""
+        """Returns a sentence for each step (extrapolated to all layers) and each generation."""
         if self.wrong():
             return []
-        words = {
-            in_words: self.rows,
-            generation.in_words: self.generations,
-            generation.call_in_words: self.calls,
-            sequence.in_words: self.sequences,
-        }
+        words = {in_words: self.rows, generation.in_words: self.generations, sequence.in_words: self.sequences}
         lines = [sentence(case) for sentence, rows in words.items() for case in by_title(rows).values()]
         return [line for line in lines if line]
 
     def sections(self) -> list[Section]:
         found = [Section(title, [step_table(rows)]) for title, rows in by_title(self.rows).items()]
         found += [Section(title, [generation.table_of(rows)]) for title, rows in by_title(self.generations).items()]
-        found += [Section(title, [generation.call_table(rows)]) for title, rows in by_title(self.calls).items()]
-        if self.calls:
-            found.append(Section("How generation and calls were measured", [generation.NOTES]))
+        if self.generations:
+            found.append(Section("How generation was measured", [generation.NOTES]))
         found += [Section(title, [sequence.table_of(rows)]) for title, rows in by_title(self.sequences).items()]
         if self.sequences:
             found.append(Section("How sequence parallelism was measured", [sequence.NOTES]))

@@ -8,7 +8,7 @@ from graphar.numerics.codecs import codec
 from perf.harness.cases import Case, make_row
 from perf.harness.links import utilisation
 from perf.host_calls import SHARED, HostRow
-from perf.models.generation import CallRow, GenerationRow
+from perf.models.generation import GenerationRow
 from perf.models.sequence import SequenceRow
 from perf.passes import BOTH
 from perf.products import ProductRow
@@ -224,7 +224,6 @@ REPORTS = [
     Model(
         [model_row("alone", 200.0, None), model_row("nccl", 400.0), model_row("graphar", 300.0)],
         [generation_row("unsharded", 100.0, None), generation_row("nccl", 200.0), generation_row("graphar", 150.0)],
-        [CallRow("nccl", 4, 2048, spread(40.0), 0), CallRow("graphar", 4, 2048, spread(30.0), 0)],
         [sequence_row("nccl", 900.0), sequence_row("graphar sequence-parallel", 800.0)],
     ),
     Training(TRAINED, skipped=["digits: the run was ended"]),
