@@ -25,7 +25,7 @@ from perf.harness.ranks import ProcessRanks, agreed
 from perf.harness.timing import spread, time_in_turn
 from perf.harness.verify import LOGITS_TOLERANCE, logit_errors
 from perf.md import columns, method_cell, plural, ratio_cell, text_beside
-from perf.models.bench import UNSHARDED, BenchPlan, BenchRow, compared, error_cell, verdict
+from perf.models.bench import UNSHARDED, BenchPlan, BenchRow, error_cell, verdict
 from perf.models.decoder import EPS, SIZES, THETA
 from perf.ratios import best_peer, ratio
 from perf.report import Spread
@@ -250,12 +250,3 @@ def table_of(rows: Mapping[str, GenerationRow]) -> str:
         "logits with the same bits": lambda row: f"{row.same_bits} of {row.tokens}",
     }
     return columns(rows.values(), cells)
-
-
-def in_words(rows: Mapping[str, GenerationRow]) -> str:
-    """Returns a sentence that compares generation over both backends; empty if one of them was not measured."""
-    own, peer = rows.get(GRAPHAR), best_peer(rows.values())
-    if not (own and peer):
-        return ""
-    times = [f"{row.method} {row.per_second:,.0f} tokens/s" for row in (peer, own)]
-    return compared(own.title, times, own, peer, "ratio of times")

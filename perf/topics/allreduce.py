@@ -16,9 +16,8 @@ from perf.charts import Axis, Line, Plot
 from perf.choices import choice_table, choices
 from perf.harness import cases, sweep
 from perf.harness.cases import ITEMSIZES, SIZES, LinkCeiling, Plan, Row, SizesPlan
-from perf.host_times import host_table
 from perf.machine import check_world_sizes
-from perf.md import NOT_SERVED, bullets, method_table, name_cell, rate, ratio_cell, table, time_cell, time_table
+from perf.md import NOT_SERVED, method_table, name_cell, rate, ratio_cell, table, time_cell, time_table
 from perf.peers.catalogue import CPU_METHODS, CUDA_METHODS, FIXED_ALGORITHM, LIST_METHODS, why_no_method
 from perf.ratios import NOISE, best_peer, by_method, extent, of_best_peer, ratio, words_for
 from perf.report import Arguments, Choice, Glance, Report, Section
@@ -190,15 +189,15 @@ class AllReduce(Report):
             mine = members(rows, key)
             cases = by_method(mine, _nbytes)
             named = {format_nbytes(nbytes): one for nbytes, one in cases.items()}
-            body = [size_table(mine, (self.link_ceiling or {}).get(key.world_size)), *host_table(mine)]
-            body += [*choice_table("size", choices(named, IS_VARIANT)), "Times of all methods:"]
-            body.append(time_table("size", named))
+            body = [size_table(mine, (self.link_ceiling or {}).get(key.world_size))]
+            body += [
+                *choice_table("size", choices(named, IS_VARIANT)),
+                "Times of all methods:",
+                time_table("size", named),
+            ]
             found.append(Section(key.title, body, [latency(mine), ratio_plot({"graphar": mine})]))
         found += [*backend_section(rows), *token_section(rows), *dtype_section(rows)]
-        found += nvlink_sections(rows)
-        if rows:
-            found.append(Section("What was measured", [bullets(what_ran_where(rows))]))
-        return found
+        return [*found, *nvlink_sections(rows)]
 
     def glance(self) -> Glance:
         """Returns the summary of the first table."""
@@ -386,20 +385,6 @@ def nvlink_sections(rows: Sequence[Row]) -> list[Section]:
         mine = [row for row in counted if row.world_size == world_size]
         found.append(Section(f"NVLink traffic, {world_size} ranks", [NVLINK_NOTES, traffic_table(mine)]))
     return found
-
-
-def what_ran_where(rows: Sequence[Row]) -> list[str]:
-    """Returns one sentence for each method and form, computed from the rows."""
-    sentences = []
-    for method in _methods(rows):
-        for form in FORMS:
-            mine = [row for row in rows if (row.method, row.form) == (method, form)]
-            if mine:
-                world_sizes = ", ".join(str(size) for size in sorted({row.world_size for row in mine}))
-                modes = dict.fromkeys(row.mode for row in mine)
-                spans = "; ".join(f"{span([row for row in mine if row.mode == mode])} {MODES[mode]}" for mode in modes)
-                sentences.append(f"{method}, {world_sizes} ranks, {FORMS[form]}: {spans}.")
-    return sentences
 
 
 def span(rows: Sequence[Row]) -> str:

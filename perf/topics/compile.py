@@ -11,12 +11,10 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import ClassVar
 
 from graphar.runtime.catalogue import KernelSource
 from graphar.runtime.compiler import compile_kernel, nvrtc_version
-from perf.charts import Axis, Mark, Rows
 from perf.cubin import resources
 from perf.kernels import catalogue
 from perf.md import columns
@@ -121,9 +119,7 @@ class Compile(Report):
         return f"{len(self.kernels)} kernels compiled in {self.wall_s:.0f} s by NVRTC {self.nvrtc}."
 
     def sections(self) -> list[Section]:
-        return (
-            [Section("By file", [summary_table(self.kernels)], [compile_times(self.kernels)])] if self.kernels else []
-        )
+        return [Section("By file", [summary_table(self.kernels)])] if self.kernels else []
 
     def glance(self) -> Glance:
         slowest = max((one.compile_s for one in self.kernels), default=0.0)
@@ -146,10 +142,3 @@ def summary_table(compiled: Sequence[Compiled]) -> str:
         "shared (B)": lambda kernels: max(one.shared_nbytes for one in kernels),
     }
     return columns(group(known, lambda one: (one.file, one.arch)).values(), cells)
-
-
-def compile_times(kernels: Sequence[Compiled]) -> Rows:
-    """Returns a chart with a row for each file and a dot for each kernel."""
-    by_file = sorted(kernels, key=lambda one: one.file)
-    marks = [Mark(Path(one.file).stem, "a kernel", one.compile_s) for one in by_file]
-    return Rows("Time to compile a kernel", marks, Axis("time (s)"))

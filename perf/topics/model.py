@@ -26,7 +26,7 @@ from perf.harness.verify import LOGITS_TOLERANCE, again, compare_logits
 from perf.md import NOT_SERVED, columns, method_cell, plural, ratio_cell
 from perf.models import bench, generation, sequence
 from perf.models import decoder as decoding
-from perf.models.bench import UNSHARDED, BenchPlan, BenchRow, ModelBench, by_title, compared, error_cell, whole_columns
+from perf.models.bench import UNSHARDED, BenchPlan, BenchRow, ModelBench, by_title, error_cell, whole_columns
 from perf.models.generation import GenerationPlan, GenerationRow
 from perf.models.sequence import SequencePlan, SequenceRow
 from perf.peers import catalogue
@@ -296,14 +296,6 @@ class Model(BetweenRanks):
     def timed(self) -> Sequence[Timing]:
         return [*self.rows, *self.generations, *self.sequences]
 
-    def findings(self) -> list[str]:
-        """Returns a sentence for each step (extrapolated to all layers) and each generation."""
-        if self.wrong():
-            return []
-        words = {in_words: self.rows, generation.in_words: self.generations, sequence.in_words: self.sequences}
-        lines = [sentence(case) for sentence, rows in words.items() for case in by_title(rows).values()]
-        return [line for line in lines if line]
-
     def sections(self) -> list[Section]:
         found = [Section(title, [step_table(rows)]) for title, rows in by_title(self.rows).items()]
         found += [Section(title, [generation.table_of(rows)]) for title, rows in by_title(self.generations).items()]
@@ -331,21 +323,6 @@ def shape_of(options: argparse.Namespace, default: str, world_size: int) -> tupl
     if not 1 <= layers <= size.layers:
         sys.exit(f"--layers must be from 1 to the {size.layers} of {size.name}")
     return size.name, layers
-
-
-def in_words(rows: Mapping[str, ModelRow]) -> str:
-    """Returns a sentence that compares graphar's best method with the best peer, for a step of the whole model.
-
-    The sentence is empty if one of them was not measured.
-    """
-    peer, own, alone = best_peer(rows.values()), best_own(rows), rows.get(ALONE)
-    if not (peer and own and alone):
-        return ""
-    told = [f"{row.method} {row.whole_us / 1e3:.4g} ms, {share(row, alone):.0%} communication" for row in (peer, own)]
-    layers = decoding.SIZES[own.size].layers
-    known = "" if layers == own.layers else f" (extrapolated from {own.layers})"
-    what = f"{own.what[-1]}, {layers} layers of {own.size} on {own.world_size} ranks{known}"
-    return compared(what, told, own, peer)
 
 
 def step_table(rows: Mapping[str, ModelRow]) -> str:

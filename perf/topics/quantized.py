@@ -20,7 +20,7 @@ from perf.between_ranks import BetweenRanks
 from perf.charts import Axis, Line, Plot
 from perf.harness import sweep
 from perf.harness.cases import SIZES, LinkCeiling, Row, SizesPlan
-from perf.md import NOT_SERVED, ratio_cell, table, time_table
+from perf.md import ratio_cell, table, time_table
 from perf.peers.catalogue import CODEC_METHODS
 from perf.ratios import best_peer, by_method, geometric_mean, ratio, words_for
 from perf.report import Arguments, Glance, Section
@@ -206,8 +206,6 @@ class Quantized(BetweenRanks):
                 time_table("size", named),
                 "Time / the best peer's time (of_best_peer):",
                 ratio_table(named),
-                "Wire bandwidth in one direction:",
-                wire_table(named),
             ]
             found.append(Section(f"Times, {world_size} ranks", body))
         for world_size in dict.fromkeys(row.world_size for row in self.errors):
@@ -243,22 +241,6 @@ def ratio_table(cases: Mapping[str, Mapping[str, Row]]) -> str:
         peer = best_peer(rows.values())
         lines.append([case, *(ratio_cell(ratio(rows.get(name), peer)) for name in methods)])
     return table(["size", *methods], lines)
-
-
-def wire_table(cases: Mapping[str, Mapping[str, Row]]) -> str:
-    """Returns a table of the GB/s that graphar's methods with a codec send. It has a row for each size."""
-    methods = [name for name in dict.fromkeys(n for rows in cases.values() for n in rows) if name in CODEC_METHODS]
-    lines = []
-    for case, rows in cases.items():
-        found = (rows.get(name) for name in methods)
-        lines.append([case, *(f"{wire_rate(row):.0f}" if row and not row.wrong else NOT_SERVED for row in found)])
-    return table(["size", *(f"{name} (GB/s)" for name in methods)], lines)
-
-
-def wire_rate(row: Row) -> float:
-    """Returns the GB/s that a rank sends, counted in encoded bytes."""
-    nbytes = codec(row.method.removeprefix(CODEC_PREFIX)).wire_nbytes(row.nbytes // 2)
-    return 2 * (row.world_size - 1) / row.world_size * nbytes / row.median / 1e3
 
 
 def error_table(rows: Sequence[ErrorRow]) -> str:

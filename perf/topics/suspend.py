@@ -313,9 +313,6 @@ class Suspend(BetweenRanks):
         freed = f"{mb(row.freed_nbytes)} of {mb(row.held_nbytes)} MB freed"
         return f"{row.world_size:>2} ranks {row.words:<36} {times}, {freed} {row.wrong:>6} wrong"
 
-    def findings(self) -> list[str]:
-        return [in_words(row) for row in self.rows if not row.wrong]
-
     def sections(self) -> list[Section]:
         found = []
         for (world_size, model), rows in group(self.rows, lambda row: (row.world_size, row.what[0])).items():
@@ -353,14 +350,6 @@ def ms(time_us: float) -> str:
 
 def mb(nbytes: int) -> str:
     return f"{nbytes / MB:.1f}"
-
-
-def in_words(row: SuspendRow) -> str:
-    """Returns a sentence on one case."""
-    suspend, resume = (f"{ms(one['median'])} ms" for one in (row.suspend_us, row.resume_us))
-    given = f"suspend() gives {row.freed_share:.0%} of {mb(row.held_nbytes)} MB back in {suspend}"
-    step = f"A step then takes {row.slowdown:.2f} of its time before."
-    return f"{plural(row.world_size, 'rank')}, {row.words}: {given}, and resume() takes {resume}. {step}"
 
 
 def memory_table(rows: Sequence[SuspendRow]) -> str:

@@ -460,14 +460,6 @@ def test_what_the_links_carried_is_listed_where_it_was_counted():
     assert not [title for title in sections([row()]) if "NVLink" in title]
 
 
-def test_what_was_measured_is_read_off_the_rows():
-    rows = [row(), row(nbytes=8 * MB), row(mode="host")]
-
-    text = sections(rows)["What was measured"]
-
-    assert text == "- graphar, 4 ranks, one process per rank: 2 KB to 8 MB in CUDA graphs; 2 KB eager, host time only."
-
-
 def test_a_line_of_a_plot_is_a_family_of_peers_by_its_fastest_right_method():
     rows = [row(), row("nccl", 30.0), row("nccl_window", 20.0), row("sglang_one_shot_push", 1.0, wrong=1)]
     rows += [
