@@ -2,7 +2,7 @@
 
 - `<!-- figure: NAME -->` becomes a figure of perf/figures.py, drawn from a committed report.
 - `<!-- generated: NAME -->` becomes a table of GENERATED, made from the code's own data.
-- Links to `../../reports/` lead to the reports' pages. Pages and CSV are made from the committed JSON.
+- Links to `../../reports/` lead to the reports' pages. The pages are made from the committed JSON.
 - The changelog is a page.
 """
 
@@ -20,9 +20,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))  # perf and tests are of the checkout, and not installed
 
 from docs import headers, tables  # noqa: E402
-from perf import figures  # noqa: E402
-from perf.page import build  # noqa: E402
-from perf.report import topics  # noqa: E402
+from perf import figures, pages  # noqa: E402
 
 REPORTS = ROOT / "reports"
 
@@ -38,15 +36,14 @@ GENERATED = {
 
 def on_files(files, config):
     files.append(File.generated(config, "changelog.md", content=(ROOT / "CHANGELOG.md").read_text()))
-    files.append(File.generated(config, "figures.css", content=style_of_figures()))
     for name, text in made_of_reports().items():
-        if name.endswith(build.INDEX):
+        if name.endswith(pages.INDEX):
             files.append(File.generated(config, name, content=text, inclusion=InclusionLevel.NOT_IN_NAV))
     return files
 
 
 def on_post_build(config):
-    """Writes what the reports' pages link to: tables as Markdown, which mkdocs would turn into pages, CSV and JSON."""
+    """Writes what the reports' pages link to: tables as Markdown, which mkdocs would turn into pages, and JSON."""
     site = Path(config.site_dir)
     shutil.copytree(REPORTS, site / REPORTS.name, ignore=shutil.ignore_patterns("*.html"), dirs_exist_ok=True)
     for name, text in made_of_reports().items():
@@ -56,8 +53,8 @@ def on_post_build(config):
 @functools.cache
 def made_of_reports() -> dict[str, str]:
     """The texts of the reports' pages and tables, by path in the site."""
-    made = {REPORTS.name: build.index_texts(REPORTS)}
-    made |= {f"{REPORTS.name}/{folder.name}": build.texts(folder) for folder in build.folders_of(REPORTS)}
+    made = {REPORTS.name: pages.index_texts(REPORTS)}
+    made |= {f"{REPORTS.name}/{folder.name}": pages.texts(folder) for folder in pages.folders_of(REPORTS)}
     return {f"{folder}/{name}": text for folder, texts in made.items() for name, text in texts.items()}
 
 
@@ -77,20 +74,5 @@ def with_source(name: str, up: str) -> str:
 
 def to_reports(text: str, up: str) -> str:
     """Links to a report in the repository, as links to its place on its folder's page; the page lists other files."""
-    names = {topic.name for topic in topics()}
-
-    def to_page(link: re.Match) -> str:
-        folder, name = link.groups()
-        return f"]({up}reports/{folder}{build.INDEX}{f'#{name}' if name in names else ''})"
-
-    return re.sub(r"\]\((?:\.\./)+reports/((?:\w+/)*)(\w+)\.md\)", to_page, text)
-
-
-def style_of_figures() -> str:
-    """The colours of figures, in both of the theme's palettes."""
-    schemes = {"light": "default", "dark": "slate"}
-    lines = []
-    for theme, colours in figures.themes().items():
-        values = "; ".join(f"{name}: {colour}" for name, colour in colours.items())
-        lines.append(f"[data-md-color-scheme={schemes[theme]}] {{ {values} }}\n")
-    return "".join(lines)
+    links = r"\]\((?:\.\./)+(reports/[\w./]+\.md)\)"
+    return re.sub(links, lambda link: pages.to_pages(f"]({up}{link[1]})"), text)

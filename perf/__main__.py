@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from graphar.cli.options import INTERRUPTED
+from perf import commands as pages
 from perf import machine
+from perf import pages as build
 from perf.compare import compare, times_of
-from perf.page import build
-from perf.page import command as pages
-from perf.report import Report, Timed, read, topics
+from perf.report import Report, Timing, read, topics
 
-PAGES = {"report": pages.run, "index": pages.run_index, "compare": pages.run_compare}
+PAGES = {"report": pages.run, "index": pages.run_index}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -70,20 +70,17 @@ def topic_of(command: str) -> type[Report]:
     return next(topic for topic in topics() if topic.command == command)
 
 
-def earlier(options: argparse.Namespace, topic: type[Report], block: dict[str, object]) -> list[Timed] | None:
+def earlier(options: argparse.Namespace, topic: type[Report], block: dict[str, object]) -> list[Timing] | None:
     """Reads the times to compare with, before the run overwrites them. Returns None without --compare."""
     if options.compare is None:
         return None
-    if not topic.has_spread:
-        able = ", ".join(other.command for other in topics() if other.has_spread)
-        sys.exit(f"--compare: {topic.command} has no times to compare. Topics with times: {able}")
     try:
         return times_of(options.compare, topic, block)
     except (OSError, ValueError) as error:
         sys.exit(f"--compare: {error}")
 
 
-def tell_regressions(before: list[Timed] | None, folder: Path, topic: type[Report]) -> int:
+def tell_regressions(before: list[Timing] | None, folder: Path, topic: type[Report]) -> int:
     """Prints regressions. Returns the exit status: 1 if there are any, or if no times could be compared."""
     if before is None:
         return 0
@@ -105,12 +102,11 @@ def run_all(options: argparse.Namespace, block: dict[str, object], folder: Path)
 
     This takes less than 10 minutes on 4 GPUs and less than 3 minutes on a CPU with two cores. --quick takes less.
     """
-    status, compared = 0, comparable(options.compare, block)
+    status = 0
     for name, arguments in parts(block["gpu_count"], options.quick).items():
-        compare_with = ["--compare", str(options.compare)] if name in compared else []
         print(f"\n## {' '.join([name, *arguments])}", flush=True)
         try:
-            status = max(status, run_one([name, *arguments, *compare_with], block, folder))
+            status = max(status, run_one([name, *arguments], block, folder))
         except SystemExit as ended:
             if not isinstance(ended.code, str):
                 raise
@@ -127,19 +123,6 @@ def parts(gpu_count: int, is_quick: bool) -> dict[str, list[str]]:
     on_gpus = gpu_count >= 2
     included = [topic for topic in topics() if not topic.arguments.is_left_out(on_gpus)]
     return {topic.command: topic.arguments.of(on_gpus, is_quick) for topic in included}
-
-
-def comparable(folder: Path | None, block: dict[str, object]) -> list[str]:
-    """Returns the commands whose times the earlier folder has. Ends the program if there are none."""
-    if folder is None:
-        return []
-    found = [topic for topic in topics() if topic.has_spread and (folder / f"{topic.name}.json").exists()]
-    try:
-        for topic in found:
-            times_of(folder, topic, block)
-    except (OSError, ValueError) as error:
-        sys.exit(f"--compare: {error}")
-    return [topic.command for topic in found] or sys.exit(f"--compare: {folder} holds no report to compare with")
 
 
 def quick(argv: Sequence[str], gpu_count: int) -> list[str]:
@@ -163,7 +146,7 @@ def reproduce(argv: Sequence[str]) -> str:
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m perf", description=__doc__)
     commands = parser.add_subparsers(dest="command")
-    measuring, compared = [parser], [parser]
+    measuring, compared = [parser], []
     for topic in topics():
         command = commands.add_parser(topic.command, help=topic.help, description=topic.help)
         topic.add_options(command)

@@ -1,4 +1,4 @@
-"""Compares the times of two runs: finds regressions on one machine, or compares two folders of reports."""
+"""Compares the times of two runs on one machine, and finds regressions."""
 
 from __future__ import annotations
 
@@ -6,11 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from perf.charts import Axis, Mark, Rows
-from perf.machine import one_line, slug
-from perf.md import NOT_SERVED, number, table
-from perf.ratios import geometric_mean, group
-from perf.report import Report, Section, StoredReport, Timed, read, read_all
+from perf.machine import slug
+from perf.md import plural
+from perf.report import Report, Timing, read
 
 SLOWER = 1.03
 
@@ -37,7 +35,7 @@ class Comparison:
         return f"{head}{peers}{':' if found else '.'}\n{found}".strip()
 
 
-def times_of(folder: Path, topic: type[Report], machine: dict[str, object]) -> list[Timed]:
+def times_of(folder: Path, topic: type[Report], machine: dict[str, object]) -> list[Timing]:
     """Returns the times of an earlier run.
 
     Raises:
@@ -50,89 +48,29 @@ def times_of(folder: Path, topic: type[Report], machine: dict[str, object]) -> l
     return written.report.timed()
 
 
-def compare(before: Sequence[Timed], now: Sequence[Timed]) -> Comparison:
+def compare(before: Sequence[Timing], now: Sequence[Timing]) -> Comparison:
     """Finds the rows that have become slower. Rows with a wrong result in either run are left out.
 
     A row is slower if its time is more than 3 % longer and its 10th percentile exceeds the earlier run's 90th
     percentile (the 99th where that was recorded).
     """
-    pairs = pair(before, now)
+    older = {identity(row): row for row in before if not row.wrong}
+    pairs = [(older[identity(row)], row) for row in now if identity(row) in older and not row.wrong]
     slower = [(old, new) for old, new in pairs if _is_slower(old, new)]
     own = [pair for pair in slower if pair[1].is_own]
     return Comparison(len(pairs), [_in_words(*pair) for pair in own], len(slower) - len(own))
 
 
-def pair(before: Sequence[Timed], now: Sequence[Timed]) -> list[tuple[Timed, Timed]]:
-    """Returns the rows that both runs have with correct results."""
-    older = {one.identity: one for one in before if not one.wrong}
-    return [(older[one.identity], one) for one in now if one.identity in older and not one.wrong]
+def identity(row: Timing) -> tuple[str, ...]:
+    """Returns what is the same for a measurement in both runs."""
+    return row.method, plural(row.world_size, "rank"), *row.what
 
 
-def _is_slower(old: Timed, new: Timed) -> bool:
-    if old.high is None or new.low is None:
-        return False
-    return new.time_us > SLOWER * old.time_us and new.low > old.high
+def _is_slower(old: Timing, new: Timing) -> bool:
+    low, high = min(new.time_us.values()), max(old.time_us.values())
+    return new.median > SLOWER * old.median and low > high
 
 
-def _in_words(old: Timed, new: Timed) -> str:
-    times = f"{new.time_us:.4g} us, before {old.time_us:.4g} us ({new.time_us / old.time_us - 1:+.1%})"
-    return f"{', '.join(new.identity)}: {times}"
-
-
-# ---- two folders ----------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Pair:
-    """The reports of two folders on one topic. The folders may be of different machines."""
-
-    first: StoredReport
-    second: StoredReport
-
-    def section(self) -> Section:
-        """Returns second time / first time of each common row, with a summary and a chart by method."""
-        pairs = pair(self.first.report.timed(), self.second.report.timed())
-        title = self.first.report.title
-        if not pairs:
-            return Section(title, ["No rows in common."])
-        by_method = group(pairs, lambda one: one[1].identity[0])
-        lines = []
-        for method, mine in by_method.items():
-            ratios = [new.time_us / old.time_us for old, new in mine]
-            cells = (geometric_mean(ratios), min(ratios), max(ratios))
-            lines.append([method, str(len(mine)), *(f"{cell:.2f}" for cell in cells)])
-        summary = table(["method", "rows", "geometric mean", "minimum", "maximum"], lines)
-        every = [
-            [", ".join(filter(None, new.identity)), number(old.time_us), number(new.time_us), _ratio(old, new)]
-            for old, new in pairs
-        ]
-        rows = table(["row", "first (us)", "second (us)", "second / first"], every)
-        marks = [
-            Mark(method, "second / first", new.time_us / old.time_us, f"{', '.join(new.identity)}: {_ratio(old, new)}")
-            for method, mine in by_method.items()
-            for old, new in mine
-        ]
-        chart = Rows("Time / time in the first folder", marks, Axis("second / first", form="{:.2f}".format), 1.0)
-        return Section(title, [summary, rows], [chart])
-
-
-def _ratio(old: Timed, new: Timed) -> str:
-    return f"{new.time_us / old.time_us:.2f}" if old.time_us else NOT_SERVED
-
-
-def pairs_of(first: Path, second: Path) -> list[Pair]:
-    """Returns the topics that both folders have.
-
-    Raises:
-        OSError, ValueError: a folder cannot be read, or the folders have no topic in common.
-    """
-    by_name = {one.report.name: one for one in read_all(first)}
-    found = [Pair(by_name[one.report.name], one) for one in read_all(second) if one.report.name in by_name]
-    if not found:
-        raise ValueError(f"{first} and {second} have no topic in common")
-    return found
-
-
-def machines_of(pairs: Sequence[Pair]) -> tuple[str, str]:
-    """Returns a description of each folder's machine."""
-    return one_line(pairs[0].first.machine), one_line(pairs[0].second.machine)
+def _in_words(old: Timing, new: Timing) -> str:
+    times = f"{new.median:.4g} us, before {old.median:.4g} us ({new.median / old.median - 1:+.1%})"
+    return f"{', '.join(filter(None, identity(new)))}: {times}"

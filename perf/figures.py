@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from html import escape
 from pathlib import Path
 
 from perf import charts
@@ -17,7 +15,6 @@ from perf.topics import allreduce, fused, lossless, model, norms, quantized
 
 ROOT = Path(__file__).parents[1]
 README_FILES = ROOT / "docs" / "pages" / "figures"
-STYLE = Path(__file__).parent / "page" / "style.css"
 
 
 @dataclass(frozen=True)
@@ -78,10 +75,9 @@ def codec_ratios(report: quantized.Quantized) -> Plot:
             continue
         mine = {nbytes: rows for nbytes, rows in cases.items() if ratio(rows.get(name), rows.get("graphar"))}
         points = [(nbytes, ratio(rows[name], rows["graphar"])) for nbytes, rows in mine.items()]
-        hints = [allreduce.hint(rows[name]) for rows in mine.values()]
-        lines.append(Line(name.removeprefix(quantized.CODEC_PREFIX), points, hints))
+        lines.append(Line(name.removeprefix(quantized.CODEC_PREFIX), points))
     axis = Axis("time / exact time", form="{:.2f}".format)
-    return Plot("Time / exact all-reduce's time, by codec", lines, allreduce.SIZE, axis, [(1.0, "exact")])
+    return Plot("Time / exact all-reduce's time, by codec", lines, allreduce.SIZE, axis, 1.0)
 
 
 def matmul_ratios(report: fused.Fused) -> Plot:
@@ -106,9 +102,7 @@ def model_speedups(report: model.Model) -> Rows:
     for step, rows in by_title(report.rows).items():
         for name, pick in picks.items():
             row = pick(rows)
-            gain = rows["nccl"].median / row.median
-            hint = f"{row.method}, {step}: {gain:.3f} times as fast as with NCCL"
-            marks.append(Mark(step.split(": ")[1], name, gain, hint))
+            marks.append(Mark(step.split(": ")[1], name, rows["nccl"].median / row.median))
     title = f"Layers of {report.rows[0].size}: speed of a step relative to NCCL"
     return Rows(title, marks, Axis("times as fast as with NCCL"), 1.0)
 
@@ -137,36 +131,13 @@ FIGURES: Mapping[str, Source] = {
 
 
 def render(name: str) -> str:
-    """Returns a <figure>. Its colours are CSS variables, and :func:`themes` has their values."""
+    """Returns a <figure>."""
     return charts.render(FIGURES[name].figure())
-
-
-# ---- colours, and the README's files --------------------------------------------------------------------------------
-
-
-def themes() -> dict[str, dict[str, str]]:
-    """Returns the colours of figures by CSS variable, for light and for dark pages."""
-    blocks = re.findall(r":root \{(.*?)\}", STYLE.read_text(), re.DOTALL)
-    return {
-        name: dict(re.findall(r"(--[\w-]+): (#\w+)", block))
-        for name, block in zip(("light", "dark"), blocks, strict=True)
-    }
-
-
-def picture(name: str, theme: str) -> str:
-    """Returns the figure as a separate SVG file in the colours of a theme."""
-    colours = themes()[theme]
-    svg = re.search(r"<svg.*</svg>", render(name), re.DOTALL)[0]
-    svg = re.sub(r"var\((--[\w-]+)\)", lambda variable: colours[variable[1]], svg)
-    style = f"text {{ font: {charts.FONT}px system-ui, sans-serif }}"
-    return svg.replace('<svg class="plot" ', '<svg xmlns="http://www.w3.org/2000/svg" ', 1).replace(
-        ">", f"><style>{escape(style)}</style>", 1
-    )
 
 
 def readme_files() -> dict[Path, str]:
     """Returns the contents of the README's figure files, by path."""
-    return {README_FILES / f"allreduce-{theme}.svg": f"{picture('allreduce', theme)}\n" for theme in themes()}
+    return {README_FILES / "allreduce.svg": f"{charts.svg(FIGURES['allreduce'].figure())}\n"}
 
 
 if __name__ == "__main__":

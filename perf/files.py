@@ -1,10 +1,8 @@
-"""A report's files: TOPIC.json for programs, TOPIC.md for people, TOPIC.csv for spreadsheets.
-
-The last two are made from the JSON file. git has the first two.
+"""A report's files: TOPIC.json for programs, and TOPIC.md for people, which is made from it.
 
 The JSON file is one object. It has ``schema``, the version of this format; ``topic``; ``machine``, see perf/machine.py;
 ``command``, the command line; and the fields of the topic's dataclass in perf/topics/. Each row is one line of the
-file. Fields that were added in later versions have defaults, so that older files can be read.
+file. Fields that were added in later versions have defaults, and others are not read, so that older files can be.
 
 version 2   training's outcomes have ``losses``, NVLink traffic has ``links``, and compile has a ``command``
 version 3   fused has ``timelines``
@@ -15,13 +13,11 @@ version 6   lossless has ``op``, ``entropy``, ``nccl_us`` and ``wrong``
 
 from __future__ import annotations
 
-import csv
 import functools
-import io
 import json
 import types
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from pathlib import Path
 
@@ -75,27 +71,6 @@ def read(path: Path) -> dict[str, object]:
     if content.get("schema") not in range(1, VERSION + 1):
         raise ValueError(f"{path}: it has schema {content.get('schema')!r}, and this is {VERSION}")
     return content
-
-
-def csv_of(lists: dict[str, list[dict]]) -> str:
-    """Returns all rows as CSV. Columns of nested fields are named by path: ``time_us.median``. Lists are left out."""
-    rows = [{"list": name} | dict(_flat(row)) for name, rows in lists.items() for row in rows]
-    columns = list(dict.fromkeys(column for row in rows for column in row))
-    if sum(bool(rows) for rows in lists.values()) < 2:
-        columns = [column for column in columns if column != "list"]
-    out = io.StringIO()
-    writer = csv.DictWriter(out, columns, extrasaction="ignore", lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return out.getvalue()
-
-
-def _flat(row: dict, prefix: str = "") -> Iterator[tuple[str, object]]:
-    for key, value in row.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{key}.")
-        elif not isinstance(value, list):
-            yield f"{prefix}{key}", value
 
 
 # ---- dataclasses and JSON -------------------------------------------------------------------------------------------
@@ -153,13 +128,9 @@ def _one_of(kinds: Sequence, value: object, where: str) -> object:
 
 def _fields_of(kind, values: dict, where: str) -> dict:
     hints = _hints(kind)
-    if unknown := sorted(values.keys() - hints.keys() - set(getattr(kind, "derived", ()))):
-        raise ValueError(f"{where}.{unknown[0]} is unknown".removeprefix("."))
-    optional = (
-        {field.name for field in fields(kind) if (field.default, field.default_factory) != (MISSING, MISSING)}
-        if (is_dataclass(kind))
-        else set()
-    )
+    optional = set()
+    if is_dataclass(kind):
+        optional = {one.name for one in fields(kind) if (one.default, one.default_factory) != (MISSING, MISSING)}
     if missing := sorted(hints.keys() - values.keys() - optional):
         raise ValueError(f"{where}.{missing[0]} is missing".removeprefix("."))
     return {name: from_json(hints[name], values[name], f"{where}.{name}") for name in hints if name in values}

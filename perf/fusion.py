@@ -26,7 +26,7 @@ from perf.md import NOT_SERVED, columns, name_cell, ratio_cell, time_cell, time_
 from perf.peers.matmuls import FEATURES, HIDDEN, INT8, ROWS, FusedPlan, Layer, Variant
 from perf.ratios import best, best_peer, by_method, of_best_peer, ratio, words_for
 from perf.report import Choice, Glance, Section, Spread, Timing
-from perf.topics.allreduce import EVEN, FAMILIES, OF_BEST_PEER
+from perf.topics.allreduce import FAMILIES, OF_BEST_PEER
 
 CPU_ROWS, CPU_COLUMNS, CPU_FEATURES = (16, 256), 256, (256,)
 
@@ -165,7 +165,7 @@ class Comparison:
         for name, pick in self._picks().items():
             rows = {m: row for m, of_m in cases.items() if peers[m] and (row := pick(of_m))}
             lines += [_line(name, rows, peers)] if rows else []
-        return Plot("Time / best peer's time", lines, M_AXIS, OF_BEST_PEER, EVEN) if lines else None
+        return Plot("Time / best peer's time", lines, M_AXIS, OF_BEST_PEER, 1.0) if lines else None
 
     def _picks(self) -> dict[str, Callable[[Mapping[str, FusionRow]], FusionRow | None]]:
         return {
@@ -180,8 +180,7 @@ M_AXIS = Axis("M: rows of the activations", 2)
 
 def _line(name: str, rows: Mapping[int, FusionRow], over: Mapping[int, FusionRow]) -> Line:
     points = [(m, row.median / over[m].median) for m, row in rows.items()]
-    hints = [f"{row.method}, M = {m}: {row.median:.4g} us" for m, row in rows.items()]
-    return Line(name, points, hints, wrong=frozenset(at for at, row in enumerate(rows.values()) if row.wrong))
+    return Line(name, points, wrong=frozenset(at for at, row in enumerate(rows.values()) if row.wrong))
 
 
 def count_wrong(

@@ -1,4 +1,4 @@
-"""Measures on a rank the host time of eager calls of every public op, and counts their Python calls.
+"""Measures on a rank the host time of eager calls of every public op.
 
 A burst of calls is enqueued without a wait and timed on the host. All calls take turns, burst by burst, so that changes
 of the clock affect all of them. Ranks have a GPU each, share one GPU, or run on the CPU.
@@ -9,8 +9,8 @@ from __future__ import annotations
 import operator
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -25,7 +25,6 @@ from perf.harness.cases import Plan
 from perf.harness.ranks import ProcessRanks, agreed
 from perf.harness.timing import WARM_UP, deciles, time_in_turn
 from perf.peers import catalogue
-from perf.python_calls import count_calls_to_launch, observe_launches
 from perf.report import Deciles, Timing
 
 APART, SHARED, CPU = "a GPU each", "one GPU shared", "CPU"  # where ranks run
@@ -39,25 +38,18 @@ ROWS, COLUMNS = 8, 128  # of tensors that are summed or gathered: 2 KB of bf16
 FEATURES = 1024  # N and K of matmuls: a row of a product is 2 KB
 SUM_LIMIT, MATMUL_LIMIT = 1.5, 2.0  # the most host time of a call / that of a plain all-reduce with as many results
 UNTIMED = 2  # calls at the beginning of each burst: the first ones find cold caches
-COUNTED = 3  # calls whose Python calls are counted; the fewest are reported, since some calls renew a cache
 PLAIN, GROUP, ONE_KERNEL = "", "group=", "partition=, one kernel"
 FP8 = torch.float8_e4m3fn
 
 
 @dataclass(frozen=True)
 class HostPlan:
-    """What is measured, and where.
-
-    Attributes:
-        calls: the timed calls of a burst.
-        python_calls: the counts of :func:`count_rank`, by op and option.
-    """
+    """What is measured, and where. ``calls`` are the timed calls of a burst."""
 
     place: str
     world_size: int
     calls: int
     bursts: int
-    python_calls: Mapping[tuple[str, str], int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -70,7 +62,6 @@ class HostRow(Timing):
         time_us: the host time of one call. A burst is a repeat.
         of_allreduce: the median / that of a plain all-reduce with as many outputs; None for other methods.
         limit: the most that ``of_allreduce`` may be on GPUs; None if there is no limit.
-        python_calls: the Python functions from the public op to the last launch; None if no launch was seen.
     """
 
     method: str
@@ -82,7 +73,6 @@ class HostRow(Timing):
     time_us: Deciles
     of_allreduce: float | None
     limit: float | None
-    python_calls: int | None
     wrong: int
 
     @property
@@ -120,10 +110,6 @@ class Trial:
     prepare: Callable[[], object] = lambda: None
     in_place: Tensor | None = None
     keeps: object = None
-
-    @property
-    def key(self) -> tuple[str, str]:
-        return self.op, self.option
 
     def results(self) -> tuple[Tensor, ...]:
         """Restores the tensors, makes one call, and returns its results."""
@@ -431,27 +417,6 @@ def join(plan: HostPlan, rank: int, port: int) -> ProcessRanks:
     return ProcessRanks(device, store)
 
 
-def count_rank(plan: HostPlan, rank: int, port: int) -> Iterator[dict[tuple[str, str], int]]:
-    """Yields the number of Python calls by op and option. Calls without a limit, or without a launch, are left out.
-
-    It needs processes of its own: in these, launches take longer.
-    """
-    observe_launches()
-    ranks, found = join(plan, rank, port), {}
-    for trial in own_trials(Operands(ranks)):
-        if trial.limit is None:
-            continue
-        warm_up(trial, ranks)
-        counts = []
-        for _ in range(COUNTED):
-            ranks.barrier()
-            counts.append(count_calls_to_launch(trial.call))
-        if None not in counts:
-            found[trial.key] = min(counts)
-    ranks.barrier()
-    yield found
-
-
 def run_rank(plan: HostPlan, rank: int, port: int) -> Iterator[HostRow | str]:
     """Yields one rank's rows. Every result is verified before and after the measurement."""
     ranks = join(plan, rank, port)
@@ -482,7 +447,7 @@ def warm_up(trial: Trial, ranks: ProcessRanks) -> int:
 
 def rows_of(plan: HostPlan, measured: Sequence[tuple[Trial, int, Deciles, int]]) -> Iterator[HostRow]:
     """Yields the rows. ``measured`` has trials with their number of results, times and wrong elements."""
-    own = {trial.key: time_us["median"] for trial, _, time_us, _ in measured if trial.method == OWN}
+    own = {(trial.op, trial.option): time_us["median"] for trial, _, time_us, _ in measured if trial.method == OWN}
     for trial, outputs, time_us, wrong in measured:
         is_own, plain = trial.method == OWN, own["allreduce", BASELINES[outputs]]
         yield HostRow(
@@ -495,6 +460,5 @@ def rows_of(plan: HostPlan, measured: Sequence[tuple[Trial, int, Deciles, int]])
             time_us=time_us,
             of_allreduce=time_us["median"] / plain if is_own else None,
             limit=trial.limit,
-            python_calls=plan.python_calls.get(trial.key) if is_own else None,
             wrong=wrong,
         )

@@ -29,11 +29,6 @@ def of_best_peer(by_case: Mapping[object, Mapping[str, object]], method: str = "
     return {case: one for case, one in ratios.items() if one is not None}
 
 
-def times_of_peer(one: float, rows: Mapping[str, object], digits: int = 2) -> str:
-    """Returns a ratio to the best peer's time in words, such as "1.04 times nccl's time"."""
-    return f"{one:.{digits}f} times {best_peer(rows.values()).method}'s time"
-
-
 def extent(ratios: Mapping[object, float]) -> str:
     """Returns the range of the ratios, such as "0.50 to 0.98", or one number if it is a point."""
     ends = (min(ratios.values()), max(ratios.values()))

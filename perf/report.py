@@ -78,6 +78,21 @@ class Timing:
 
 
 @dataclass(frozen=True)
+class Result(Timing):
+    """One of the times of a row that has several."""
+
+    method: str
+    world_size: int
+    what: tuple[str, ...]
+    time_us: Mapping[str, float]
+    wrong: int
+
+    @property
+    def is_own(self) -> bool:
+        return self.method != "nccl"
+
+
+@dataclass(frozen=True)
 class Choice:
     """The rows of "auto" and of the fastest variant in one case."""
 
@@ -88,24 +103,6 @@ class Choice:
     def loss(self) -> float:
         """The time of "auto" / the variant's time."""
         return self.auto.median / self.variant.median
-
-
-@dataclass(frozen=True)
-class Timed:
-    """One time, in the form in which two runs are compared.
-
-    Attributes:
-        identity: the key of the measurement. It begins with the method, and is the same in both runs.
-        is_own: whether the method uses graphar.
-        low, high: the 10th, and the 90th or 99th percentile. None if they were not recorded.
-    """
-
-    identity: tuple[str, ...]
-    time_us: float
-    wrong: bool
-    is_own: bool
-    low: float | None = None
-    high: float | None = None
 
 
 @dataclass(frozen=True)
@@ -281,16 +278,16 @@ class Report:
         """Charts the ratios: a row for the first words of a case, and a dot for each case."""
         title, ratios = self.charted()
         rows = {case: case.rpartition(": ")[2].partition(", ")[0][:MAX_LABEL] for case in ratios}
-        marks = [Mark(rows[case], "graphar", one, f"{case}: {one:.2f}") for case, one in ratios.items()]
+        marks = [Mark(rows[case], "graphar", one) for case, one in ratios.items()]
         return Rows(title, marks, Axis("ratio", form="{:.2f}".format), 1.0)
 
     def losses(self) -> list[tuple[str, Choice]]:
         """Returns the choices of "auto", each with its case in words. Empty without variants."""
         return []
 
-    def timed(self) -> list[Timed]:
-        """Returns the times to compare with another run."""
-        return timed_rows(self.rows)
+    def timed(self) -> Sequence[Timing]:
+        """Returns the times to compare with another run, if they have a spread."""
+        return self.rows
 
     # ---- common to all topics ----
 
@@ -372,19 +369,15 @@ class Report:
         """Creates the folder and writes the report's files. Returns the path of the Markdown file."""
         folder.mkdir(parents=True, exist_ok=True)
         head = {"schema": files.VERSION, "topic": self.name, "machine": machine, "command": command}
-        content = {f"{self.name}.json": files.text_of(head | self._content()), **self.tables(machine, command)}
-        for name, text in content.items():
-            (folder / name).write_text(text)
-        return folder / f"{self.name}.md"
+        (folder / f"{self.name}.json").write_text(files.text_of(head | self._content()))
+        path = folder / f"{self.name}.md"
+        path.write_text(self.markdown(machine, command))
+        return path
 
-    def tables(self, machine: dict, command: str) -> dict[str, str]:
-        """Returns the texts of the Markdown and the CSV file, by file name."""
-        return {f"{self.name}.md": self.markdown(machine, command), f"{self.name}.csv": files.csv_of(self._rows())}
-
-    def _rows(self) -> dict[str, list]:
-        """Returns the non-empty lists of rows for JSON, by field."""
-        content = self._content().items()
-        return {name: rows for name, rows in content if name != "skipped" and isinstance(rows, list) and rows}
+    def _rows(self) -> list[list]:
+        """Returns the non-empty lists of rows."""
+        lists = (getattr(self, one.name) for one in fields(self) if one.name != "skipped")
+        return [rows for rows in lists if isinstance(rows, list) and rows]
 
     def _content(self) -> dict[str, object]:
         """Returns the fields for JSON."""
@@ -392,16 +385,26 @@ class Report:
         return {name: files.to_json(getattr(self, name)) for name in names}
 
     def markdown(self, machine: dict, command: str) -> str:
-        """Returns the report as Markdown."""
+        """Returns the report as Markdown, without its figures."""
+        return markdown_of(self.document(machine, command))
+
+    def document(self, machine: dict, command: str) -> list[str | Figure | None]:
+        """Returns the parts of the report: Markdown, and the figures that only its page has."""
+        sections = self.sections()
         parts = [f"# {self.title}", f"{one_line(machine)}.", self.status(), bullets(self.findings())]
-        for section in self.sections():
-            parts += [f"## {section.title}" if section.title else "", *section.body]
+        parts += [] if any(section.figures for section in sections) else [self.ratio_chart()]
+        for section in sections:
+            parts += [f"## {section.title}" if section.title else "", *section.figures, *section.body]
         if self.skipped:
             parts += ["## Not measured", bullets(self.skipped)]
         if self.notes:
             parts += ["## Columns and methods", self.notes]
-        parts += ["## How to reproduce", f"```\n{command}\n```"]
-        return "\n\n".join(part for part in parts if part) + "\n"
+        return [*parts, "## How to reproduce", f"```\n{command}\n```"]
+
+
+def markdown_of(parts: Iterable[str | Figure | None]) -> str:
+    """Returns the text of a document without its figures."""
+    return "\n\n".join(part for part in parts if part and isinstance(part, str)) + "\n"
 
 
 def words_of(topic: type[Report]) -> tuple[str, str, str]:
@@ -416,16 +419,6 @@ def named(wrong: Sequence[str], count: int) -> str:
     names = list(dict.fromkeys(wrong))
     more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
     return f"{len(wrong)} of {count} ({', '.join(names[:MAX_NAMED])}{more})."
-
-
-def timed_rows(rows: Iterable[Timing]) -> list[Timed]:
-    """Returns rows in the form in which two runs are compared."""
-    found = []
-    for row in rows:
-        low, high = [value for name, value in row.time_us.items() if name != "median"] or (None, None)
-        what = (row.method, plural(row.world_size, "rank"), *row.what)
-        found.append(Timed(what, row.median, bool(row.wrong), row.is_own, low, high))
-    return found
 
 
 _REGISTERED: dict[str, type[Report]] = {}

@@ -18,10 +18,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from perf.between_ranks import BetweenRanks
-from perf.charts import Axis, Mark, Rows
 from perf.harness.ranks import ProcessRanks
 from perf.md import ratio_cell
-from perf.report import Timed, Timing
+from perf.report import Timing
 
 BLOCK = 10  # steps that are timed together, before the next training's turn
 MIN_BLOCKS = 2
@@ -73,10 +72,6 @@ class StepRow(Timing):
     """
 
     @property
-    def time_us(self) -> dict[str, float]:
-        return {"median": self.step_ms * 1e3}
-
-    @property
     def label(self) -> str:
         """The method, with what else tells it apart."""
         return self.method
@@ -95,10 +90,6 @@ def of_torch(row: StepRow, rows: Iterable[StepRow]) -> str:
     """Returns the step's time / the time with torch's own collectives among ``rows``."""
     base = baseline_ms(rows)
     return ratio_cell(base and row.step_ms / base)
-
-
-def ratio_chart(title: str, marks: Sequence[Mark]) -> Rows:
-    return Rows(title, marks, Axis("time / time of torch's own", form="{:.2f}".format), 1.0)
 
 
 class TrainingReport(BetweenRanks):
@@ -134,12 +125,6 @@ class TrainingReport(BetweenRanks):
 
     def wrong_peers(self) -> list[str]:
         return [self.where(row) for row in self.rows if not row.is_own and self.is_wrong(row)]
-
-    def timed(self) -> list[Timed]:
-        return [
-            Timed((row.label, f"{row.world_size} ranks", *row.what), row.median, self.is_wrong(row), row.is_own)
-            for row in self.rows
-        ]
 
 
 def check_blocks(steps: int, positive: Iterable[float | None], named: str) -> None:

@@ -27,7 +27,6 @@ from perf.harness import shared_gpu
 from perf.harness.verify import differs
 
 SEED = 1000
-Launches = Sequence[Callable[..., None]]  # by rank: each takes inputs and outputs
 
 
 class Sharing:
@@ -47,30 +46,34 @@ class Sharing:
     def slowest(self, times: list) -> list:
         return times
 
-    def launches(self, call: Call, config: Config) -> Launches:
-        """Returns each rank's launch of a call that one kernel serves, on the current stream."""
-        (one, *more) = slices(config.algorithm, self.size, call.work.parts, call.dtype.itemsize)
-        if more:
-            raise ValueError("the call takes several launches")
+    def by_kernels(self, call: Call, config: Config, ranks: Sequence[Operands]) -> Callable[[], None]:
+        """Returns a function that makes a call of all ranks, each on its stream."""
         put_of = collective.put_of(self.engine, call)
-        return collective.bind_slice(self.runner, call, config, one, shared_gpu.TIMEOUT_S, put_of)
+        bound = [
+            (one.offset, collective.bind_slice(self.runner, call, config, one, shared_gpu.TIMEOUT_S, put_of))
+            for one in slices(config.algorithm, self.size, call.work.parts, call.dtype.itemsize)
+        ]
 
-    def on_streams(self, launches: Launches, ranks: Sequence[Operands]) -> None:
-        for launch, own, stream in zip(launches, ranks, self.streams, strict=True):
-            with torch.cuda.stream(stream):
-                launch(own.inputs, own.outputs)
+        def launch() -> None:
+            for offset, launches in bound:
+                for of_rank, own, stream in zip(launches, ranks, self.streams, strict=True):
+                    after = collective._after(offset, own, 1)
+                    with torch.cuda.stream(stream):
+                        of_rank(after.inputs, after.outputs)
 
-    def copies(self, call: Call, config: Config) -> Callable[[Sequence[Operands]], None]:
-        """Returns a function that makes a call by copy engines."""
+        return launch
+
+    def by_copies(self, call: Call, config: Config, ranks: Sequence[Operands]) -> Callable[[], None]:
+        """Returns the same by copy engines.
+
+        A communicator's launches of several ranks in one process share the current stream, and its ranks have a GPU
+        each. So two private parts are replaced: how ranks meet, and the stream of a rank.
+        """
         bytes_of = [(torch.zeros(1, dtype=BYTE, device=self.device),) for _ in range(self.size)]
         meeting = [Operands(x, (torch.zeros(self.size, dtype=BYTE, device=self.device),)) for x in bytes_of]
         meet_call = Call.of(Parts("allgather", (1,) * self.size), bytes_of[0][0])
-        meets = self.launches(meet_call, Config(MEETING, 1, MEETING_THREADS))
-
-        def meet(more: str = "") -> None:
-            self.on_streams(meets, meeting)
-
-        with mock.patch.object(by_copies, "meetings", return_value=meet):
+        meet = self.by_kernels(meet_call, Config(MEETING, 1, MEETING_THREADS), meeting)
+        with mock.patch.object(by_copies, "meetings", return_value=lambda more="": meet()):
             made = by_copies._BY_OP[call.op](self.engine, call, config)
         rank_of = made._rank
 
@@ -79,7 +82,7 @@ class Sharing:
                 return rank_of(member, own)
 
         made._rank = on_own_stream
-        return made.run
+        return lambda: made.run(ranks)
 
 
 class SharedCalls:
@@ -108,20 +111,7 @@ class SharedCalls:
         facts = Facts(self._ranks.size, shared_gpu.TABLE, self._ranks.whole, lossless=False)
         config = select(call, facts).config
         ranks = [Operands((x,), (out,)) for x, out in zip(self._xs, self._outs, strict=True)]
-        if copies:
-            run = self._ranks.copies(call, config)
-            return lambda: run(ranks)
-        parts = slices(config.algorithm, self._ranks.size, call.work.parts, 2)
-        put_of = collective.put_of(self._ranks.engine, call)
-        seconds, runner = shared_gpu.TIMEOUT_S, self._ranks.runner
-        bound = [(one.offset, collective.bind_slice(runner, call, config, one, seconds, put_of)) for one in parts]
-
-        def launch() -> None:
-            for offset, launches in bound:
-                after = [collective._after(offset, own, 1) for own in ranks]
-                self._ranks.on_streams(launches, after)
-
-        return launch
+        return (self._ranks.by_copies if copies else self._ranks.by_kernels)(call, config, ranks)
 
     def wrong(self, copies: bool) -> int:
         """Returns how many elements of all results differ from the specification's."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -180,15 +180,6 @@ def token_sizes(dtype: str) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
-class Link:
-    """The bytes that one link sent. :class:`Utilisation` explains the fields."""
-
-    link: int
-    raw_tx_nbytes: int
-    raw_share: float | None
-
-
-@dataclass(frozen=True)
 class Utilisation:
     """The bytes that one GPU sent over NVLink, and the bytes that it had to send. A ratio to zero is None.
 
@@ -209,7 +200,6 @@ class Utilisation:
     protocol_overhead: float | None
     link_balance: float | None
     raw_share: float | None
-    links: list[Link] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import pynvml
@@ -19,7 +18,7 @@ import torch.distributed._symmetric_memory as symmetric_memory
 from torch import Tensor
 
 from graphar.plan.sizes import MB
-from perf.harness.cases import Case, Link, LinkCeiling, Utilisation
+from perf.harness.cases import Case, LinkCeiling, Utilisation
 from perf.harness.ranks import ProcessRanks, Ranks, agreed
 from perf.peers.methods import Method
 
@@ -30,24 +29,7 @@ KIB = 1 << 10
 POLL_S = 5e-3
 SETTLE_S = 100e-3
 
-
-@dataclass(frozen=True)
-class Reading:
-    """Bytes by active link, since the driver was loaded. A difference has the bytes between two readings.
-
-    Attributes:
-        data_tx, data_rx: payload sent and received.
-        raw_tx, raw_rx: payload and protocol overhead, sent and received.
-    """
-
-    data_tx: tuple[int, ...]
-    data_rx: tuple[int, ...]
-    raw_tx: tuple[int, ...]
-    raw_rx: tuple[int, ...]
-
-    def __sub__(self, before: Reading) -> Reading:
-        fields = zip(vars(self).values(), vars(before).values(), strict=True)
-        return Reading(*(tuple(a - b for a, b in zip(*one, strict=True)) for one in fields))
+Reading = tuple[list[int], list[int]]  # by link, since the driver was loaded: the payload sent, and all bytes sent
 
 
 def must_send(world_size: int, nbytes: int, operations: int) -> int:
@@ -56,88 +38,50 @@ def must_send(world_size: int, nbytes: int, operations: int) -> int:
 
 
 def utilisation(
-    counted: Reading,
-    must_send_nbytes: int,
-    links: Sequence[int],
-    time_us: float | None = None,
-    raw_rates: Sequence[float] | None = None,
+    before: Reading, after: Reading, must_send_nbytes: int, time_us: float, raw_rate: float | None
 ) -> Utilisation:
-    """Returns the figures for a difference between two readings.
-
-    Args:
-        counted: the difference.
-        must_send_nbytes: the result of :func:`must_send`.
-        links: Counters.links.
-        time_us: the time of the operations.
-        raw_rates: Counters.raw_rates, in GB/s in one direction.
-    """
-    data, raw = sum(counted.data_tx), sum(counted.raw_tx)
-    allowed = [(time_us or 0) * rate * 1e3 for rate in raw_rates or [0] * len(links)]
-    by_link = [
-        Link(link, nbytes, _ratio(nbytes, most))
-        for link, nbytes, most in zip(links, counted.raw_tx, allowed, strict=True)
-    ]
-    overhead = _ratio(raw, data)
+    """Returns the figures for the bytes between two readings, of operations that took ``time_us``."""
+    by_link, raw = ([b - a for a, b in zip(*of_both, strict=True)] for of_both in zip(before, after, strict=True))
+    data_nbytes, raw_nbytes = sum(by_link), sum(raw)
+    overhead = _ratio(raw_nbytes, data_nbytes)
     return Utilisation(
         must_send_nbytes=must_send_nbytes,
-        data_tx_nbytes=data,
-        raw_tx_nbytes=raw,
-        payload_efficiency=_ratio(must_send_nbytes, data),
+        data_tx_nbytes=data_nbytes,
+        raw_tx_nbytes=raw_nbytes,
+        payload_efficiency=_ratio(must_send_nbytes, data_nbytes),
         protocol_overhead=None if overhead is None else overhead - 1,
-        link_balance=_ratio(min(counted.data_tx, default=0), max(counted.data_tx, default=0)),
-        raw_share=_ratio(raw, sum(allowed)),
-        links=by_link,
+        link_balance=_ratio(min(by_link), max(by_link)),
+        raw_share=_ratio(raw_nbytes, time_us * (raw_rate or 0) * 1e3),
     )
 
 
-def find(device: torch.device | int | str) -> Counters | str:
-    """Returns a GPU's counters, or a message that says why they cannot be read.
-
-    Args:
-        device: a torch device or its index, or the GPU's UUID as nvidia-smi prints it.
-    """
-    try:
-        pynvml.nvmlInit()  # stays initialised, because the counters need NVML
-        counters = Counters(device)
-        counters.read()
-    except pynvml.NVMLError as error:
-        return f"NVML: {error}"
-    except NoLinksError as error:
-        return str(error)
-    return counters
-
-
-class NoLinksError(Exception):
-    """There is no GPU, or it has no active NVLink."""
-
-
 class Counters:
-    """One GPU's NVLink counters. NVML must be initialised; use :func:`find` to make them.
+    """The counters of a GPU's active NVLinks.
 
     Attributes:
-        uuid: the GPU's UUID in NVML.
         links: the indices of the active links.
-        raw_rates: the raw rate of each link in one direction, in GB/s (1e9 bytes); None if NVML does not report it.
+        raw_rate: the raw rate of all links in one direction, in GB/s (1e9 bytes); None if NVML does not report it.
 
     Raises:
-        NoLinksError: torch has no GPU, or no link is active.
-        pynvml.NVMLError: NVML has no such GPU.
+        RuntimeError: torch has no GPU, or no link is active.
+        pynvml.NVMLError: NVML has no such GPU or counter.
     """
 
-    def __init__(self, device: torch.device | int | str) -> None:
-        self.uuid = device if isinstance(device, str) else _uuid(device)
-        self._handle = pynvml.nvmlDeviceGetHandleByUUID(self.uuid)
+    def __init__(self, device: torch.device) -> None:
+        pynvml.nvmlInit()  # stays initialised, because the counters need NVML
+        if not torch.cuda.is_available():
+            raise RuntimeError("torch sees no GPU")
+        # CUDA_VISIBLE_DEVICES renumbers torch's devices, but not NVML's.
+        uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+        self._handle = pynvml.nvmlDeviceGetHandleByUUID(uuid)
         self.links = tuple(link for link in range(pynvml.NVML_NVLINK_MAX_LINKS) if self._is_active(link))
         if not self.links:
-            raise NoLinksError(f"{self.uuid} has no active NVLink")
-        self.raw_rates = self._raw_rates()
+            raise RuntimeError(f"{uuid} has no active NVLink")
+        self.raw_rate = self._raw_rate()
+        self.read()
 
     def read(self) -> Reading:
-        """Returns the counters once they no longer change. Synchronize the device before, so that all kernels count.
-
-        Raises:
-            pynvml.NVMLError: the driver does not have a counter.
-        """
+        """Returns the counters once they no longer change. Synchronize the device before, so that all kernels count."""
         deadline = time.monotonic() + SETTLE_S
         reading = self._sample()
         while time.monotonic() < deadline:
@@ -148,43 +92,30 @@ class Counters:
         return reading
 
     def _sample(self) -> Reading:
-        return Reading(
-            data_tx=self._nbytes(pynvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX),
-            data_rx=self._nbytes(pynvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX),
-            raw_tx=self._nbytes(pynvml.NVML_FI_DEV_NVLINK_THROUGHPUT_RAW_TX),
-            raw_rx=self._nbytes(pynvml.NVML_FI_DEV_NVLINK_THROUGHPUT_RAW_RX),
-        )
+        fields = pynvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX, pynvml.NVML_FI_DEV_NVLINK_THROUGHPUT_RAW_TX
+        data, raw = ([value.ullVal * KIB for value in self._values(field)] for field in fields)
+        return data, raw
 
-    def _nbytes(self, field: int) -> tuple[int, ...]:
-        return self._values(field, lambda value: value.ullVal * KIB)
-
-    def _raw_rates(self) -> tuple[float, ...] | None:
+    def _raw_rate(self) -> float | None:
         try:
-            megabytes = self._values(pynvml.NVML_FI_DEV_NVLINK_GET_SPEED, lambda value: value.uiVal)
+            megabytes = [value.uiVal for value in self._values(pynvml.NVML_FI_DEV_NVLINK_GET_SPEED)]
         except pynvml.NVMLError:
             return None
-        return tuple(rate / 1e3 for rate in megabytes) if all(megabytes) else None
+        return sum(megabytes) / 1e3 if all(megabytes) else None
 
-    def _values(self, field: int, member: Callable[..., int]) -> tuple[int, ...]:
+    def _values(self, field: int) -> list:
         """Returns a field of every link. The scope of a query is the link; by default NVML reads the first link."""
         results = pynvml.nvmlDeviceGetFieldValues(self._handle, [(field, link) for link in self.links])
         for result in results:
             if result.nvmlReturn != pynvml.NVML_SUCCESS:
                 raise pynvml.NVMLError(result.nvmlReturn)
-        return tuple(member(result.value) for result in results)
+        return [result.value for result in results]
 
     def _is_active(self, link: int) -> bool:
         try:
             return pynvml.nvmlDeviceGetNvLinkState(self._handle, link) != pynvml.NVML_FEATURE_DISABLED
         except (pynvml.NVMLError_InvalidArgument, pynvml.NVMLError_NotSupported):
             return False  # this GPU has fewer links
-
-
-def _uuid(device: torch.device | int) -> str:
-    """Returns the GPU's UUID in NVML. CUDA_VISIBLE_DEVICES renumbers torch's devices, but not NVML's."""
-    if not torch.cuda.is_available():
-        raise NoLinksError("torch sees no GPU")
-    return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
 
 
 def _ratio(part: float, whole: float) -> float | None:
@@ -294,21 +225,13 @@ def count(launch: Callable[[], None], time_us: float, case: Case, ranks: Ranks, 
     ranks.barrier()  # no rank may launch before all ranks have read their counters
     launch()
     ranks.barrier()
-    counted = counters.read() - before
     needed = must_send(case.world_size, case.nbytes, case.iterations)
-    return utilisation(counted, needed, counters.links, time_us, counters.raw_rates)
+    return utilisation(before, counters.read(), needed, time_us, counters.raw_rate)
 
 
 def find_counters(ranks: ProcessRanks) -> tuple[Counters | None, str]:
     """Returns this rank's counters if every rank has counters. Otherwise returns the reason. Collective."""
-
-    def find_own() -> Counters:
-        found = find(ranks.device)
-        if isinstance(found, str):
-            raise RuntimeError(found)
-        return found
-
-    return agreed(ranks, find_own)
+    return agreed(ranks, lambda: Counters(ranks.device))
 
 
 def find_ceiling(ranks: ProcessRanks) -> LinkCeiling | str:

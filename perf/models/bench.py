@@ -112,11 +112,6 @@ def by_title(rows: Iterable[Row]) -> dict[str, dict[str, Row]]:
     return {title: {row.method: row for row in mine} for title, mine in group(rows, lambda row: row.title).items()}
 
 
-def compared(what: str, times: Iterable[str], own: Timing, peer: Timing, ratio: str = "ratio") -> str:
-    """Returns a sentence with the times of methods in words, and graphar's time / the peer's."""
-    return f"{what}: {'; '.join(times)}; {ratio} {own.median / peer.median:.2f}"
-
-
 def worst_of(errors: Tensor) -> float:
     """Returns the largest error; infinity for NaN."""
     return errors.nan_to_num(nan=math.inf).max().item()

@@ -1,7 +1,7 @@
 """Times eager generation by transformers' unmodified Llama over two backends of torch.distributed.
 
 transformers shards the model with ``tp_plan="auto"`` and calls ``dist.all_reduce``, which runs on the backend of its
-process group. The host time of that call is measured too.
+process group.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -20,16 +20,15 @@ from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
 import graphar
-from graphar.plan.sizes import KB, format_nbytes
 from perf.harness import ranks as ranks_of
-from perf.harness.ranks import ProcessRanks, agreed, host_time_of_calls_us
-from perf.harness.timing import WARM_UP, spread, time_in_turn
+from perf.harness.ranks import ProcessRanks, agreed
+from perf.harness.timing import spread, time_in_turn
 from perf.harness.verify import LOGITS_TOLERANCE, logit_errors
 from perf.md import columns, method_cell, plural, ratio_cell, text_beside
-from perf.models.bench import UNSHARDED, BenchPlan, BenchRow, compared, error_cell, verdict
+from perf.models.bench import UNSHARDED, BenchPlan, BenchRow, error_cell, verdict
 from perf.models.decoder import EPS, SIZES, THETA
 from perf.ratios import best_peer, ratio
-from perf.report import Spread, Timing
+from perf.report import Spread
 
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM
@@ -37,9 +36,7 @@ if TYPE_CHECKING:
 NEEDS = ("transformers", "accelerate")  # accelerate: to shard the model
 GRAPHAR = "graphar"
 PROMPT = 16  # tokens
-CALL_NBYTES = 2 * KB
-# By device: repeats of a generation, and calls over which the host time of a call is averaged.
-REPEATS, CALLS = {"cuda": 9, "cpu": 5}, {"cuda": 2000, "cpu": 20}
+REPEATS = {"cuda": 9, "cpu": 5}
 
 
 @dataclass(frozen=True)
@@ -87,41 +84,15 @@ class GenerationRow(BenchRow):
         return self.tokens / self.median * 1e6
 
 
-@dataclass(frozen=True)
-class CallRow(Timing):
-    """The host time of one call of dist.all_reduce. On the CPU it includes the sum itself.
-
-    Attributes:
-        method: the backend.
-        nbytes: the size of the tensor.
-        time_us: a repeat has the mean time of many calls.
-    """
-
-    method: str
-    world_size: int
-    nbytes: int
-    time_us: Spread
-    wrong: int
-
-    @property
-    def what(self) -> tuple[str, ...]:
-        return (f"dist.all_reduce of {format_nbytes(self.nbytes)}",)
-
-    @property
-    def title(self) -> str:
-        return f"{self.world_size} ranks: host time of {self.what[0]}"
-
-
 # ---- on a rank ------------------------------------------------------------------------------------------------------
 
 
-def run_rank(plan: GenerationPlan, rank: int, port: int) -> Iterator[GenerationRow | CallRow | str]:
+def run_rank(plan: GenerationPlan, rank: int, port: int) -> Iterator[GenerationRow | str]:
     """Yields the rows of one of the ranks."""
     ranks = ranks_of.join(rank, plan.world_size, plan.device, port)
     ranks.warm_up()
     groups, skipped = make_groups(ranks)
     yield from skipped
-    yield from time_calls(ranks, groups)
     what = f"generation of {plural(plan.tokens, 'token')} with transformers"
     if lacking := [name for name in NEEDS if not importlib.util.find_spec(name)]:
         yield f"{what}: needs {' and '.join(lacking)}"
@@ -136,36 +107,11 @@ def make_groups(ranks: ProcessRanks) -> tuple[dict[str, dist.ProcessGroup], list
     """Returns a process group of all ranks for each backend, and why graphar's is missing. Collective."""
     groups = {dist.get_backend(): dist.group.WORLD}
     on_gpu = ranks.device.type == "cuda"
-    explained = graphar.explain(torch.zeros(CALL_NBYTES // 2, dtype=torch.bfloat16, device=ranks.device))
+    explained = graphar.explain(torch.zeros(PROMPT, dtype=torch.bfloat16, device=ranks.device))
     if on_gpu and explained.algorithm == graphar.Algorithm.FALLBACK:  # graphar's backend would use NCCL
         return groups, [f"backend {GRAPHAR}: {explained.reason}"]
     groups[GRAPHAR] = dist.new_group(backend="cpu:gloo,cuda:graphar" if on_gpu else "cpu:graphar")
     return groups, []
-
-
-def time_calls(ranks: ProcessRanks, groups: Mapping[str, dist.ProcessGroup]) -> Iterator[CallRow]:
-    """Yields a row for each backend. Collective."""
-    device = ranks.device
-    x, calls = torch.zeros(CALL_NBYTES // 2, dtype=torch.bfloat16, device=device), CALLS[device.type]
-
-    def call(group: dist.ProcessGroup, count: int) -> None:
-        for _ in range(count):
-            dist.all_reduce(x, group=group)
-
-    for group in groups.values():
-        call(group, WARM_UP)
-    loops = [partial(call, group) for group in groups.values()]
-
-    def time_a_call_us(loop: Callable[[int], None]) -> float:
-        ranks.barrier()
-        return host_time_of_calls_us(loop, calls) / calls
-
-    times_us = ranks.slowest(time_in_turn(loops, REPEATS[device.type], time_a_call_us))
-    for (method, group), times in zip(groups.items(), times_us, strict=True):
-        found = torch.full_like(x, ranks.rank + 1)
-        dist.all_reduce(found, group=group)
-        (wrong,) = ranks.total([int((found != ranks.size * (ranks.size + 1) // 2).sum())])
-        yield CallRow(method, ranks.size, CALL_NBYTES, spread(times), wrong)
 
 
 class Bench:
@@ -296,7 +242,7 @@ def table_of(rows: Mapping[str, GenerationRow]) -> str:
     cells = {
         "method": method_cell,
         "time (ms)": lambda row: f"{row.median / 1e3:.1f}",
-        "p10 to p99 (ms)": lambda row: extent(row, 1e3),
+        "p10 to p99 (ms)": lambda row: " to ".join(f"{row.time_us[name] / 1e3:.1f}" for name in ("p10", "p99")),
         "tokens/s": lambda row: f"{row.per_second:,.0f}",
         "of_best_peer": lambda row: ratio_cell(ratio(row, peer)),
         "error": error_cell,
@@ -304,38 +250,3 @@ def table_of(rows: Mapping[str, GenerationRow]) -> str:
         "logits with the same bits": lambda row: f"{row.same_bits} of {row.tokens}",
     }
     return columns(rows.values(), cells)
-
-
-def call_table(rows: Mapping[str, CallRow]) -> str:
-    """Returns the table of calls for one world size. It has a row for each backend."""
-    peer = best_peer(rows.values())
-    cells = {
-        "method": method_cell,
-        "time (us)": lambda row: f"{row.median:.1f}",
-        "p10 to p99 (us)": extent,
-        "of_best_peer": lambda row: ratio_cell(ratio(row, peer)),
-    }
-    return columns(rows.values(), cells)
-
-
-def extent(row: Timing, unit_us: float = 1.0) -> str:
-    """Returns the 10th and the 99th percentile."""
-    return " to ".join(f"{row.time_us[name] / unit_us:.1f}" for name in ("p10", "p99"))
-
-
-def in_words(rows: Mapping[str, GenerationRow]) -> str:
-    """Returns a sentence that compares generation over both backends; empty if one of them was not measured."""
-    own, peer = rows.get(GRAPHAR), best_peer(rows.values())
-    if not (own and peer):
-        return ""
-    times = [f"{row.method} {row.per_second:,.0f} tokens/s" for row in (peer, own)]
-    return compared(own.title, times, own, peer, "ratio of times")
-
-
-def call_in_words(rows: Mapping[str, CallRow]) -> str:
-    """Returns a sentence that compares a call of both backends; empty if one of them was not measured."""
-    own, peer = next((row for row in rows.values() if row.is_own), None), best_peer(rows.values())
-    if not (own and peer):
-        return ""
-    times = [f"{row.method} {row.median:.1f} us" for row in (peer, own)]
-    return compared(f"host time of {own.what[0]} on {own.world_size} ranks", times, own, peer)

@@ -33,7 +33,7 @@ from perf.harness.verify import LOGITS_TOLERANCE, again, compare_logits
 from perf.md import NOT_SERVED, columns, method_cell, plural, ratio_cell, text_beside
 from perf.models import bench
 from perf.models import decoder as decoding
-from perf.models.bench import BenchPlan, BenchRow, ModelBench, compared, error_cell, whole_columns, worst_of
+from perf.models.bench import BenchPlan, BenchRow, ModelBench, error_cell, whole_columns, worst_of
 from perf.ratios import best_peer, ratio
 from perf.report import Spread
 from perf.topics.norms import compiled
@@ -364,15 +364,6 @@ def run_rank(plan: SequencePlan, rank: int, port: int) -> Iterator[SequenceRow |
 
 
 NOTES = text_beside(__name__)
-
-
-def in_words(rows: Mapping[str, SequenceRow]) -> str:
-    """Returns a sentence that compares sequence parallelism with the best peer; empty if one of them is missing."""
-    own, peer, other = rows.get(SEQUENCE_PARALLEL), best_peer(rows.values()), rows.get(TENSOR_PARALLEL)
-    if own is None or peer is None:
-        return ""
-    times = [f"{row.method} {row.median / 1e3:.4g} ms" for row in (peer, other, own) if row]
-    return compared(own.title, times, own, peer)
 
 
 def table_of(rows: Mapping[str, SequenceRow]) -> str:

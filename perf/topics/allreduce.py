@@ -7,7 +7,7 @@ import itertools
 import statistics
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 from graphar.cli.options import size
@@ -16,13 +16,12 @@ from perf.charts import Axis, Line, Plot
 from perf.choices import choice_table, choices
 from perf.harness import cases, sweep
 from perf.harness.cases import ITEMSIZES, SIZES, LinkCeiling, Plan, Row, SizesPlan
-from perf.host_times import host_table
 from perf.machine import check_world_sizes
-from perf.md import NOT_SERVED, bullets, method_table, name_cell, rate, ratio_cell, table, time_cell, time_table
+from perf.md import NOT_SERVED, method_table, name_cell, rate, ratio_cell, table, time_cell, time_table
 from perf.peers.catalogue import CPU_METHODS, CUDA_METHODS, FIXED_ALGORITHM, LIST_METHODS, why_no_method
-from perf.ratios import NOISE, best_peer, by_method, extent, of_best_peer, ratio, times_of_peer, words_for
+from perf.ratios import NOISE, best_peer, by_method, extent, of_best_peer, ratio, words_for
 from perf.report import Arguments, Choice, Glance, Report, Section
-from perf.traffic import NVLINK_NOTES, link_table, traffic_table
+from perf.traffic import NVLINK_NOTES, traffic_table
 
 CPU_WORLD_SIZES = (2, 4)
 MODES = {
@@ -46,7 +45,6 @@ FAMILIES = {  # the library, by the prefix of its methods
 SIZE = Axis("size of one rank's tensor", 2, lambda nbytes: format_nbytes(round(nbytes)))
 TIME = Axis("time (us)", 10)
 OF_BEST_PEER = Axis("time / best peer's time", form="{:.2f}".format)
-EVEN = [(1.0, "")]  # a horizontal line without a label
 
 HEAD = (
     f"#{'size':>11} {'count':>11} {'type':>9} {'redop':>6} {'ranks':>8} {'mode':>6} {'method':>26}"
@@ -154,7 +152,6 @@ class AllReduce(Report):
             print(f"# link ceiling, {message.world_size} ranks: {message.busbw:.1f} GB/s", flush=True)
         else:
             super().take(message)
-            self.rows[:] = with_links_of_largest(self.rows)
 
     def line(self, row: Row) -> str:
         """Returns a line with nccl-tests' columns."""
@@ -192,15 +189,15 @@ class AllReduce(Report):
             mine = members(rows, key)
             cases = by_method(mine, _nbytes)
             named = {format_nbytes(nbytes): one for nbytes, one in cases.items()}
-            body = [size_table(mine, (self.link_ceiling or {}).get(key.world_size)), *host_table(mine)]
-            body += [*choice_table("size", choices(named, IS_VARIANT)), "Times of all methods:"]
-            body.append(time_table("size", named))
+            body = [size_table(mine, (self.link_ceiling or {}).get(key.world_size))]
+            body += [
+                *choice_table("size", choices(named, IS_VARIANT)),
+                "Times of all methods:",
+                time_table("size", named),
+            ]
             found.append(Section(key.title, body, [latency(mine), ratio_plot({"graphar": mine})]))
         found += [*backend_section(rows), *token_section(rows), *dtype_section(rows)]
-        found += nvlink_sections(rows)
-        if rows:
-            found.append(Section("What was measured", [bullets(what_ran_where(rows))]))
-        return found
+        return [*found, *nvlink_sections(rows)]
 
     def glance(self) -> Glance:
         """Returns the summary of the first table."""
@@ -230,20 +227,6 @@ def shape(text: str) -> int:
 def named_sizes(options: argparse.Namespace, itemsize: int) -> tuple[int, ...]:
     """Returns the bytes of the tensors that the command line names, in order; none if it names none."""
     return tuple(sorted({*(options.sizes or ()), *(numel * itemsize for numel in options.shapes or ())}))
-
-
-def with_links_of_largest(rows: Sequence[Row]) -> list[Row]:
-    """Returns the rows. Only rows of the largest size of each world keep the figures of single links."""
-    largest: dict[int, int] = {}
-    for row in rows:
-        if row.nvlink:
-            largest[row.world_size] = max(row.nbytes, largest.get(row.world_size, 0))
-    return [
-        replace(row, nvlink=replace(row.nvlink, links=[]))
-        if row.nvlink and row.nvlink.links and row.nbytes < largest[row.world_size]
-        else row
-        for row in rows
-    ]
 
 
 def method(name: str) -> str:
@@ -400,26 +383,8 @@ def nvlink_sections(rows: Sequence[Row]) -> list[Section]:
     counted = [row for row in rows if row.nvlink]
     for world_size in dict.fromkeys(row.world_size for row in counted):
         mine = [row for row in counted if row.world_size == world_size]
-        body = [NVLINK_NOTES, traffic_table(mine)]
-        largest = max(row.nbytes for row in mine)
-        if links := link_table([row for row in mine if row.nbytes == largest]):
-            body += [f"The raw share of each link, by method, at {format_nbytes(largest)}:", links]
-        found.append(Section(f"NVLink traffic, {world_size} ranks", body))
+        found.append(Section(f"NVLink traffic, {world_size} ranks", [NVLINK_NOTES, traffic_table(mine)]))
     return found
-
-
-def what_ran_where(rows: Sequence[Row]) -> list[str]:
-    """Returns one sentence for each method and form, computed from the rows."""
-    sentences = []
-    for method in _methods(rows):
-        for form in FORMS:
-            mine = [row for row in rows if (row.method, row.form) == (method, form)]
-            if mine:
-                world_sizes = ", ".join(str(size) for size in sorted({row.world_size for row in mine}))
-                modes = dict.fromkeys(row.mode for row in mine)
-                spans = "; ".join(f"{span([row for row in mine if row.mode == mode])} {MODES[mode]}" for mode in modes)
-                sentences.append(f"{method}, {world_sizes} ranks, {FORMS[form]}: {spans}.")
-    return sentences
 
 
 def span(rows: Sequence[Row]) -> str:
@@ -444,18 +409,10 @@ def families(rows: Sequence[Row]) -> dict[str, list[Row]]:
     return {name: sorted(one, key=_nbytes) for name, one in found.items() if one}
 
 
-def hint(row: Row) -> str:
-    wrong = f", {row.wrong} WRONG" if row.wrong else ""
-    low_high = f"{row.time_us['p10']:.4g} to {row.time_us['p99']:.4g}"
-    times = f"{row.median:.4g} us ({low_high}), busbw {rate(row.busbw)} GB/s"
-    return f"{row.method}, {format_nbytes(row.nbytes)}: {times}{wrong}"
-
-
 def line_of(name: str, rows: Sequence[Row], value, band=None) -> Line:
     return Line(
         name,
         [(row.nbytes, value(row)) for row in rows],
-        [hint(row) for row in rows],
         [band(row) for row in rows] if band else (),
         frozenset(at for at, row in enumerate(rows) if row.wrong),
     )
@@ -486,11 +443,8 @@ def ratio_plot(named: Mapping[str, Sequence[Row]]) -> Plot | None:
     """Plots graphar's time / the best peer's time for the rows of one or more tables, by name."""
     lines = []
     for name, rows in named.items():
-        cases = by_method(rows, _nbytes)
-        ratios = of_best_peer(cases)
-        hints = [f"{format_nbytes(n)}: {times_of_peer(one, cases[n], 3)}" for n, one in ratios.items()]
-        if ratios:
-            lines.append(Line(name, list(ratios.items()), hints))
+        if ratios := of_best_peer(by_method(rows, _nbytes)):
+            lines.append(Line(name, list(ratios.items())))
     note = f"Below 1 graphar is faster than every peer at that size. Ratios up to {NOISE:.2f} are noise."
     title = "Time / best peer's time"
-    return Plot(title, lines, SIZE, OF_BEST_PEER, EVEN, note) if lines else None
+    return Plot(title, lines, SIZE, OF_BEST_PEER, 1.0, note) if lines else None

@@ -15,12 +15,11 @@ from typing import ClassVar
 
 from graphar.runtime.catalogue import KernelSource
 from graphar.runtime.compiler import compile_kernel, nvrtc_version
-from perf.charts import Axis, Mark, Rows
 from perf.cubin import resources
 from perf.kernels import catalogue
 from perf.md import columns
 from perf.ratios import group
-from perf.report import Arguments, Glance, Report, Section, Timed, Timing
+from perf.report import Arguments, Glance, Report, Section, Timing
 
 ARCHITECTURES = ("sm_80", "sm_90a", "sm_100a")
 
@@ -120,17 +119,12 @@ class Compile(Report):
         return f"{len(self.kernels)} kernels compiled in {self.wall_s:.0f} s by NVRTC {self.nvrtc}."
 
     def sections(self) -> list[Section]:
-        return (
-            [Section("By file", [summary_table(self.kernels)], [compile_times(self.kernels)])] if self.kernels else []
-        )
+        return [Section("By file", [summary_table(self.kernels)])] if self.kernels else []
 
     def glance(self) -> Glance:
         slowest = max((one.compile_s for one in self.kernels), default=0.0)
         words = f"to compile {len(self.kernels)} kernels with NVRTC; the slowest takes {slowest:.2g} s"
         return Glance(words, figure=f"{self.wall_s:.0f} s")
-
-    def timed(self) -> list[Timed]:
-        return [Timed((one.kernel, one.file, one.arch), one.compile_s * 1e6, False, True) for one in self.kernels]
 
 
 def summary_table(compiled: Sequence[Compiled]) -> str:
@@ -148,17 +142,3 @@ def summary_table(compiled: Sequence[Compiled]) -> str:
         "shared (B)": lambda kernels: max(one.shared_nbytes for one in kernels),
     }
     return columns(group(known, lambda one: (one.file, one.arch)).values(), cells)
-
-
-def compile_times(kernels: Sequence[Compiled]) -> Rows:
-    """Returns a chart with a row for each file and a dot for each kernel."""
-    marks = [
-        Mark(
-            one.file.rpartition("/")[2].removesuffix(".cu"),
-            "a kernel",
-            one.compile_s,
-            f"{one.kernel}: {one.compile_s:.2f} s",
-        )
-        for one in sorted(kernels, key=lambda one: one.file)
-    ]
-    return Rows("Time to compile a kernel", marks, Axis("time (s)"))

@@ -11,7 +11,7 @@ from typing import ClassVar
 from graphar.numerics.codecs import ROUNDINGS, Codec
 from perf.md import NOT_SERVED, columns
 from perf.report import Arguments, Section
-from perf.topics.training import Run, Training, TrainingPlan, TrainingRow, by_configuration, loss_by_step, title
+from perf.topics.training import Run, Training, TrainingPlan, TrainingRow, by_configuration, title
 
 BITS, BUCKET_SIZES = (8, 4, 2), (512, 1024)
 OF_BYTES = ("bytes", "text")  # the tasks whose measure is perplexity
@@ -46,7 +46,7 @@ class Convergence(Training):
         return [f"{task}: {range_by_bits(rows)}" for task, rows in self._by_task().items()]
 
     def sections(self) -> list[Section]:
-        return [Section(title(rows), [final_table(rows)], [loss_by_step(rows)]) for rows in self._by_task().values()]
+        return [Section(title(rows), [final_table(rows)]) for rows in self._by_task().values()]
 
 
 def range_by_bits(rows: Sequence[TrainingRow]) -> str:

@@ -1,15 +1,15 @@
-"""`python -m perf host`: times eager calls of every public op on the host, and counts their Python calls."""
+"""`python -m perf host`: times eager calls of every public op on the host."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import ClassVar
 
 from perf.harness import ranks as ranks_of
-from perf.host_calls import APART, CPU, PEERS_OP, PLAIN, SHARED, HostPlan, HostRow, count_rank, run_rank
+from perf.host_calls import APART, CPU, PEERS_OP, PLAIN, SHARED, HostPlan, HostRow, run_rank
 from perf.machine import check_world_sizes
 from perf.md import NOT_SERVED, columns, number, ratio_cell, time_cell
 from perf.ratios import extent
@@ -42,17 +42,11 @@ class Host(Report):
         return HostPlan(place, world_size, CALLS[place], options.bursts or BURSTS[place])
 
     def measure(self, plan: HostPlan) -> Iterator[HostRow | str]:
-        if plan.place != CPU:  # on the CPU no kernel is launched
-            (found,) = ranks_of.run(plan.world_size, partial(count_rank, plan))
-            plan = replace(plan, python_calls=found)
         yield from ranks_of.run(plan.world_size, partial(run_rank, plan))
 
     def line(self, row: HostRow) -> str:
         what = f"{row.method} {row.op} {row.option}".rstrip()
-        calls = "" if row.python_calls is None else f"{row.python_calls:>4} Python calls"
-        return (
-            f"{what:<70} {row.median:>9.2f} us {ratio_cell(row.of_allreduce):>6} {row.wrong:>4} wrong {calls}".rstrip()
-        )
+        return f"{what:<70} {row.median:>9.2f} us {ratio_cell(row.of_allreduce):>6} {row.wrong:>4} wrong"
 
     def sections(self) -> list[Section]:
         if not self.rows:
@@ -110,6 +104,5 @@ def host_table(rows: Sequence[HostRow]) -> str:
         "p10 - p90": lambda row: f"{number(row.time_us['p10'])} - {number(row.time_us['p90'])}",
         "of_allreduce": compared,
         "limit": lambda row: f"{row.limit:.1f}" if has_limit(row) else NOT_SERVED,
-        "Python calls": lambda row: NOT_SERVED if row.python_calls is None else row.python_calls,
     }
     return columns(rows, cells)

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
-import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.spawn import ProcessException
 from torch.nn import functional
 
 from graphar.numerics import softmax
@@ -20,20 +17,12 @@ from graphar.numerics.softmax import Terms
 from graphar.plan.call import Operands
 from graphar.plan.work import Loss
 from graphar.runtime.bind import loss
-from perf.charts import Mark, Rows
-from perf.harness import ranks as ranks_of
-from perf.harness.timing import WARM_UP, capture, deciles, time_in_turn
-from perf.machine import memory_rate
-from perf.md import NOT_SERVED, name_cell, number, ratio_cell, table, time_cell
-from perf.products import integers_of
-from perf.ratios import best_peer, group, of_best_peer, ratio, times_of_peer, words_for
-from perf.report import Arguments, Deciles, Glance, Report, Section, Timing
-from perf.topics.allreduce import OF_BEST_PEER
-from perf.topics.norm_gradients import compiled, reason, reason_of_process
+from perf import passes
+from perf.passes import BOTH, COMPILED, ITEMSIZE, OWN, TORCH, PassesPlan, Shape, compiled
+from perf.report import Arguments
 from perf.topics.norms import count_far, count_wrong
 
-Shape = tuple[int, int, int]  # rows, the columns of all ranks, ranks
-
+# rows, the columns of all ranks, ranks
 SHAPES: tuple[Shape, ...] = (
     (1, 128256, 1),
     (16, 32064, 1),
@@ -44,51 +33,30 @@ SHAPES: tuple[Shape, ...] = (
     (16384, 32064, 1),
 )
 CPU_SHAPES: tuple[Shape, ...] = ((4, 1024, 1), (16, 4096, 2))
-OWN, TORCH, COMPILED, LIGER = METHODS = ("graphar", "torch", "torch.compile", "liger")
-CPU_METHODS = (OWN, TORCH)
-FORWARD, BOTH = PASSES = ("forward", "forward and backward")
-REPEATS = {"cuda": 15, "cpu": 4}
+LIGER = "liger"
+METHODS = (OWN, TORCH, COMPILED, LIGER)
+FORWARD, _ = PASSES = ("forward", BOTH)
 FEW_CALLS_NBYTES = 1 << 30  # of logits, from which on a graph has few calls
-ITEMSIZE, MB = 2, 1 << 20  # bf16
 VERIFIED_ROWS = 64
 ROUNDINGS = 8  # to bf16, of a peer: half a machine epsilon each
 
 
 @dataclass(frozen=True)
-class LossRow(Timing):
-    """The measured and verified time of one method.
+class LossRow(passes.PassRow):
+    """One method: see :class:`PassRow`. The logits are read once for each pass, and their gradient is written.
 
     Attributes:
-        method: one of METHODS.
-        passes: one of PASSES.
         rows, columns: the shape of the bf16 logits of all ranks.
         ranks: that divide the columns; one of them is measured.
-        least_nbytes: the bytes that are read and written: the logits once for each pass, and their gradient.
-        floor_us: the time that these bytes take at the memory's rate; None if the rate is unknown.
-        peak_nbytes: the most memory that one call takes beside its operands. None for "forward", and on the CPU.
     """
 
-    world_size: ClassVar[int] = 1
-    method: str
-    passes: str
     rows: int
     columns: int
     ranks: int
-    time_us: Deciles
-    least_nbytes: int
-    floor_us: float | None
-    peak_nbytes: int | None
-    wrong: int
 
     @property
-    def what(self) -> tuple[str, ...]:
-        return self.passes, words_of((self.rows, self.columns, self.ranks))
-
-
-class LossPlan(NamedTuple):
-    device: str
-    shapes: Sequence[Shape]
-    methods: Sequence[str]
+    def words(self) -> tuple[str]:
+        return (words_of((self.rows, self.columns, self.ranks)),)
 
 
 def words_of(shape: Shape) -> str:
@@ -229,89 +197,49 @@ def wrong_of_peer(x: Tensor, target: Tensor, results: tuple[Tensor, ...]) -> int
 # ---- the measurement ------------------------------------------------------------------------------------------------
 
 
-class Trial:
-    """Runs one method. ``results`` are those of its last call."""
+class Trial(passes.Trial):
+    def __init__(self, name: str, of_passes: str, shape: Shape, x: Tensor, target: Tensor) -> None:
+        calls = 1 if not x.is_cuda else 4 if x.nbytes >= FEW_CALLS_NBYTES else 20
+        super().__init__(name, of_passes, calls, least_nbytes(of_passes, shape), x.is_cuda)
+        self.method, self.x, self.target = make_method(name, x, target, shape), x, target
 
-    def __init__(self, name: str, passes: str, method: Callable, x: Tensor, target: Tensor) -> None:
-        self.name, self.passes, self.method, self.x, self.target = name, passes, method, x, target
-        self.calls = 1 if not x.is_cuda else 4 if x.nbytes >= FEW_CALLS_NBYTES else 20
-        self.results: tuple[Tensor, ...] = ()
-        self.peak_nbytes: int | None = None
-
-    def run(self, calls: int) -> None:
-        for _ in range(calls):
-            self.results = ()
-            self.results = self.method(self.passes)
+    def call(self) -> tuple[Tensor, ...]:
+        return self.method(self.passes)
 
     def make_launch(self) -> Callable[[], None]:
-        self.run(WARM_UP)
-        if self.x.is_cuda and self.passes == BOTH:
-            self.results = ()
-            torch.cuda.synchronize()
-            before = torch.cuda.memory_allocated()
-            torch.cuda.reset_peak_memory_stats()
-            self.run(1)
-            self.peak_nbytes = torch.cuda.max_memory_allocated() - before
-        if not self.x.is_cuda or self.name == LIGER:  # which waits for the GPU
-            return partial(self.run, self.calls)
-        return capture(partial(self.run, self.calls), torch.cuda.current_stream())
+        return super().make_launch(in_graph=self.name != LIGER)  # which waits for the GPU
 
     def count_wrong(self, launch: Callable[[], None]) -> int:
-        """Runs the timed launch once more. Returns how many of the numbers that are verified are wrong."""
-        for result in self.results:
-            result.fill_(torch.nan)
-        if self.name == LIGER:
-            self.method.x = self.x.clone()
-            self.run(1)
-        else:
-            launch()
+        if self.name != LIGER:
+            return super().count_wrong(launch)
+        self.method.x = self.x.clone()
+        return super().count_wrong(partial(self.run, 1))
+
+    def wrong(self, results: tuple[Tensor, ...]) -> int:
         if self.name == OWN:
-            return wrong_of_own(self.method, self.results)
-        return wrong_of_peer(self.x, self.target, self.results)
+            return wrong_of_own(self.method, results)
+        return wrong_of_peer(self.x, self.target, results)
 
 
-def run_shapes(plan: LossPlan, rank: int, port: int) -> Iterator[LossRow | str]:
-    """Measures all methods with each shape, in a process that loads compilers and kernels once."""
-    stream = contextlib.nullcontext()
-    if plan.device == "cuda":
-        torch.cuda.set_device(0)
-        ranks_of.raise_clocks(torch.device("cuda", 0))
-        stream = torch.cuda.stream(torch.cuda.Stream())
-    with stream:
-        for shape in plan.shapes:
-            try:
-                yield from rows_of(plan, shape)
-            except Exception as error:
-                yield f"{words_of(shape)}: {reason(error)}"
-            torch.compiler.reset()  # it compiles one function for a few shapes only
-
-
-def rows_of(plan: LossPlan, shape: Shape) -> Iterator[LossRow | str]:
+def rows_of(plan: PassesPlan, shape: Shape) -> Iterator[LossRow | str]:
     rows, columns, ranks = shape
     generator = torch.Generator(plan.device).manual_seed(0)
     x = 3 * torch.randn(rows, columns // ranks, dtype=torch.bfloat16, device=plan.device, generator=generator)
     target = torch.randint(columns // ranks, (rows,), device=plan.device, generator=generator)
-    rate, ready = memory_rate() if plan.device == "cuda" else None, []
-    for name in plan.methods:
-        for passes in PASSES[name == LIGER :]:
-            try:
-                trial = Trial(name, passes, make_method(name, x, target, shape), x, target)
-                ready.append((trial, trial.make_launch()))
-            except Exception as error:
-                yield ", ".join((name, passes, words_of(shape))) + f": {reason(error)}"
-    time_of = ranks_of.host_time_us if plan.device == "cpu" else ranks_of.graph_time_us
-    times = time_in_turn([launch for _, launch in ready], REPEATS[plan.device], time_of)
-    for (trial, launch), of_trial in zip(ready, times, strict=True):
-        nbytes, time_us = least_nbytes(trial.passes, shape), deciles([time / trial.calls for time in of_trial])
-        found = time_us, nbytes, nbytes / rate / 1e3 if rate else None, trial.peak_nbytes, trial.count_wrong(launch)
-        yield LossRow(trial.name, trial.passes, *shape, *found)
+    trials = (
+        (", ".join((name, of_passes, words_of(shape))), partial(Trial, name, of_passes, shape, x, target))
+        for name in plan.methods
+        for of_passes in passes_of(name)
+    )
+    yield from passes.measure(plan.device, trials, lambda *found: LossRow(*found, *shape))
 
 
-# ---- the topic ------------------------------------------------------------------------------------------------------
+def passes_of(method: str) -> Sequence[str]:
+    return PASSES[method == LIGER :]
 
 
 @dataclass
-class Losses(Report):
+class Losses(passes.Passes):
     rows: list[LossRow] = field(default_factory=list)
 
     order: ClassVar[int] = 24
@@ -320,87 +248,18 @@ class Losses(Report):
         quick_on_gpus="--shapes 4096x32064x1",
         quick_on_cpu="--shapes 4x1024x1",
     )
-    has_spread: ClassVar[bool] = True
+    passes: ClassVar = PASSES
+    compared: ClassVar = BOTH
+    methods: ClassVar = METHODS
+    shapes: ClassVar = (SHAPES, CPU_SHAPES)
+    numbers: ClassVar = (
+        "rows, columns of all ranks, and ranks, such as 4096x128256x8 (default: seven, from 1 to 16384 rows)"
+    )
+    metavar: ClassVar = "MxVxN"
+    header: ClassVar = ("rows x columns / ranks",)
+    rows_of: ClassVar = staticmethod(rows_of)
+    words_of: ClassVar = staticmethod(words_of)
 
     @classmethod
-    def add_options(cls, parser: argparse.ArgumentParser) -> None:
-        text = "rows, columns of all ranks, and ranks, such as 4096x128256x8 (default: seven, from 1 to 16384 rows)"
-        parser.add_argument("--shapes", type=shape_of, nargs="+", metavar="MxVxN", help=text)
-
-    @classmethod
-    def plan(cls, options: argparse.Namespace, gpu_count: int) -> LossPlan:
-        device, shapes, methods = ("cuda", SHAPES, METHODS) if gpu_count else ("cpu", CPU_SHAPES, CPU_METHODS)
-        return LossPlan(device, options.shapes or shapes, methods)
-
-    def measure(self, plan: LossPlan) -> Iterator[LossRow | str]:
-        try:
-            yield from ranks_of.run(1, partial(run_shapes, plan))
-        except ProcessException as error:
-            yield reason_of_process(error)
-
-    @classmethod
-    def count(cls, plan: LossPlan) -> int:
-        return len(plan.shapes) * sum(len(PASSES[name == LIGER :]) for name in plan.methods)
-
-    def sections(self) -> list[Section]:
-        sections = []
-        for passes in PASSES:
-            if cases := cases_of(self.rows, passes):
-                sections.append(Section(passes.capitalize(), [comparison(cases)], [ratio_chart(passes, cases)]))
-        peaks = peak_table(cases_of(self.rows, BOTH))
-        return [*sections, Section("Peak memory of forward and backward", [peaks])] if peaks else sections
-
-    def glance(self) -> Glance:
-        over = words_for([row.method for row in self.rows if row.is_peer], {})
-        named = {words_of(case): of_peer for case, of_peer in of_best_peer(cases_of(self.rows, BOTH)).items()}
-        return Glance(f"graphar's time of forward and backward / that of {over}, by shape", named, NOT_SERVED)
-
-
-def shape_of(text: str) -> Shape:
-    """Returns rows, columns and ranks. Raises ValueError unless ``text`` is three positive integers, as in 8x512x2."""
-    rows, columns, ranks = integers_of(text, 3)
-    return rows, columns, ranks
-
-
-Cases = dict[Shape, dict[str, LossRow]]
-
-
-def cases_of(rows: Sequence[LossRow], passes: str) -> Cases:
-    """Returns the rows by shape and method."""
-    cases = group([row for row in rows if row.passes == passes], lambda row: (row.rows, row.columns, row.ranks))
-    return {case: {row.method: row for row in of_case} for case, of_case in cases.items()}
-
-
-def methods_of(cases: Cases) -> list[str]:
-    return [name for name in METHODS if any(name in rows for rows in cases.values())]
-
-
-def comparison(cases: Cases) -> str:
-    methods, lines = methods_of(cases), []
-    for shape, rows in cases.items():
-        any_row, own, peer = next(iter(rows.values())), rows.get(OWN), best_peer(rows.values())
-        cells = [words_of(shape), *(time_cell(rows.get(name)) for name in methods)]
-        cells += [name_cell(peer), ratio_cell(ratio(own, peer))]
-        cells += [number(any_row.least_nbytes / MB), number(any_row.floor_us)]
-        of_floor = own and any_row.floor_us and not own.wrong and own.median / any_row.floor_us
-        lines.append([*cells, number(of_floor) if of_floor else NOT_SERVED])
-    header = ["rows x columns / ranks", *(f"{name} (us)" for name in methods)]
-    return table([*header, "best peer", "of_best_peer", "least (MB)", "least (us)", "graphar / least"], lines)
-
-
-def peak_table(cases: Cases) -> str:
-    """Returns a table with the peak memory of each method; an empty string if it was not measured."""
-    methods, lines = methods_of(cases), []
-    for shape, rows in cases.items():
-        peaks = [rows[name].peak_nbytes if name in rows else None for name in methods]
-        if any(peaks):
-            lines.append([words_of(shape), *(number(None if peak is None else peak / MB) for peak in peaks)])
-    return table(["rows x columns / ranks", *(f"{name} (MB)" for name in methods)], lines) if lines else ""
-
-
-def ratio_chart(passes: str, cases: Cases) -> Rows:
-    """Plots graphar's time / the best peer's time, with a row for each shape."""
-    marks = []
-    for case, of_peer in of_best_peer(cases).items():
-        marks.append(Mark(words_of(case), OWN, of_peer, f"{words_of(case)}: {times_of_peer(of_peer, cases[case])}"))
-    return Rows(f"{passes.capitalize()}: time / best peer's time", marks, OF_BEST_PEER, 1.0)
+    def count(cls, plan: PassesPlan) -> int:
+        return len(plan.shapes) * sum(len(passes_of(name)) for name in plan.methods)

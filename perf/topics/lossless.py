@@ -36,7 +36,7 @@ from perf.md import NOT_SERVED, ratio_cell, table, time_cell
 from perf.models.tasks import ByteTransformer, load_bytes
 from perf.peers import catalogue
 from perf.ratios import group, ratio
-from perf.report import Arguments, Glance, Section, Timed, Timing, timed_rows
+from perf.report import Arguments, Glance, Result, Section
 from perf.topics import quantized
 from perf.topics.allreduce import SIZE
 
@@ -122,21 +122,6 @@ def entropy_of(counts: Tensor) -> float:
 
 def whole_tiles(x: Tensor) -> Tensor:
     return x.flatten()[: x.numel() // TILE_NUMEL * TILE_NUMEL]
-
-
-@dataclass(frozen=True)
-class Result(Timing):
-    """The verified time of one method in one case."""
-
-    method: str
-    world_size: int
-    what: tuple[str, ...]
-    time_us: Mapping[str, float]
-    wrong: int
-
-    @property
-    def is_own(self) -> bool:
-        return self.method != "nccl"
 
 
 @dataclass(frozen=True)
@@ -346,9 +331,6 @@ class Lossless(BetweenRanks):
             return Glance("per element, by kind of data; times need GPUs", figure=figure)
         return Glance("time with compression / time without it, by size and kind of data", ratios)
 
-    def timed(self) -> list[Timed]:
-        return timed_rows(self.verified())
-
 
 def ratio_table(rows: Sequence[LosslessRow], method: str) -> str:
     """Returns a table with a row for each kind of data: its bits, and lossless time / ``method``'s time by size."""
@@ -385,8 +367,7 @@ def ratio_plot(rows: Sequence[LosslessRow]) -> Plot | None:
     lines = []
     for kind, mine in group(rows, lambda row: row.data).items():
         points = [(row, over) for row in mine if (over := row.over("plain")) is not None]
-        hints = [f"{row.bits:.2f} bits: {row.lossless_us:.1f} us, plain {row.plain_us:.1f} us" for row, _ in points]
         if points:
-            lines.append(Line(kind, [(row.nbytes, over) for row, over in points], hints))
+            lines.append(Line(kind, [(row.nbytes, over) for row, over in points]))
     axis = Axis("time / plain time", form="{:.2f}".format)
-    return Plot("Time / plain time, by kind of data", lines, SIZE, axis, [(1.0, "plain")]) if lines else None
+    return Plot("Time / plain time, by kind of data", lines, SIZE, axis, 1.0) if lines else None

@@ -26,14 +26,14 @@ from perf.harness.verify import LOGITS_TOLERANCE, again, compare_logits
 from perf.md import NOT_SERVED, columns, method_cell, plural, ratio_cell
 from perf.models import bench, generation, sequence
 from perf.models import decoder as decoding
-from perf.models.bench import UNSHARDED, BenchPlan, BenchRow, ModelBench, by_title, compared, error_cell, whole_columns
-from perf.models.generation import CallRow, GenerationPlan, GenerationRow
+from perf.models.bench import UNSHARDED, BenchPlan, BenchRow, ModelBench, by_title, error_cell, whole_columns
+from perf.models.generation import GenerationPlan, GenerationRow
 from perf.models.sequence import SequencePlan, SequenceRow
 from perf.peers import catalogue
 from perf.peers.matmuls import after_matmul, torch_mm
 from perf.peers.methods import Method
 from perf.ratios import best, best_peer, ratio, words_for
-from perf.report import Arguments, Glance, Section, Spread, Timed, Timing, timed_rows
+from perf.report import Arguments, Glance, Section, Spread, Timing
 from perf.topics.allreduce import FAMILIES
 from perf.topics.norms import compiled
 
@@ -219,14 +219,13 @@ def run_plan(plan: BenchPlan, rank: int, port: int) -> Iterator[AnyRow | str]:
 
 EXACT = ("graphar", MATMUL, NORM, BOTH, *sequence.OWN)  # graphar's methods without a codec
 
-AnyRow = ModelRow | GenerationRow | CallRow | SequenceRow
+AnyRow = ModelRow | GenerationRow | SequenceRow
 
 
 @dataclass
 class Model(BetweenRanks):
     rows: list[ModelRow] = field(default_factory=list)
     generations: list[GenerationRow] = field(default_factory=list)
-    calls: list[CallRow] = field(default_factory=list)
     sequences: list[SequenceRow] = field(default_factory=list)
 
     order: ClassVar[int] = 12
@@ -236,7 +235,7 @@ class Model(BetweenRanks):
     )
     has_spread: ClassVar[bool] = True
     work: ClassVar = staticmethod(run_plan)
-    added_fields: ClassVar[tuple[str, ...]] = ("skipped", "generations", "calls", "sequences")
+    added_fields: ClassVar[tuple[str, ...]] = ("skipped", "generations", "sequences")
 
     @classmethod
     def add_options(cls, parser: argparse.ArgumentParser) -> None:
@@ -292,30 +291,16 @@ class Model(BetweenRanks):
         return plans
 
     def verified(self) -> Sequence[Timing]:
-        return [row for row in (*self.rows, *self.generations) if row.error is not None] + self.calls + self.sequences
+        return [row for row in (*self.rows, *self.generations) if row.error is not None] + self.sequences
 
-    def timed(self) -> list[Timed]:
-        return timed_rows([*self.rows, *self.generations, *self.calls, *self.sequences])
-
-    def findings(self) -> list[str]:
-        """Returns a sentence for each step (extrapolated to all layers), each generation and each call."""
-        if self.wrong():
-            return []
-        words = {
-            in_words: self.rows,
-            generation.in_words: self.generations,
-            generation.call_in_words: self.calls,
-            sequence.in_words: self.sequences,
-        }
-        lines = [sentence(case) for sentence, rows in words.items() for case in by_title(rows).values()]
-        return [line for line in lines if line]
+    def timed(self) -> Sequence[Timing]:
+        return [*self.rows, *self.generations, *self.sequences]
 
     def sections(self) -> list[Section]:
         found = [Section(title, [step_table(rows)]) for title, rows in by_title(self.rows).items()]
         found += [Section(title, [generation.table_of(rows)]) for title, rows in by_title(self.generations).items()]
-        found += [Section(title, [generation.call_table(rows)]) for title, rows in by_title(self.calls).items()]
-        if self.calls:
-            found.append(Section("How generation and calls were measured", [generation.NOTES]))
+        if self.generations:
+            found.append(Section("How generation was measured", [generation.NOTES]))
         found += [Section(title, [sequence.table_of(rows)]) for title, rows in by_title(self.sequences).items()]
         if self.sequences:
             found.append(Section("How sequence parallelism was measured", [sequence.NOTES]))
@@ -338,21 +323,6 @@ def shape_of(options: argparse.Namespace, default: str, world_size: int) -> tupl
     if not 1 <= layers <= size.layers:
         sys.exit(f"--layers must be from 1 to the {size.layers} of {size.name}")
     return size.name, layers
-
-
-def in_words(rows: Mapping[str, ModelRow]) -> str:
-    """Returns a sentence that compares graphar's best method with the best peer, for a step of the whole model.
-
-    The sentence is empty if one of them was not measured.
-    """
-    peer, own, alone = best_peer(rows.values()), best_own(rows), rows.get(ALONE)
-    if not (peer and own and alone):
-        return ""
-    told = [f"{row.method} {row.whole_us / 1e3:.4g} ms, {share(row, alone):.0%} communication" for row in (peer, own)]
-    layers = decoding.SIZES[own.size].layers
-    known = "" if layers == own.layers else f" (extrapolated from {own.layers})"
-    what = f"{own.what[-1]}, {layers} layers of {own.size} on {own.world_size} ranks{known}"
-    return compared(what, told, own, peer)
 
 
 def step_table(rows: Mapping[str, ModelRow]) -> str:

@@ -308,9 +308,8 @@ def times(rows: Sequence[NormRow]) -> Plot:
     lines = []
     for method in dict.fromkeys(row.method for row in rows):
         mine = [row for row in rows if row.method == method]
-        hints = [f"{plural(row.tokens, 'token')}: {row.median:.4g} us" for row in mine]
         band = [(row.time_us["p10"], row.time_us["p90"]) for row in mine]
         wrong = frozenset(at for at, row in enumerate(mine) if row.wrong)
-        lines.append(Line(method, [(row.tokens, row.median) for row in mine], hints, band, wrong))
+        lines.append(Line(method, [(row.tokens, row.median) for row in mine], band, wrong))
     note = "Lines are medians, bands are the 10th to 90th percentile."
     return Plot("Time by tokens", lines, TOKEN_AXIS, TIME, note=note)

@@ -20,10 +20,10 @@ from perf.between_ranks import BetweenRanks
 from perf.charts import Axis, Line, Plot
 from perf.harness import sweep
 from perf.harness.cases import SIZES, LinkCeiling, Row, SizesPlan
-from perf.md import NOT_SERVED, ratio_cell, table, time_table
+from perf.md import ratio_cell, table, time_table
 from perf.peers.catalogue import CODEC_METHODS
 from perf.ratios import best_peer, by_method, geometric_mean, ratio, words_for
-from perf.report import Arguments, Glance, Section, Timed, timed_rows
+from perf.report import Arguments, Glance, Section
 from perf.topics.allreduce import FAMILIES, HEAD, AllReduce, add_sizes, named_sizes
 
 MIN_NBYTES = 256 * KB
@@ -206,8 +206,6 @@ class Quantized(BetweenRanks):
                 time_table("size", named),
                 "Time / the best peer's time (of_best_peer):",
                 ratio_table(named),
-                "Wire bandwidth in one direction:",
-                wire_table(named),
             ]
             found.append(Section(f"Times, {world_size} ranks", body))
         for world_size in dict.fromkeys(row.world_size for row in self.errors):
@@ -229,8 +227,8 @@ class Quantized(BetweenRanks):
         words = f"time with a codec / the time of {over}, from 16 MB up, by codec, {world_size} ranks; {of_errors}"
         return Glance(words.removesuffix("; "), ratios)
 
-    def timed(self) -> list[Timed]:
-        return timed_rows(self.times)
+    def timed(self) -> Sequence[Row]:
+        return self.times
 
 
 def ratio_table(cases: Mapping[str, Mapping[str, Row]]) -> str:
@@ -243,22 +241,6 @@ def ratio_table(cases: Mapping[str, Mapping[str, Row]]) -> str:
         peer = best_peer(rows.values())
         lines.append([case, *(ratio_cell(ratio(rows.get(name), peer)) for name in methods)])
     return table(["size", *methods], lines)
-
-
-def wire_table(cases: Mapping[str, Mapping[str, Row]]) -> str:
-    """Returns a table of the GB/s that graphar's methods with a codec send. It has a row for each size."""
-    methods = [name for name in dict.fromkeys(n for rows in cases.values() for n in rows) if name in CODEC_METHODS]
-    lines = []
-    for case, rows in cases.items():
-        found = (rows.get(name) for name in methods)
-        lines.append([case, *(f"{wire_rate(row):.0f}" if row and not row.wrong else NOT_SERVED for row in found)])
-    return table(["size", *(f"{name} (GB/s)" for name in methods)], lines)
-
-
-def wire_rate(row: Row) -> float:
-    """Returns the GB/s that a rank sends, counted in encoded bytes."""
-    nbytes = codec(row.method.removeprefix(CODEC_PREFIX)).wire_nbytes(row.nbytes // 2)
-    return 2 * (row.world_size - 1) / row.world_size * nbytes / row.median / 1e3
 
 
 def error_table(rows: Sequence[ErrorRow]) -> str:
@@ -298,7 +280,6 @@ def error_plot(report: Quantized) -> Plot:
         mine = [row for row in report.errors if (row.world_size, row.data) == (world_size, data) and x_of[row.codec]]
         mine.sort(key=lambda row: x_of[row.codec])
         points = [(x_of[row.codec], row.relative_l2) for row in mine]
-        hints = [f"{row.codec}: {row.relative_l2:.2e} at {x_of[row.codec]:.3g}" for row in mine]
-        lines.append(Line(data, points, hints))
+        lines.append(Line(data, points))
     label = "time / best peer's, from 16 MB up" if ratios else "bits of an element on the wire"
     return Plot(f"Errors of codecs, {world_size} ranks", lines, Axis(label), Axis("relative L2 error", 10))

@@ -25,11 +25,12 @@ from perf.harness.verify import differs
 from perf.md import NOT_SERVED, columns, plural
 from perf.models import decoder as decoding
 from perf.ratios import group
-from perf.report import Arguments, Deciles, Glance, Section, Spread, Timed
+from perf.report import Arguments, Deciles, Glance, Result, Section, Spread
 
 SIZE, LAYERS, CYCLES = "llama-3-70b", 4, 11
 REPLAYS = 3  # after each resumption. Scratch has two or more copies of its slots, which calls use in turn.
 OVERWRITTEN = 7.0  # what the result holds before each replay
+CALLS = ("suspend", "resume", "step after")  # what is timed
 NEEDED = "suspend and resume: needs at least 2 GPUs"
 
 
@@ -312,9 +313,6 @@ class Suspend(BetweenRanks):
         freed = f"{mb(row.freed_nbytes)} of {mb(row.held_nbytes)} MB freed"
         return f"{row.world_size:>2} ranks {row.words:<36} {times}, {freed} {row.wrong:>6} wrong"
 
-    def findings(self) -> list[str]:
-        return [in_words(row) for row in self.rows if not row.wrong]
-
     def sections(self) -> list[Section]:
         found = []
         for (world_size, model), rows in group(self.rows, lambda row: (row.world_size, row.what[0])).items():
@@ -338,15 +336,12 @@ class Suspend(BetweenRanks):
         ratios = {f"{row.words}, {plural(row.world_size, 'rank')}": row.slowdown for row in self.rows}
         return "Time of a step after the last resumption / before the first suspension", ratios
 
-    def timed(self) -> list[Timed]:
-        found = []
-        for row in self.rows:
-            what = plural(row.world_size, "rank"), *row.what
-            times = {"suspend": row.suspend_us, "resume": row.resume_us, "step after": row.after_us}
-            for name, time_us in times.items():
-                median, low, high = time_us.values()
-                found.append(Timed((name, *what), median, bool(row.wrong), row.is_own, low, high))
-        return found
+    def timed(self) -> list[Result]:
+        return [
+            Result(name, row.world_size, row.what, time_us, row.wrong)
+            for row in self.rows
+            for name, time_us in zip(CALLS, (row.suspend_us, row.resume_us, row.after_us), strict=True)
+        ]
 
 
 def ms(time_us: float) -> str:
@@ -355,14 +350,6 @@ def ms(time_us: float) -> str:
 
 def mb(nbytes: int) -> str:
     return f"{nbytes / MB:.1f}"
-
-
-def in_words(row: SuspendRow) -> str:
-    """Returns a sentence on one case."""
-    suspend, resume = (f"{ms(one['median'])} ms" for one in (row.suspend_us, row.resume_us))
-    given = f"suspend() gives {row.freed_share:.0%} of {mb(row.held_nbytes)} MB back in {suspend}"
-    step = f"A step then takes {row.slowdown:.2f} of its time before."
-    return f"{plural(row.world_size, 'rank')}, {row.words}: {given}, and resume() takes {resume}. {step}"
 
 
 def memory_table(rows: Sequence[SuspendRow]) -> str:

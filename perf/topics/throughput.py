@@ -22,7 +22,6 @@ from graphar.numerics.codecs import Codec, codec
 from graphar.ops.preparation import prepare
 from graphar.runtime.registry import engine_of_group
 from perf import training_steps
-from perf.charts import Axis, Mark, Rows
 from perf.harness import ranks as ranks_of
 from perf.harness.ranks import ProcessRanks, Ranks, agreed
 from perf.md import NOT_SERVED, columns, table
@@ -386,12 +385,12 @@ class Throughput(training_steps.TrainingReport):
         by_model = list(group(self.rows, lambda row: row.model).values())
         if not by_model:
             return []
-        found = [Section("All models", [overview(by_model)], [step_chart(self.rows), communication_chart(self.rows)])]
+        found = [Section("All models", [overview(by_model)])]
         for rows in by_model:
             one = rows[0]
             ranks = f"{one.world_size} ranks, batch of {one.batch_size} per rank"
             title = f"{one.model}: {one.parameters:,} parameters, {ranks}"
-            found.append(Section(title, [*communication_shares(rows), details(rows)]))
+            found.append(Section(title, [details(rows)]))
         return found
 
     def glance(self) -> Glance:
@@ -418,16 +417,6 @@ def overview(by_model: Sequence[Sequence[ThroughputRow]]) -> str:
     return table(["model, items", "torch's own (items/s)", *(f"{name} (of_torch)" for name in names)], lines)
 
 
-def communication_shares(rows: Sequence[ThroughputRow]) -> list[str]:
-    """Returns a sentence on exposed communication with exact gradients, as a share of a step."""
-    alone = training_steps.alone_ms(rows)
-    compared = [row for row in rows if row.way.is_naive or row.way.is_baseline or str(row.way) == "exact"]
-    if alone is None or not any(row.way.is_naive for row in compared):
-        return []
-    told = [f"{row.way} {1 - alone / row.step_ms:.1%}" for row in compared]
-    return [f"Exposed communication as a share of a step, with exact gradients: {', '.join(told)}."]
-
-
 def details(rows: Sequence[ThroughputRow]) -> str:
     """Returns the table of one model's reductions."""
     alone = training_steps.alone_ms(rows)
@@ -447,31 +436,3 @@ def details(rows: Sequence[ThroughputRow]) -> str:
 
 def flagged(text: str, row: ThroughputRow) -> str:
     return text if row.same_bits else f"{text} **(WRONG)**"
-
-
-def step_chart(rows: Sequence[ThroughputRow]) -> Rows:
-    """Charts step time with graphar's reductions / step time with the built-in all-reduce, for each model."""
-    base = {row.model: row for row in rows if row.way.is_baseline and row.same_bits}
-    marks = [
-        _mark(row, row.step_ms / base[row.model].step_ms)
-        for row in rows
-        if row.model in base and row.way.backend == "graphar"
-    ]
-    return training_steps.ratio_chart("Step time / torch's own reduction", marks)
-
-
-def communication_chart(rows: Sequence[ThroughputRow]) -> Rows:
-    """Charts exposed communication as a share of each model's step, with exact gradients."""
-    alone = {row.model: row.step_ms for row in rows if row.way.is_alone}
-    exact = [row for row in rows if row.way.codec is None and row.model in alone and not row.way.is_alone]
-    exact.sort(key=lambda row: row.way.backend != "graphar")  # graphar's row comes first and has the first colour
-    marks = [_mark(row, 100 * (1 - alone[row.model] / row.step_ms)) for row in exact]
-    naive = "One by one and flattened are blocking all-reduces after the backward pass. The others overlap with it."
-    note = naive if any(row.way.is_naive for row in exact) else ""
-    order = list(dict.fromkeys(row.model for row in rows))
-    return Rows("Communication in a step", marks, Axis("share (%)"), note=note, order=order)
-
-
-def _mark(row: ThroughputRow, value: float) -> Mark:
-    hint = f"{row.model}, {row.way}: {row.throughput:,.0f} {row.unit}/s, {row.step_ms:.2f} ms a step"
-    return Mark(row.model, str(row.way), value, hint, wrong=not row.same_bits)

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import groupby, pairwise
+from itertools import groupby
 from typing import ClassVar
 
 import torch
@@ -21,18 +21,16 @@ from torch.nn.parallel import DistributedDataParallel
 
 import graphar
 from graphar.numerics.codecs import Codec
-from perf.charts import Axis, Line, Plot
 from perf.harness import ranks as ranks_of
 from perf.harness.ranks import ProcessRanks
 from perf.md import NOT_SERVED, table
 from perf.models.tasks import TASKS, Data, Task
 from perf.ratios import group
-from perf.report import Arguments, Glance, Section, Timed
+from perf.report import Arguments, Glance, Section
 from perf.training_steps import TrainingReport, loss_of, same_on_all_ranks
 
 SEEDS, CPU_SEEDS = 3, 1
 WARM_UP_STEPS = 5  # the first steps, which are not timed
-CURVE_POINTS = 50  # the most points of a loss curve
 BITS, BUCKET_SIZES = (8, 6, 5, 4, 2), (128, 1024)
 FEEDBACK_MAX_BITS = 4  # codecs of at most 4 bits are also run with error feedback
 
@@ -65,7 +63,6 @@ class Outcome:
         time_s: the time of all steps, without evaluation.
         step_ms: the mean time of a step, without the first WARM_UP_STEPS steps.
         same_bits: whether all ranks ended with the same parameters, bit for bit.
-        losses: the loss curve. It has the mean training loss over all ranks in each interval of steps.
     """
 
     train_loss: float
@@ -76,7 +73,6 @@ class Outcome:
     step_ms: float
     parameters: int
     same_bits: bool
-    losses: list[float] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -113,12 +109,6 @@ class TrainingRow:
     @property
     def sent_nbytes(self) -> float:
         return self.outcome.parameters * self.bits / 8 * 2 * (self.world_size - 1) / self.world_size
-
-    @property
-    def curve(self) -> list[tuple[float, float]]:
-        """Points of the loss curve: the middle step and the mean loss of each interval. Empty if not recorded."""
-        middles = [(begin + end + 1) / 2 for begin, end in pairwise(intervals(self.run.steps))]
-        return list(zip(middles, self.outcome.losses, strict=True)) if self.outcome.losses else []
 
     def configuration(self) -> tuple:
         """Returns a key of everything but the seed."""
@@ -185,15 +175,12 @@ def train(task: Task, data: Data, run: Run, device: torch.device) -> Outcome:
         ranks.register_comm_hook(None, hook_of(run))
     optimizer = torch.optim.AdamW(ranks.parameters(), lr=task.learning_rate)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, run.steps)
-    losses = []
     begin = time.perf_counter()
     for step, (x, y) in enumerate(batches(task, data, run)):
         if step == WARM_UP_STEPS:
             settled = finished(device)
         optimizer.zero_grad()
-        loss = loss_of(ranks(x.to(device)), y.to(device))
-        loss.backward()
-        losses.append(loss.detach())  # stays on the device: reading it would delay the next step
+        loss_of(ranks(x.to(device)), y.to(device)).backward()
         optimizer.step()
         schedule.step()
     end = finished(device)
@@ -206,22 +193,7 @@ def train(task: Task, data: Data, run: Run, device: torch.device) -> Outcome:
         step_ms=(end - settled) / (run.steps - WARM_UP_STEPS) * 1e3,
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         same_bits=same_on_all_ranks(model),
-        losses=curve_of(torch.stack(losses)),
     )
-
-
-def intervals(steps: int) -> list[int]:
-    """Returns the bounds of the loss curve's intervals: the first step of each interval, and the number of steps."""
-    points = min(CURVE_POINTS, steps)
-    return [steps * point // points for point in range(points + 1)]
-
-
-def curve_of(losses: Tensor) -> list[float]:
-    """Returns the mean loss of each interval of steps, over all ranks. Collective."""
-    bounds = intervals(len(losses))
-    means = torch.stack([losses[begin:end].mean() for begin, end in pairwise(bounds)]).double()
-    dist.all_reduce(means)
-    return [mean if math.isfinite(mean) else math.inf for mean in (means / dist.get_world_size()).tolist()]
 
 
 def hook_of(run: Run):
@@ -335,11 +307,7 @@ class Training(TrainingReport):
         return [f"{task}: {conclusion(rows)}" for task, rows in self._by_task().items()]
 
     def sections(self) -> list[Section]:
-        found = []
-        for rows in self._by_task().values():
-            figures = [loss_by_step(rows)] if any(row.curve for row in rows) else []
-            found.append(Section(title(rows), [run_table(rows)], figures))
-        return found
+        return [Section(title(rows), [run_table(rows)]) for rows in self._by_task().values()]
 
     def _by_task(self) -> dict[str, list[TrainingRow]]:
         return {task: list(rows) for task, rows in groupby(self.rows, key=lambda row: row.task)}
@@ -350,16 +318,6 @@ class Training(TrainingReport):
         if not near + far:
             return Glance("no codec was trained with")
         return Glance(self.reached, figure=f"{near} of {near + far}")
-
-    def timed(self) -> list[Timed]:
-        found = []
-        for rows in by_configuration(self.rows):
-            one = rows[0]
-            bucket = f"buckets of {one.run.codec.bucket_size}" if one.run.codec else ""
-            what = one.backend, f"{one.world_size} ranks", one.task, f"{one.mode}, {one.bits:g} bits", bucket
-            wrong = not all(row.outcome.same_bits for row in rows)
-            found.append(Timed(what, mean(rows, "step_ms") * 1e3, wrong, one.is_own))
-        return found
 
 
 # By task, the module that has its data, and how to install it.
@@ -448,37 +406,3 @@ def _spread(rows: Sequence[TrainingRow], name: str) -> float:
 
 def _figure(rows: Sequence[TrainingRow], name: str, form: Callable[[float], str]) -> str:
     return form(mean(rows, name)) + (f" ± {form(_spread(rows, name))}" if len(rows) > 1 else "")
-
-
-def loss_by_step(rows: Sequence[TrainingRow]) -> Plot:
-    """Plots the training loss with exact gradients and with some codecs. Each line is a mean over the seeds."""
-    lines = []
-    for runs in drawn(rows):
-        curves = [row.curve for row in runs if row.curve]
-        points = [(step[0][0], statistics.fmean(loss for _, loss in step)) for step in zip(*curves, strict=True)]
-        codec = runs[0].run.codec
-        name = f"{codec.bits} bits" + (", EF" if runs[0].run.error_feedback else "") if codec else "exact"
-        lines.append(Line(name, points))
-    codec = next((row.run.codec for row in rows if row.run.codec), None)
-    of_codecs = f" {codec.bucket_size} elements share a scale. EF: with error feedback." if codec else ""
-    note = f"Each point is a mean over ranks, seeds and several steps.{of_codecs}"
-    return Plot("Training loss by step", lines, Axis("step"), Axis("training loss (nats)", 10), note=note)
-
-
-DRAWN_BITS = (8, 6, 4, 2)
-
-
-def drawn(rows: Sequence[TrainingRow]) -> list[list[TrainingRow]]:
-    """Returns the groups of runs to draw. They are few, so that lines can be told apart.
-
-    They are the last backend with exact gradients, one codec for each of DRAWN_BITS, and the codec of fewest bits with
-    error feedback. Among codecs of equal bits, stochastic rounding is preferred, and then the smallest bucket.
-    """
-    codecs = [runs for runs in by_configuration(rows) if runs[0].run.codec]
-    plain = [runs for runs in codecs if not runs[0].run.error_feedback and runs[0].run.codec.bits in DRAWN_BITS]
-    plain.sort(key=lambda runs: (-runs[0].run.codec.bits, runs[0].run.codec.rounding == "nearest"))
-    each = [next(of_bits) for _, of_bits in groupby(plain, key=lambda runs: runs[0].run.codec.bits)]
-    fed_back = [runs for runs in codecs if runs[0].run.error_feedback]
-    fewest = min(fed_back, key=lambda runs: runs[0].run.codec.bits, default=None)
-    exact = [runs for runs in by_configuration(rows) if not runs[0].run.codec]
-    return exact[-1:] + each + ([fewest] if fewest else [])

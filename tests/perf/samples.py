@@ -6,10 +6,11 @@ from dataclasses import replace
 
 from graphar.numerics.codecs import codec
 from perf.harness.cases import Case, make_row
-from perf.harness.links import Reading, utilisation
+from perf.harness.links import utilisation
 from perf.host_calls import SHARED, HostRow
-from perf.models.generation import CallRow, GenerationRow
+from perf.models.generation import GenerationRow
 from perf.models.sequence import SequenceRow
+from perf.passes import BOTH
 from perf.products import ProductRow
 from perf.timeline import Event, Lane, Mean, Timeline
 from perf.topics.allreduce import AllReduce
@@ -32,7 +33,7 @@ from perf.topics.losses import Losses, LossRow
 from perf.topics.lossless import Lossless, LosslessRow
 from perf.topics.matmul import TORCH, Matmul, MatmulRow
 from perf.topics.model import Model, ModelRow
-from perf.topics.norm_gradients import BACKWARD, BOTH, NormGradientRow, NormGradients, least_nbytes
+from perf.topics.norm_gradients import BACKWARD, NormGradientRow, NormGradients, least_nbytes
 from perf.topics.norms import NormRow, Norms
 from perf.topics.quantized import ErrorRow, Quantized
 from perf.topics.slow_links import SlowLinks, SlowRow
@@ -89,16 +90,16 @@ def norm_gradient_row(method, time_us, passes=BACKWARD, shape=(4096, 8192), summ
     nbytes = least_nbytes(passes, shape, summed)
     peak_nbytes = 192 << 20 if passes == BOTH else None
     time = spread(time_us, "p90")
-    found = NormGradientRow(method, passes, *shape, summed, time, nbytes, nbytes / 4e6, peak_nbytes, wrong=0)
+    found = NormGradientRow(method, passes, time, nbytes, nbytes / 4e6, peak_nbytes, 0, *shape, summed)
     return replace(found, **more)
 
 
-def loss_row(method, time_us, passes="forward", **more):
+def loss_row(method, time_us, passes="forward and backward", **more):
     """A row of 4096 x 32064 logits, whose bytes take 60 us for each time that they are read or written."""
     peak_nbytes, times = (None, 1) if passes == "forward" else (256 << 20, 3)
     nbytes = times * 4096 * 32064 * 2
     time = spread(time_us, "p90")
-    found = LossRow(method, passes, 4096, 32064, 1, time, nbytes, 60.0 * times, peak_nbytes, wrong=0)
+    found = LossRow(method, passes, time, nbytes, 60.0 * times, peak_nbytes, 0, 4096, 32064, 1)
     return replace(found, **more)
 
 
@@ -119,7 +120,7 @@ def fsdp_row(method, step_ms, **more):
 def host_row(op, time_us, ratio, option="", limit=1.5, outputs=1, wrong=0, **more):
     """A row between 2 ranks that share a GPU."""
     time_us = spread(time_us, "p90")
-    return replace(HostRow("graphar", op, option, outputs, SHARED, 2, time_us, ratio, limit, 4, wrong), **more)
+    return replace(HostRow("graphar", op, option, outputs, SHARED, 2, time_us, ratio, limit, wrong), **more)
 
 
 def sequence_row(method, time_us, gradient_error=0.02, wrong=0):
@@ -166,7 +167,7 @@ def suspend_row(**more):
     return replace(found, **more)
 
 
-OUTCOME = Outcome(0.5, 0.9, 0.6, 0.8, 1.0, 4.0, 1000, True, [2.0 / (1 + step) for step in range(30)])
+OUTCOME = Outcome(0.5, 0.9, 0.6, 0.8, 1.0, 4.0, 1000, True)
 TRAINED = [
     TrainingRow("bytes", "0123456789ab", "graphar", 2, 64, 1.5, Run("graphar", *kind, 3, 30), OUTCOME)
     for kind in ((None, False), (codec("int4"), True))
@@ -190,7 +191,7 @@ TIMELINE = Timeline(
     wrong=0,
 )
 # Counters that nobody has read: link n of 18 sends at 60 % and 2 n % of its rate.
-NVLINK = utilisation(Reading(*[tuple(60 + 2 * link for link in range(18))] * 4), 1000, range(18), 1.0, [0.1] * 18)
+NVLINK = utilisation(([0] * 18,) * 2, ([60 + 2 * link for link in range(18)],) * 2, 1000, 1.0, 1.8)
 
 
 def slow_row(method, time_ms, case="32 MB", wrong=0, samples=0, loss=None):
@@ -223,7 +224,6 @@ REPORTS = [
     Model(
         [model_row("alone", 200.0, None), model_row("nccl", 400.0), model_row("graphar", 300.0)],
         [generation_row("unsharded", 100.0, None), generation_row("nccl", 200.0), generation_row("graphar", 150.0)],
-        [CallRow("nccl", 4, 2048, spread(40.0), 0), CallRow("graphar", 4, 2048, spread(30.0), 0)],
         [sequence_row("nccl", 900.0), sequence_row("graphar sequence-parallel", 800.0)],
     ),
     Training(TRAINED, skipped=["digits: the run was ended"]),

@@ -7,13 +7,13 @@ import json
 
 import pytest
 
-from graphar.plan.sizes import GB, KB, MB, format_nbytes, parse_nbytes
+from graphar.plan.sizes import KB, MB, format_nbytes, parse_nbytes
 from perf import __main__ as program
 from perf import cubin, machine
 from perf.harness.cases import HOST_MODES, SIZES, VARIANTS, Case, Plan, Row, SizesPlan, make_row
 from perf.peers.catalogue import CUDA_METHODS
 from perf.topics import allreduce
-from perf.topics.allreduce import AllReduce, families, size_table, with_links_of_largest
+from perf.topics.allreduce import AllReduce, families, size_table
 from tests.perf.samples import MACHINE, NVLINK, row
 
 
@@ -457,22 +457,7 @@ def test_what_the_links_carried_is_listed_where_it_was_counted():
 
     assert "| 16 MB | graphar | 0.722 | 0.000 | 0.638 | 0.770 |" in text  # 1000 / 1386, 60 / 94, 1386 / 1800
     assert "| 16 MB | nccl |" not in text
-    assert text.endswith("| 17 | 94.0 |")
     assert not [title for title in sections([row()]) if "NVLink" in title]
-
-
-def test_links_are_kept_one_by_one_at_the_largest_size_alone():
-    rows = [row(nbytes=nbytes, nvlink=NVLINK) for nbytes in (16 * MB, GB)]
-
-    assert [len(one.nvlink.links) for one in with_links_of_largest(rows)] == [0, 18]
-
-
-def test_what_was_measured_is_read_off_the_rows():
-    rows = [row(), row(nbytes=8 * MB), row(mode="host")]
-
-    text = sections(rows)["What was measured"]
-
-    assert text == "- graphar, 4 ranks, one process per rank: 2 KB to 8 MB in CUDA graphs; 2 KB eager, host time only."
 
 
 def test_a_line_of_a_plot_is_a_family_of_peers_by_its_fastest_right_method():

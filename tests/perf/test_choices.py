@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from perf import pages
 from perf.choices import choice_table, choices
-from perf.page import build
 from perf.ratios import NOISE, by_method
 from perf.report import StoredReport, read_all
 from perf.topics.allreduce import IS_VARIANT, AllReduce
@@ -104,7 +104,7 @@ def test_fused_ops_are_compared_with_variants_of_the_same_codec():
 
 
 def test_the_summary_of_a_folder_has_the_largest_losses():
-    text = build.summary(
+    text = pages.summary(
         [StoredReport(AllReduce(rows=ROWS), MACHINE, "a command"), StoredReport(Fused([]), MACHINE, "another")]
     )
 

@@ -89,28 +89,11 @@ def test_a_part_with_wrong_results_makes_all_of_it_fail(run):
     assert run(acts={"fused": lambda: 1})[0] == 1
 
 
-def test_what_can_be_compared_is(run, tmp_path, capsys):
-    write(tmp_path / "earlier", CPU)
-
-    assert run("--compare", str(tmp_path / "earlier"))[0] == 0
-    assert capsys.readouterr().out.count("No regression of graphar's in 1 rows.") == 1
-
-
-def test_nothing_to_compare_with_ends_it_before_it_measures(run, tmp_path):
-    with pytest.raises(SystemExit, match="holds no report to compare with"):
-        run("--compare", str(tmp_path / "none"))
-
-
 def test_quick_arguments_of_a_part_yield_to_those_that_are_given(run):
     assert run("train", "--quick")[1] == {"train": "python -m perf train --tasks digits --steps 10"}
     assert run("norm_gradients", "--quick")[1] == {"norm_gradients": "python -m perf norm_gradients --shapes 64x1024"}
     _, ran = run("--quick", "allreduce", "--max-nbytes", "2K")
     assert ran == {"allreduce": "python -m perf allreduce --world-size 2 --max-nbytes 1M --max-nbytes 2K"}
-
-
-def test_a_part_without_times_is_not_compared(run):
-    with pytest.raises(SystemExit, match="train has no times to compare"):
-        run("--compare", "somewhere", "train")
 
 
 @pytest.mark.parametrize(

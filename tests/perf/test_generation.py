@@ -15,10 +15,9 @@ from perf import __main__ as program
 from perf.harness.ranks import InProcessRanks, ProcessRanks
 from perf.models import generation
 from perf.models.decoder import TINY
-from perf.models.generation import GRAPHAR, NEEDS, UNSHARDED, Bench, CallRow, GenerationPlan
+from perf.models.generation import GRAPHAR, NEEDS, UNSHARDED, Bench, GenerationPlan
 from perf.topics.model import Model
 from tests.perf.samples import generation_row as row
-from tests.perf.samples import spread
 from tests.processes import run_ranks
 
 CPU = torch.device("cpu")
@@ -69,23 +68,6 @@ def test_tokens_of_a_model_without_its_sums_are_wrong():
         assert [one.wrong for one in rows] == [0, 2 * TOKENS, 2 * TOKENS]  # on both ranks
 
 
-def time_calls(rank, world_size):
-    generation.REPEATS, generation.CALLS = {"cpu": 3}, {"cpu": 2}
-    ranks = ProcessRanks(CPU, dist.HashStore())
-    groups, skipped = generation.make_groups(ranks)
-    of_all_ranks = list(generation.time_calls(ranks, groups))
-    groups = {"one rank": dist.new_group([rank], use_local_synchronization=True)}
-    return skipped, of_all_ranks, list(generation.time_calls(ranks, groups))
-
-
-def test_a_call_of_each_backend_is_timed_and_a_wrong_sum_is_noticed():
-    for skipped, rows, wrong in run_ranks(time_calls, 2):
-        assert skipped == []
-        assert [(one.method, one.nbytes, one.wrong) for one in rows] == [("gloo", 2048, 0), (GRAPHAR, 2048, 0)]
-        assert all(0 < one.time_us["p10"] <= one.median <= one.time_us["p99"] for one in rows)
-        assert [one.wrong for one in wrong] == [2 * 1024]
-
-
 def no_model(*_):
     raise ImportError("torch is too old")
 
@@ -101,16 +83,13 @@ def test_without_its_packages_nothing_is_generated_and_the_reason_is_said(monkey
     class One(InProcessRanks):
         device = CPU
 
-    calls = [CallRow("gloo", 1, 2048, spread(1.0), 0)]
     monkeypatch.setattr(generation.ranks_of, "join", lambda *_: One(1))
     monkeypatch.setattr(generation, "make_groups", lambda ranks: ({}, ["backend graphar: no peer access"]))
-    monkeypatch.setattr(generation, "time_calls", lambda ranks, groups: iter(calls))
     monkeypatch.setattr(generation, "NEEDS", needs)
     monkeypatch.setattr(generation, "make_models", no_model)
 
     assert list(generation.run_rank(PLAN, 0, 0)) == [
         "backend graphar: no peer access",
-        *calls,
         f"generation of 3 tokens with transformers: {reason}",
     ]
 
@@ -134,10 +113,8 @@ def test_the_report_of_a_machine_without_gpus(tmp_path):
     found, text = report_of(tmp_path)
     assert found["rows"] == found["skipped"] == []
     assert [one["method"] for one in found["generations"]] == METHODS
-    assert [one["method"] for one in found["calls"]] == ["gloo", GRAPHAR]
-    assert "All 4 results were verified: none is wrong." in text
+    assert "All 2 results were verified: none is wrong." in text
     assert "## 2 ranks, 1 layer of tiny: eager generation of 3 tokens with transformers" in text
-    assert "## 2 ranks: host time of dist.all_reduce of 2 KB" in text
 
 
 @needs_sharding
@@ -147,19 +124,17 @@ def test_the_report_of_gpus(tmp_path):
 
     found, _ = report_of(tmp_path)
     assert [one["method"] for one in found["generations"]] == [UNSHARDED, "nccl", GRAPHAR]
-    assert [one["method"] for one in found["calls"]] == ["nccl", GRAPHAR]
-    assert [one["wrong"] for one in (*found["generations"], *found["calls"])] == [0] * 5
+    assert [one["wrong"] for one in found["generations"]] == [0] * 3
 
 
 # ---- the report -----------------------------------------------------------------------------------------------------
 
 ROWS = [row(UNSHARDED, 100_000.0, None), row("nccl", 200_000.0), row(GRAPHAR, 160_000.0)]
-CALLS = [CallRow("nccl", 4, 2048, spread(40.0), 0), CallRow(GRAPHAR, 4, 2048, spread(30.0), 0)]
 TITLE = "4 ranks, 8 layers of llama-3-8b: eager generation of 64 tokens with transformers"
 
 
 def test_a_table_has_tokens_per_second_and_what_equals_the_other_backend():
-    generated, called, notes = Model([], ROWS, CALLS).sections()
+    generated, notes = Model([], ROWS).sections()
 
     assert generated.title == TITLE
     header, _, whole, nccl, graphar = generated.body[0].splitlines()
@@ -167,34 +142,22 @@ def test_a_table_has_tokens_per_second_and_what_equals_the_other_backend():
     assert whole == "| unsharded | 100.0 | 100.0 to 100.0 | 640 | 0.50 | - | 60 of 64 | 50 of 64 |"
     assert nccl == "| nccl | 200.0 | 200.0 to 200.0 | 320 | 1.00 | 0.0100 | 60 of 64 | 50 of 64 |"
     assert graphar == "| graphar | 160.0 | 160.0 to 160.0 | 400 | 0.80 | 0.0100 | 60 of 64 | 50 of 64 |"
-    assert called.title == "4 ranks: host time of dist.all_reduce of 2 KB"
-    assert called.body[0].splitlines()[-1] == "| graphar | 30.0 | 30.0 to 30.0 | 0.75 |"
     assert "prompt has 16" in notes.body[0]
 
 
-def test_both_backends_are_compared_in_words_and_at_a_glance():
-    report = Model([], ROWS, CALLS)
+def test_both_backends_are_compared_at_a_glance():
+    report = Model([], ROWS)
 
-    assert report.verdict() == "All 4 results were verified: none is wrong."
-    assert report.findings() == [
-        f"{TITLE}: nccl 320 tokens/s; graphar 400 tokens/s; ratio of times 0.80",
-        "host time of dist.all_reduce of 2 KB on 4 ranks: nccl 40.0 us; graphar 30.0 us; ratio 0.75",
-    ]
+    assert report.verdict() == "All 2 results were verified: none is wrong."
     assert report.glance().headline == "0.80"
     assert report.glance().words.endswith("/ with NCCL")
-    assert len(report.timed()) == 5
 
 
 def test_a_wrong_result_is_named_and_compared_with_nothing():
-    rows, calls = [*ROWS[:2], row(GRAPHAR, 160_000.0, wrong=3)], [CALLS[0], CallRow(GRAPHAR, 4, 2048, spread(30.0), 7)]
-    report = Model([], rows, calls)
+    report = Model([], [*ROWS[:2], row(GRAPHAR, 160_000.0, wrong=3)])
 
-    assert "WRONG RESULTS: 2 of 4 (graphar at 8 layers of llama-3-8b, generation of 64 tokens" in report.verdict()
-    assert "graphar at dist.all_reduce of 2 KB" in report.verdict()
-    assert report.findings() == []
-    generated, called, _ = report.sections()
-    assert "| graphar **(3 WRONG)** | 160.0 | 160.0 to 160.0 | 400 | - |" in generated.body[0]
-    assert "| graphar **(7 WRONG)** | 30.0 | 30.0 to 30.0 | - |" in called.body[0]
+    assert "WRONG RESULTS: 1 of 2 (graphar at 8 layers of llama-3-8b, generation of 64 tokens" in report.verdict()
+    assert "| graphar **(3 WRONG)** | 160.0 | 160.0 to 160.0 | 400 | - |" in report.sections()[0].body[0]
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,6 @@ import torch.distributed as dist
 import graphar
 from perf import __main__ as program
 from perf import host_calls
-from perf.harness import ranks as ranks_of
 from perf.host_calls import (
     APART,
     BASELINES,
@@ -50,7 +49,7 @@ def test_a_run_on_the_cpu_is_reported_with_every_public_op(tmp_path, forked_rank
         ("torch", "linear"),
         ("gloo", "all_reduce"),
     ]
-    assert {(row.place, row.world_size, row.wrong, row.python_calls) for row in found.rows} == {(CPU, 2, 0, None)}
+    assert {(row.place, row.world_size, row.wrong) for row in found.rows} == {(CPU, 2, 0)}
     assert {row.outputs for row in own} == set(BASELINES)
     assert len({(row.op, row.option) for row in own}) == len(own)
     assert found.skipped == []
@@ -80,21 +79,6 @@ def test_ranks_that_share_a_gpu_may_do_so_and_meet_over_gloo(monkeypatch):
     assert join(HostPlan(SHARED, 2, 1, 1), 1, 29500) == (device, "the store")
     assert begun == [device, ("gloo", 1)]
     assert os.environ["GRAPHAR_TEST_SHARE_GPU"] == "1"
-
-
-def test_python_calls_are_counted_in_other_processes_and_join_the_rows(monkeypatch):
-    begun = []
-
-    def run(world_size, work):
-        begun.append((work.func.__name__, dict(work.args[0].python_calls)))
-        return iter([{("allreduce", ""): 4}])
-
-    monkeypatch.setattr(ranks_of, "run", run)
-
-    for gpu_count in (1, 0):
-        list(Host().measure(plan_of(gpu_count)))
-
-    assert begun == [("count_rank", {}), ("run_rank", {("allreduce", ""): 4}), ("run_rank", {})]
 
 
 def test_the_time_of_a_burst_is_that_of_its_calls_without_the_first_ones(monkeypatch):
@@ -143,7 +127,7 @@ def test_elements_differ_by_bits_and_all_do_if_the_shape_or_dtype_does(found, wr
 
 
 def test_a_call_is_compared_with_an_allreduce_that_makes_as_many_tensors():
-    plan = HostPlan(SHARED, 2, 16, 1, {("allgather", "a tuple of 2"): 9})
+    plan = HostPlan(SHARED, 2, 16, 1)
     times = {BASELINES[1]: 10.0, BASELINES[2]: 12.0, BASELINES[3]: 14.0}
     made = [
         (Trial("graphar", "allreduce", option, None, []), n, one) for n, (option, one) in enumerate(times.items(), 1)
@@ -155,7 +139,6 @@ def test_a_call_is_compared_with_an_allreduce_that_makes_as_many_tensors():
 
     assert [row.of_allreduce for row in found] == [1.0, 1.0, 1.0, 2.0, None]
     assert [row.exceeds for row in found] == [False, False, False, True, False]
-    assert [row.python_calls for row in found] == [None, None, None, 9, None]
 
 
 def peer(method, time_us, **more):
@@ -166,8 +149,8 @@ def test_the_table_marks_calls_beyond_their_limit():
     table = host_table([row("allreduce", 12.0, 1.0), row("allgather", 24.0, 2.0, "sizes=")])
 
     assert table.splitlines()[2:] == [
-        "| allreduce | - | 1 | 12 | 12 - 12 | 1.00 | 1.5 | 4 |",
-        "| allgather | sizes= | 1 | 24 | 24 - 24 | **2.00** | 1.5 | 4 |",
+        "| allreduce | - | 1 | 12 | 12 - 12 | 1.00 | 1.5 |",
+        "| allgather | sizes= | 1 | 24 | 24 - 24 | **2.00** | 1.5 |",
     ]
 
 

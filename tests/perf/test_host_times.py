@@ -10,11 +10,8 @@ from perf.harness.cases import HOST_CALLS, HOST_MODES, Case
 from perf.harness.ranks import QUEUED_CALLS, InProcessRanks
 from perf.harness.sweep import Trial
 from perf.harness.timing import WARM_UP
-from perf.host_times import host_table
 from perf.peers import catalogue
 from perf.peers.methods import Method
-from perf.topics.allreduce import AllReduce
-from tests.perf.samples import row
 
 
 class Clock:
@@ -75,21 +72,3 @@ def test_with_an_output_graphar_writes_to_the_same_one_in_each_call():
             method.call(torch.ones(4))
 
     assert [out.numel() for out in given] == [8, 8, 4]
-
-
-def test_host_times_are_listed_by_what_a_method_writes_to():
-    rows = [row("graphar", 7.0, mode="host_loop"), row("graphar_out", 6.0, mode="host_loop")]
-    rows += [row("vllm", 5.0, mode="host_loop"), row("nccl", 11.0, mode="host_loop")]
-
-    (_, table) = host_table(rows)
-
-    assert table.splitlines()[2:] == [
-        "| vllm | 2 KB | a given tensor | 5 | - |",
-        "| graphar_out | 2 KB | a given tensor | 6 | 1.20 |",
-        "| graphar | 2 KB | a new tensor | 7 | 1.40 |",
-        "| nccl | 2 KB | the input | 11 | - |",
-    ]
-    assert host_table([row("graphar"), row("graphar", mode="eager")]) == []
-    (section,) = [one for one in AllReduce(rows=rows).sections() if one.title.startswith("4 ranks")]
-    assert "host time in loops of 2,000 calls" in section.title
-    assert table in section.body

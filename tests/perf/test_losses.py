@@ -2,31 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
-
 import pytest
 import torch
 
 from perf import __main__ as program
+from perf.passes import BOTH, CPU_METHODS, OWN, TORCH, PassesPlan, run_shapes
 from perf.report import read
 from perf.topics import losses as topic
-from perf.topics.losses import (
-    BOTH,
-    CPU_METHODS,
-    CPU_SHAPES,
-    METHODS,
-    OWN,
-    PASSES,
-    SHAPES,
-    TORCH,
-    Losses,
-    LossPlan,
-    least_nbytes,
-    make_method,
-    shape_of,
-    wrong_of_own,
-    wrong_of_peer,
-)
+from perf.topics.losses import PASSES, Losses, least_nbytes, make_method, wrong_of_own, wrong_of_peer
 from tests.perf.samples import loss_row as row
 
 SHAPE = (6, 512, 2)
@@ -42,34 +25,20 @@ def test_a_run_on_the_cpu_is_reported(tmp_path, forked_ranks):
     assert found.skipped == []
 
 
-@pytest.mark.parametrize(
-    ("gpu_count", "plan"), [(0, LossPlan("cpu", CPU_SHAPES, CPU_METHODS)), (1, LossPlan("cuda", SHAPES, METHODS))]
-)
-def test_one_gpu_is_enough(gpu_count, plan):
-    assert Losses.plan(argparse.Namespace(shapes=None), gpu_count) == plan
-
-
 def test_the_progress_bar_counts_every_row():
-    plan = LossPlan("cpu", [SHAPE], CPU_METHODS)
+    plan = PassesPlan("cpu", [SHAPE], CPU_METHODS)
 
-    assert len(list(topic.run_shapes(plan, 0, 0))) == Losses.count(plan)
+    assert len(list(run_shapes(Losses, plan, 0, 0))) == Losses.count(plan)
 
 
 def test_shapes_after_one_that_fails_are_measured(monkeypatch):
     count_wrong = topic.wrong_of_own
     monkeypatch.setattr(topic, "wrong_of_own", lambda own, results: count_wrong(own, results) // (len(own.x) - 1))
 
-    reason, *rows = topic.run_shapes(LossPlan("cpu", [(1, 512, 1), SHAPE], [OWN]), 0, 0)
+    reason, *rows = run_shapes(Losses, PassesPlan("cpu", [(1, 512, 1), SHAPE], [OWN]), 0, 0)
 
     assert reason.startswith("1 x 512: ZeroDivisionError")
     assert [row.passes for row in rows] == list(PASSES)
-
-
-@pytest.mark.parametrize("text", ["8x8", "0x8x1", "8x8x8x8"])
-def test_a_shape_is_rows_columns_and_ranks(text):
-    assert shape_of("4096x32064x8") == (4096, 32064, 8)
-    with pytest.raises(ValueError, match=text):
-        shape_of(text)
 
 
 def test_the_least_bytes_are_those_of_the_logits_for_each_time_that_they_move():

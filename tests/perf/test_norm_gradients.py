@@ -14,26 +14,24 @@ from torch.nn import functional
 from graphar.errors import UnsupportedError
 from perf import __main__ as program
 from perf import machine
-from perf.report import read, timed_rows
+from perf import passes as common
+from perf.compare import identity
+from perf.passes import BOTH, COMPILED, CPU_METHODS, PassesPlan
+from perf.report import read
 from perf.topics import norm_gradients as topic
 from perf.topics.norm_gradients import (
     BACKWARD,
-    BOTH,
-    COMPILED,
-    CPU_METHODS,
     CPU_SHAPES,
     EPS,
     METHODS,
     PASSES,
     SHAPES,
-    NormGradientPlan,
     NormGradients,
     Trial,
     exact,
     least_nbytes,
     make_method,
     make_operands,
-    shape_of,
     specified,
 )
 from perf.topics.norms import count_far
@@ -59,9 +57,9 @@ def test_a_run_on_the_cpu_is_reported(tmp_path, forked_ranks):
 @pytest.mark.parametrize(
     ("gpu_count", "plan"),
     [
-        (0, NormGradientPlan("cpu", CPU_SHAPES, CPU_METHODS)),
-        (1, NormGradientPlan("cuda", SHAPES, METHODS)),
-        (4, NormGradientPlan("cuda", SHAPES, METHODS)),
+        (0, PassesPlan("cpu", CPU_SHAPES, CPU_METHODS)),
+        (1, PassesPlan("cuda", SHAPES, METHODS)),
+        (4, PassesPlan("cuda", SHAPES, METHODS)),
     ],
 )
 def test_one_gpu_is_enough_for_the_kernels(gpu_count, plan):
@@ -69,16 +67,16 @@ def test_one_gpu_is_enough_for_the_kernels(gpu_count, plan):
 
 
 def test_the_progress_bar_counts_every_row(monkeypatch):
-    plan = NormGradientPlan("cpu", [(3, 16)], CPU_METHODS)
+    plan = PassesPlan("cpu", [(3, 16)], CPU_METHODS)
 
-    assert len(list(topic.run_shape(plan, (3, 16), 0, 0))) == NormGradients.count(plan)
+    assert len(list(common.run_shapes(NormGradients, plan, 0, 0))) == NormGradients.count(plan)
 
 
 @pytest.mark.parametrize("text", ["4096", "0x8", "8x", "8x8x8", "-1x8"])
 def test_a_shape_is_rows_and_columns(text):
-    assert shape_of("4096x8192") == (4096, 8192)
+    assert NormGradients.shape_of("4096x8192") == (4096, 8192)
     with pytest.raises(ValueError, match=text):
-        shape_of(text)
+        NormGradients.shape_of(text)
 
 
 @pytest.mark.parametrize(
@@ -114,7 +112,7 @@ def test_graphs_are_captured_on_the_stream_of_the_forward_pass_and_memory_is_tha
     monkeypatch, passes, peak_nbytes
 ):
     captured = []
-    monkeypatch.setattr(topic, "capture", lambda run, stream: captured.append(stream) or run)
+    monkeypatch.setattr(common, "capture", lambda run, stream: captured.append(stream) or run)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: "the stream")
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
@@ -257,7 +255,7 @@ def test_a_compiled_function_has_the_right_gradients_as_often_as_its_backward_pa
 def test_a_compiled_backward_pass_may_not_reuse_the_memory_of_what_it_runs_on_again():
     from torch._functorch import config as of_autograd
 
-    topic.compiled(torch.relu)
+    common.compiled(torch.relu)
 
     assert not of_autograd.donated_buffer
 
@@ -275,9 +273,9 @@ def test_a_method_that_fails_is_named_with_the_reason_and_the_others_are_measure
         return method or (forward, lambda *given: refuse() if given[-1] else backward(*given))
 
     monkeypatch.setattr(topic, "make_method", made)
-    plan = NormGradientPlan("cpu", [(3, 16)], CPU_METHODS)
+    plan = PassesPlan("cpu", [(3, 16)], CPU_METHODS)
 
-    found = list(topic.rows_of(plan, (3, 16), summed=False))
+    found = list(topic.rows_of(plan, (3, 16)))[-4:]
 
     told = "3 x 16, without a gradient of the sum: RuntimeError: backend='inductor' raised: no compiler"
     assert [one for one in found if isinstance(one, str)] == [f"torch, {one}, {told}" for one in passes]
@@ -296,7 +294,7 @@ def test_an_error_at_the_end_of_a_capture_is_told_with_what_came_before():
     with pytest.raises(KeyError) as caught:
         fail()
 
-    assert topic.reason(caught.value) == "KeyError (after RuntimeError: not permitted)"
+    assert common.reason(caught.value) == "KeyError (after RuntimeError: not permitted)"
 
 
 @pytest.mark.parametrize(
@@ -310,7 +308,7 @@ def test_an_error_at_the_end_of_a_capture_is_told_with_what_came_before():
     ],
 )
 def test_a_process_that_ended_tells_its_error_or_its_signal(text, reason):
-    assert topic.reason_of_process(ProcessException(text, 0, 0)) == reason
+    assert common.reason_of_process(ProcessException(text, 0, 0)) == reason
 
 
 def test_a_gpu_that_the_kernels_do_not_serve_is_told_rather_than_the_specification_timed(monkeypatch):
@@ -325,18 +323,18 @@ def test_a_gpu_that_the_kernels_do_not_serve_is_told_rather_than_the_specificati
         topic.own_backward(given, given, given, True)
 
 
-def ending(plan, shape, rank, port):
-    """Stands in for a shape's measurement, which ends its process for the first shape."""
-    if shape == (3, 16):
+def ending(topic, plan, rank, port):
+    """Stands in for a measurement, which ends its process for the first shape."""
+    if plan.shapes == [(3, 16)]:
         raise RuntimeError("CUDA error: an illegal memory access\nCompile with TORCH_USE_CUDA_DSA")
     yield row("graphar", 1.0)
 
 
 @pytest.mark.usefixtures("forked_ranks")
 def test_a_shape_whose_process_ends_does_not_take_the_others_with_it(monkeypatch):
-    monkeypatch.setattr(topic, "run_shape", ending)
+    monkeypatch.setattr(common, "run_shapes", ending)
 
-    found = list(NormGradients().measure(NormGradientPlan("cuda", [(3, 16), (5, 16)], METHODS)))
+    found = list(NormGradients().measure(PassesPlan("cuda", [(3, 16), (5, 16)], METHODS)))
 
     assert found == ["3 x 16: RuntimeError: CUDA error: an illegal memory access", row("graphar", 1.0)]
 
@@ -386,13 +384,12 @@ def test_a_chart_has_a_row_for_each_shape():
     (mark,) = report().ratio_chart().marks
 
     assert (mark.row, mark.value) == ("4096 x 8192", 0.5)
-    assert mark.hint == "4096 x 8192, with a gradient of the sum: 0.50"
 
 
 def test_times_of_two_runs_are_told_apart_by_pass_shape_and_gradient():
     rows = [row("graphar", 1.0, one, summed=summed) for one in PASSES for summed in (True, False)]
 
-    found = [one.identity for one in timed_rows(rows)]
+    found = [identity(one) for one in NormGradients(rows).timed()]
 
     assert found[0] == ("graphar", "1 rank", "backward", "4096 x 8192", "with a gradient of the sum")
     assert len(set(found)) == 4
@@ -400,7 +397,7 @@ def test_times_of_two_runs_are_told_apart_by_pass_shape_and_gradient():
 
 @pytest.mark.gpu(1)
 def test_every_method_is_measured_and_verified_in_graphs_on_a_gpu():
-    plan = NormGradientPlan("cuda", [(200, 1024)], METHODS)
+    plan = PassesPlan("cuda", [(200, 1024)], METHODS)
 
     found = list(NormGradients().measure(plan))
 

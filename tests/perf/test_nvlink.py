@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from types import SimpleNamespace
 
 import pynvml
@@ -11,16 +10,14 @@ import torch
 import torch.distributed as dist
 
 from graphar.plan.sizes import MB
-from perf import files
 from perf.harness import links
-from perf.harness.cases import Link, Utilisation
-from perf.harness.links import Counters, Reading, find, must_send, utilisation
+from perf.harness.cases import Utilisation
+from perf.harness.links import Counters, must_send, utilisation
 from perf.harness.ranks import NO_MULTICAST, ProcessRanks
 from tests.processes import run_ranks
 
 UUID = "GPU-01234567-89ab-cdef-0123-456789abcdef"
-DATA_TX, DATA_RX = pynvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX, pynvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX
-RAW_TX, RAW_RX = pynvml.NVML_FI_DEV_NVLINK_THROUGHPUT_RAW_TX, pynvml.NVML_FI_DEV_NVLINK_THROUGHPUT_RAW_RX
+DATA_TX, RAW_TX = pynvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX, pynvml.NVML_FI_DEV_NVLINK_THROUGHPUT_RAW_TX
 SPEED = pynvml.NVML_FI_DEV_NVLINK_GET_SPEED
 
 
@@ -31,9 +28,7 @@ class FakeNvml:
         self.states = [1, 0, 1, 1]
         self.fields = {
             DATA_TX: [10, 0, 20, 30],
-            DATA_RX: [11, 0, 21, 31],
             RAW_TX: [12, 0, 22, 32],
-            RAW_RX: [13, 0, 23, 33],
             SPEED: [26562, 0, 26562, 26562],
         }
         self.late = []  # stale values of DATA_TX's first link, which the next reads return
@@ -65,7 +60,11 @@ class FakeNvml:
 
 @pytest.fixture
 def nvml(monkeypatch):
+    """Has torch's device 0 be the GPU with UUID, whatever its index in NVML."""
     fake = FakeNvml()
+    properties = {0: SimpleNamespace(uuid=UUID.removeprefix("GPU-"))}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties[torch.device(device).index])
     monkeypatch.setattr(pynvml, "nvmlInit", lambda: None)
     monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByUUID", fake.by_uuid)
     monkeypatch.setattr(pynvml, "nvmlDeviceGetNvLinkState", fake.state)
@@ -73,88 +72,66 @@ def nvml(monkeypatch):
     return fake
 
 
-@pytest.fixture
-def visible_gpu(monkeypatch):
-    """Has torch's device 0 be the GPU with UUID, whatever its index in NVML."""
-    properties = {0: SimpleNamespace(uuid=UUID.removeprefix("GPU-"))}
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties[torch.device(device).index])
+def counters() -> Counters:
+    return Counters(torch.device("cuda", 0))
 
 
 def test_a_reading_has_the_bytes_of_every_active_link(nvml):
-    assert find(UUID).read() == Reading(
-        data_tx=(10 * 1024, 20 * 1024, 30 * 1024),
-        data_rx=(11 * 1024, 21 * 1024, 31 * 1024),
-        raw_tx=(12 * 1024, 22 * 1024, 32 * 1024),
-        raw_rx=(13 * 1024, 23 * 1024, 33 * 1024),
-    )
+    found = counters()
 
-
-def test_the_links_keep_their_numbers(nvml):
-    assert find(UUID).links == (0, 2, 3)
-
-
-def test_a_difference_is_taken_link_by_link():
-    before, after = Reading((1, 2), (3, 4), (5, 6), (7, 8)), Reading((11, 32), (53, 74), (95, 16), (37, 58))
-    assert after - before == Reading((10, 30), (50, 70), (90, 10), (30, 50))
+    assert found.links == (0, 2, 3)
+    assert found.read() == ([10 * 1024, 20 * 1024, 30 * 1024], [12 * 1024, 22 * 1024, 32 * 1024])
 
 
 def test_a_reading_waits_until_the_counters_rest(nvml):
-    counters = find(UUID)
+    found = counters()
     nvml.late = [5, 7, 9]
-    assert counters.read().data_tx[0] == 10 * 1024
+    assert found.read()[0][0] == 10 * 1024
 
 
 def test_a_reading_of_busy_links_ends_all_the_same(nvml, monkeypatch):
     monkeypatch.setattr(links, "POLL_S", 1e-3)
     monkeypatch.setattr(links, "SETTLE_S", 20e-3)
-    counters = find(UUID)
+    found = counters()
     nvml.late, nvml.reads = list(range(1000)), 0
-    counters.read()
+    found.read()
     assert 2 <= nvml.reads <= 21
 
 
-def test_a_torch_device_is_found_by_its_uuid(nvml, visible_gpu):
-    assert find(torch.device("cuda", 0)).uuid == UUID
-
-
-def test_each_active_link_has_its_raw_rate(nvml):
+def test_the_raw_rate_is_that_of_all_links_if_the_driver_tells_it(nvml):
     nvml.fields[SPEED][2] = 20000
-    assert find(UUID).raw_rates == (26.562, 20.0, 26.562)
-
-
-def test_a_driver_that_tells_no_speed_leaves_the_raw_rate_open(nvml):
+    assert counters().raw_rate == pytest.approx(26.562 + 20.0 + 26.562)
     del nvml.fields[SPEED]
-    assert find(UUID).raw_rates is None
+    assert counters().raw_rate is None
 
 
-def test_without_nvml_find_says_so(monkeypatch):
+def test_without_nvml_there_are_no_counters(monkeypatch):
     def missing():
         raise pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
 
     monkeypatch.setattr(pynvml, "nvmlInit", missing)
-    assert find(UUID) == "NVML: NVML Shared Library Not Found"
+    with pytest.raises(pynvml.NVMLError, match="NVML Shared Library Not Found"):
+        counters()
 
 
-def test_without_a_gpu_find_says_so(nvml, monkeypatch):
+def test_without_a_gpu_there_are_no_counters(nvml, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert find(0) == "torch sees no GPU"
-
-
-def test_a_gpu_that_nvml_does_not_know_is_not_found(nvml):
-    assert find("GPU-of-another-machine") == "NVML: Not Found"
+    with pytest.raises(RuntimeError, match="torch sees no GPU"):
+        counters()
 
 
 @pytest.mark.parametrize("states", [[], [0, 0]])
 def test_a_gpu_without_active_links_is_named(nvml, states):
     nvml.states = states
-    assert find(UUID) == f"{UUID} has no active NVLink"
+    with pytest.raises(RuntimeError, match=f"{UUID} has no active NVLink"):
+        counters()
 
 
-@pytest.mark.parametrize("field", [DATA_TX, DATA_RX, RAW_TX, RAW_RX])
+@pytest.mark.parametrize("field", [DATA_TX, RAW_TX])
 def test_a_counter_that_the_driver_does_not_serve_is_told(nvml, field):
     del nvml.fields[field]
-    assert find(UUID) == "NVML: Not Supported"
+    with pytest.raises(pynvml.NVMLError, match="Not Supported"):
+        counters()
 
 
 @pytest.mark.parametrize(("world_size", "expected"), [(2, 3000), (3, 4000), (4, 4500), (8, 5250)])
@@ -162,9 +139,9 @@ def test_what_an_allreduce_must_send(world_size, expected):
     assert must_send(world_size, nbytes=1000, operations=3) == expected
 
 
-def test_utilisation_is_that_of_what_was_sent():
-    counted = Reading(data_tx=(400, 600), data_rx=(1, 1), raw_tx=(500, 650), raw_rx=(2, 2))
-    used = utilisation(counted, must_send_nbytes=900, links=(0, 2))
+def test_utilisation_is_that_of_what_was_sent_against_time_and_rate():
+    used = utilisation(([1, 2], [3, 4]), ([401, 602], [503, 654]), 900, time_us=10.0, raw_rate=0.23)
+
     assert used == Utilisation(
         must_send_nbytes=900,
         data_tx_nbytes=1000,
@@ -172,32 +149,15 @@ def test_utilisation_is_that_of_what_was_sent():
         payload_efficiency=pytest.approx(0.9),
         protocol_overhead=pytest.approx(0.15),
         link_balance=pytest.approx(2 / 3),
-        raw_share=None,
-        links=[Link(0, 500, None), Link(2, 650, None)],
+        raw_share=pytest.approx(0.5),
     )
 
 
-def test_the_raw_share_counts_all_bytes_against_time_and_rate():
-    counted = Reading(data_tx=(10**6, 10**6), data_rx=(0, 0), raw_tx=(2 * 10**6, 10**6), raw_rx=(0, 0))
-    used = utilisation(counted, 10**6, (4, 5), time_us=10.0, raw_rates=(400.0, 100.0))
-    assert used.raw_share == pytest.approx(0.6)
-    assert [(link.link, link.raw_share) for link in used.links] == [(4, pytest.approx(0.5)), (5, pytest.approx(1.0))]
+def test_links_that_carried_nothing_or_have_no_rate_have_no_ratios():
+    used = utilisation(([5, 5], [5, 5]), ([5, 5], [5, 5]), 0, 10.0, None)
 
-
-@pytest.mark.parametrize(("time_us", "raw_rates"), [(None, [400.0]), (10.0, None)])
-def test_without_a_time_or_a_rate_there_is_no_raw_share(time_us, raw_rates):
-    used = utilisation(Reading((1,), (1,), (1,), (1,)), 1, [0], time_us, raw_rates)
-    assert (used.raw_share, used.links[0].raw_share) == (None, None)
-
-
-def test_links_that_carried_nothing_have_no_ratios():
-    used = utilisation(Reading((0, 0), (0, 0), (0, 0), (0, 0)), 0, (0, 1))
-    assert (used.payload_efficiency, used.protocol_overhead, used.link_balance) == (None, None, None)
-
-
-def test_utilisation_comes_back_from_json():
-    used = utilisation(Reading((4, 5), (6, 7), (8, 9), (1, 2)), 3, (0, 1), 1.0, (20.0, 26.0))
-    assert files.from_json(Utilisation, json.loads(json.dumps(files.to_json(used)))) == used
+    ratios = used.payload_efficiency, used.protocol_overhead, used.link_balance, used.raw_share
+    assert ratios == (None, None, None, None)
 
 
 class FakeRanks:
@@ -276,12 +236,6 @@ def no_multicast(monkeypatch):
         monkeypatch.setenv(name, value)
 
 
-def counters_of(device) -> Counters:
-    counters = find(device)
-    assert not isinstance(counters, str), counters
-    return counters
-
-
 def ranks_on(device):
     return ProcessRanks(device, dist.distributed_c10d._get_default_store())
 
@@ -289,7 +243,7 @@ def ranks_on(device):
 def count_a_push(rank, world_size, pushes):
     """The bytes that every rank's links counted while rank 0 pushed 64 MB to rank 1 so many times."""
     device = torch.device("cuda", rank)
-    ranks, counters = ranks_on(device), counters_of(device)
+    ranks, counters = ranks_on(device), Counters(device)
     received = links.symmetric_memory.empty(world_size, 16 * MB, dtype=torch.float32, device=device)
     slots = links.peer_slots(received, ranks)
     x = torch.randn(16 * MB, device=device)
@@ -301,17 +255,16 @@ def count_a_push(rank, world_size, pushes):
         for _ in range(pushes):
             links.push(x, slots[0])
     ranks.barrier()
-    counted = counters.read() - before
-    return {name: sum(by_link) for name, by_link in vars(counted).items()}
+    return [sum(now) - sum(then) for now, then in zip(counters.read(), before, strict=True)]
 
 
 @pytest.mark.gpu
 def test_the_counters_count_what_a_kernel_pushes(no_multicast):
     sender, receiver = run_ranks(count_a_push, 2, 16, backend="nccl", timeout_s=120)
     pushed = 16 * 64 * MB
-    assert sender["data_tx"] == pytest.approx(pushed, rel=0.01)
-    assert receiver["data_rx"] == pytest.approx(pushed, rel=0.01)
-    assert pushed < sender["raw_tx"] < 1.5 * pushed
+    assert sender[0] == pytest.approx(pushed, rel=0.01)
+    assert pushed < sender[1] < 1.5 * pushed
+    assert receiver[0] < 0.01 * pushed
 
 
 def ceiling(rank, world_size):

@@ -14,7 +14,7 @@ from perf import machine, products
 from perf.products import NEEDED, bf16_operands, calls_of, exact, is_far, limit_of, shape_of
 from perf.report import read
 from perf.topics import fp8, leaves, matmul
-from tests.perf.samples import MACHINE, matmul_row, product_row
+from tests.perf.samples import MACHINE, product_row
 
 TOPICS = [matmul.Matmul, leaves.Leaves, fp8.Scaled]
 SMALL = (24, 16, 512)  # M, N, K
@@ -376,9 +376,3 @@ def test_a_report_without_rows_has_no_figures(topic):
 
     assert (found.glance().headline, found.findings(), found.sections()) == ("-", [], [])
     assert found.loss_of_auto() == ""
-
-
-def test_times_of_two_runs_are_told_apart_by_method_and_shape():
-    first, *_ = matmul.Matmul([matmul_row(matmul.TORCH, 10.0, FEW)]).timed()
-
-    assert first.identity == ("torch.mm", "1 rank", "16 x 8192 x 7168")

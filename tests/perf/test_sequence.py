@@ -193,7 +193,7 @@ def test_rows_that_cannot_be_divided_are_refused():
 ROWS = [row("nccl", 1000.0), row("async_tp", 900.0), row(TENSOR_PARALLEL, 850.0), row(SEQUENCE_PARALLEL, 720.0)]
 
 
-def test_a_step_has_a_table_and_a_sentence():
+def test_a_step_has_a_table():
     found = Model(sequences=ROWS)
 
     section, notes = found.sections()
@@ -202,8 +202,6 @@ def test_a_step_has_a_table_and_a_sentence():
     *_, last = section.body[0].splitlines()
     assert last == f"| {SEQUENCE_PARALLEL} | 720.0 | 0.80 | 14.4 | 568,889 | 0.0100 | 0.0200 |"
     assert notes.title == "How sequence parallelism was measured"
-    times = f"async_tp 0.9 ms; {TENSOR_PARALLEL} 0.85 ms; {SEQUENCE_PARALLEL} 0.72 ms"
-    assert found.findings() == [f"{title}: {times}; ratio 0.80"]
     assert found.glance().headline == "0.80"
 
 

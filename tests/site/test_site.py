@@ -44,7 +44,7 @@ def test_figures_and_generated_tables_are_on_the_pages(site):
     names = ("performance", "semantics", "promises", "changelog")
     texts = {name: (site / f"{name}.html").read_text() for name in names}
 
-    assert texts["performance"].count('<svg class="plot"') > 5
+    assert texts["performance"].count("<svg ") > 5
     assert "<code>two_shot_push</code></td>" in texts["semantics"]
     assert "test_allreduce_gpu.py::" in texts["promises"]
     assert "Changelog" in texts["changelog"]

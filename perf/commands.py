@@ -1,4 +1,4 @@
-"""`python -m perf report`, `index` and `compare`: pages and summaries of existing reports."""
+"""`python -m perf report` and `index`: pages and summaries of existing reports."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from pathlib import Path
 
 from rich.console import Console
 
+from perf import pages as build
 from perf.compare import compare, times_of
 from perf.machine import LOCAL, one_line
-from perf.page import build
 from perf.report import read_all
 
 
 def add(commands) -> None:
-    """Adds the three commands to the command line."""
+    """Adds the two commands to the command line."""
     report = commands.add_parser(
         "report",
         help="print the results of the reports in a folder; with --write also rewrite its page and tables",
@@ -31,10 +31,6 @@ def add(commands) -> None:
     report.add_argument("--json", action="store_true", help="print one JSON document instead of text")
     index = commands.add_parser("index", help="make the index of all report folders: index.html and README.md")
     index.add_argument("reports", type=Path, nargs="?", default=LOCAL, metavar="REPORTS", help="default: %(default)s")
-    two = commands.add_parser("compare", help="make a page that compares two folders of reports")
-    two.add_argument("first", type=Path, metavar="FIRST", help="such as reports/h200x2")
-    two.add_argument("second", type=Path, metavar="SECOND", help="the page shows SECOND's times / FIRST's times")
-    two.add_argument("--page", type=Path, metavar="FILE", help="default: compare-FIRST-SECOND.html beside SECOND")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -61,13 +57,6 @@ def write(folder: Path) -> Path:
 def run_index(options: argparse.Namespace) -> int:
     """Runs `index` and returns the exit status."""
     return made(lambda: build.write_index(options.reports))
-
-
-def run_compare(options: argparse.Namespace) -> int:
-    """Runs `compare` and returns the exit status."""
-    first, second = options.first, options.second
-    path = options.page or second.parent / f"compare-{first.name}-{second.name}.html"
-    return made(lambda: build.write_comparison(first, second, path))
 
 
 def made(make: Callable[[], object]) -> int:

@@ -1,0 +1,230 @@
+"""Pages of reports, of a folder and of all folders. A page is Markdown with charts, as HTML.
+
+report.md of a folder and README.md of all folders are the parts of these pages that git has.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from html import escape
+from pathlib import Path
+
+from markdown_it import MarkdownIt
+
+from perf import charts
+from perf.charts import Figure
+from perf.machine import one_line
+from perf.md import NOT_SERVED, bullets, table
+from perf.report import StoredReport, markdown_of, read_all, topics
+from perf.topics.allreduce import AllReduce, ratios_by_world
+
+INDEX, NOTES, SUMMARY = "index.html", "notes.md", "report.md"
+README = "README.md"  # of all folders: the index as Markdown
+STYLE = """
+body { margin: 0 auto; padding: 1.5rem 1rem 4rem; max-width: 72rem; font: 16px/1.5 system-ui, sans-serif; }
+h1 { margin-top: 4rem; } h1:first-child { margin-top: 0; }
+code, pre { font: .875em ui-monospace, monospace; white-space: pre-wrap; }
+table { display: block; overflow-x: auto; border-collapse: collapse; font-size: .875rem; }
+th, td { padding: .2rem .6rem; white-space: nowrap; border-bottom: 1px solid #d9dde3; }
+td strong { color: #c81e1e; }
+figure { display: inline-block; margin: 1rem 2rem 1rem 0; max-width: 100%; } figcaption { font-weight: 600; }
+figure p { color: #5c6570; font-size: .875rem; max-width: 36rem; } svg { max-width: 100%; height: auto; }
+"""
+
+WHAT = (
+    "graphar sums PyTorch tensors over the GPUs of one host. The result has the same bits on every rank, at every size."
+)
+ON_CPU = (
+    "This machine has fewer than two GPUs, so graphar's implementation for CPUs ran. It defines what the GPU kernels"
+    " compute, but its times say nothing about theirs."
+)
+ON_ONE_GPU = (
+    "This machine has one GPU, so collectives ran graphar's implementation for CPUs. Topics that need no second GPU ran"
+    " on this one."
+)
+
+Document = Sequence[str | Figure | None]  # Markdown and charts
+
+
+def page(title: str, documents: Mapping[str, Document]) -> str:
+    """Returns documents by anchor as one page. Links to other reports' Markdown become links to their pages."""
+    sections = "".join(f'<section id="{anchor}">\n{html(one)}</section>\n' for anchor, one in documents.items())
+    head = f'<meta charset="utf-8">\n<title>{escape(title)}</title>\n<style>{STYLE}</style>'
+    return f'<!doctype html>\n<html lang="en">\n<head>\n{head}\n</head>\n<body>\n{sections}</body>\n</html>\n'
+
+
+def html(document: Document) -> str:
+    markdown = MarkdownIt("commonmark", {"html": False}).enable("table")
+    return "".join(
+        markdown.render(to_pages(part)) if isinstance(part, str) else charts.render(part) for part in document
+    )
+
+
+def to_pages(markdown: str) -> str:
+    """Returns the text with links to reports, which are Markdown in git, as links to their places on the pages."""
+    names = {topic.name for topic in topics()}
+
+    def to_page(link: re.Match) -> str:
+        folder, name = link.groups()
+        if name in names:
+            return f"]({folder}{INDEX if folder else ''}#{name})"
+        return f"]({folder}{INDEX})" if folder or f"{name}.md" in (SUMMARY, README) else link[0]
+
+    return re.sub(r"\]\(((?:[\w.-]+/)*)(\w+)\.md\)", to_page, markdown)
+
+
+# ---- a folder -------------------------------------------------------------------------------------------------------
+
+
+def write(folder: Path) -> Path:
+    """Writes the files of :func:`texts` into the folder. Returns the path of index.html."""
+    return _write(folder, texts(folder))
+
+
+def _write(folder: Path, made: Mapping[str, str]) -> Path:
+    for name, text in made.items():
+        (folder / name).write_text(text)
+    return folder / INDEX
+
+
+def texts(folder: Path) -> dict[str, str]:
+    """Returns the text of a folder's page and tables, by file name.
+
+    The files are index.html, report.md (its first part), and a .md file for each report. They are made from the
+    folder's JSON files and from notes.md, if there is one.
+
+    Raises:
+        FileNotFoundError: the folder holds no report.
+        ValueError: a report cannot be read.
+    """
+    found = read_all(folder)
+    first = summary(found)
+    documents = {one.report.name: one.report.document(one.machine, one.command) for one in found}
+    notes = {"notes": [(folder / NOTES).read_text()]} if (folder / NOTES).exists() else {}
+    above = [first, ratios_by_world(sweep_of(found).rows), *_others(folder)]
+    made = page(title_of(found), {"report": above, **documents, **notes})
+    return {INDEX: made, SUMMARY: first} | {f"{name}.md": markdown_of(one) for name, one in documents.items()}
+
+
+def _others(folder: Path) -> list[str]:
+    """Returns a sentence that links to the files that are not of a report, if there are any."""
+    made = {INDEX, SUMMARY, NOTES} | {f"{topic.name}{suffix}" for topic in topics() for suffix in (".json", ".md")}
+    names = sorted(path.name for path in folder.iterdir() if path.is_file() and path.name not in made)
+    return [f"Also in this folder: {', '.join(f'[{name}]({name})' for name in names)}."] if names else []
+
+
+def sweep_of(found: Sequence[StoredReport]) -> AllReduce:
+    """Returns the report of the all-reduce sweep; an empty report if there is none."""
+    return next((one.report for one in found if one.report.name == "allreduce"), AllReduce())
+
+
+def is_on_gpus(found: Sequence[StoredReport]) -> bool:
+    return any(one.machine["gpu_count"] >= 2 for one in found)
+
+
+def title_of(found: Sequence[StoredReport]) -> str:
+    machine = found[0].machine
+    where = f"{machine['gpu_count']}x {machine['gpu']}" if machine["gpu"] else f"CPU ({machine['cpu']})"
+    return f"graphar on {where}"
+
+
+def glance(one: StoredReport) -> tuple[str, str, str]:
+    """Returns a report's headline figure, caption and shortfall.
+
+    With wrong results the figure is "wrong". The caption says so if the report is partial.
+    """
+    if one.report.wrong():
+        return "wrong", one.report.status().replace("**", ""), ""
+    found = one.report.glance()
+    words = found.words
+    if one.report.is_partial:
+        words += " (partial: the run was ended before it was done)"
+    if peers := one.report.wrong_peers():
+        words += f" (wrong results of peers, which are not compared: {len(peers)})"
+    return found.headline, words, found.shortfall
+
+
+def missing(found: Sequence[StoredReport]) -> list[str]:
+    """Returns what was not measured: topics without a report, with their commands, and what this machine cannot run."""
+    measured, sweep = {one.report.name for one in found}, sweep_of(found)
+    lines = [f"{one.title}: `python -m perf {one.command}`" for one in topics() if one.name not in measured]
+    if not is_on_gpus(found):
+        kernels = "The kernels of collectives" if found[0].machine["gpu_count"] else "graphar's kernels"
+        lines.append(f"{kernels}, and NVLink traffic: at least 2 GPUs are needed.")
+    elif sweep.rows and not any("multimem" in str(row.algorithm) for row in sweep.rows):
+        lines.append("The multimem algorithms: NVLink multicast is off unless the user turns it on.")
+    return lines
+
+
+def summary(found: Sequence[StoredReport]) -> str:
+    """Returns report.md: the text of the page's first screen, and links to the rest."""
+    sweep, where = sweep_of(found), ON_ONE_GPU if found[0].machine["gpu_count"] else ON_CPU
+    what = WHAT if is_on_gpus(found) else f"{WHAT} {where}"
+    parts = [f"# {title_of(found)}", f"{one_line(found[0].machine)}.", what]
+    if sweep.rows:
+        parts += [f"## {sweep.title}", sweep.status(), bullets(sweep.findings())]
+    lines = []
+    for one in found:
+        figure, words, shortfall = glance(one)
+        loss = one.report.loss_of_auto() or NOT_SERVED
+        lines.append([f"[{one.report.title}]({one.report.name}.md)", figure or NOT_SERVED, words, shortfall, loss])
+    header = ["report", "result", "meaning", "where graphar is slower", "largest of_best_variant"]
+    parts += ["## All reports", table(header, lines)]
+    parts += ["`python -m perf report FOLDER --write` writes a page with the plots."]
+    if not_measured := missing(found):
+        parts += ["## Not measured", bullets(not_measured)]
+    return markdown_of(parts)
+
+
+# ---- all folders ---------------------------------------------------------------------------------------------------
+
+
+def folders_of(reports: Path) -> list[Path]:
+    """Returns the folders that hold a report."""
+    return sorted({path.parent for topic in topics() for path in reports.glob(f"*/{topic.name}.json")})
+
+
+def write_index(reports: Path) -> Path:
+    """Writes the files of :func:`index_texts` beside the folders. Returns the path of index.html."""
+    return _write(reports, index_texts(reports))
+
+
+def index_texts(reports: Path) -> dict[str, str]:
+    """Returns the index of all report folders, with a table of topics by machine: as a page, and as README.md.
+
+    Machines with GPUs come first.
+
+    Raises:
+        FileNotFoundError: there is no folder with a report.
+    """
+    folders = folders_of(reports)
+    if not folders:
+        raise FileNotFoundError(f"{reports} holds no folder of reports")
+    read = {folder.name: {one.report.name: one for one in read_all(folder)} for folder in folders}
+    found = dict(sorted(read.items(), key=lambda one: not any(of.machine["gpu_count"] for of in one[1].values())))
+    listed = []
+    for name, mine in found.items():
+        written = list(mine.values())
+        dates = sorted({str(one.machine["date"]) for one in written})
+        span = " to ".join(dict.fromkeys([dates[0], dates[-1]]))
+        listed.append(f"[{title_of(written)}]({name}/{SUMMARY}): {len(written)} reports, {span}")
+    note = (
+        "A number without a unit is graphar's time / the time that the report compares it with, usually the best"
+        " peer's. Below 1 graphar is faster. Other results are explained in the reports."
+    )
+    cells = [
+        [topic.title, *(_index_cell(name, mine.get(topic.name)) for name, mine in found.items())] for topic in topics()
+    ]
+    by_machine = table(["topic", *(f"[{name}]({name}/{SUMMARY})" for name in found)], cells)
+    title = "Reports of graphar"
+    text = markdown_of([f"# {title}", WHAT, bullets(listed), note, by_machine])
+    return {INDEX: page(title, {"reports": [text]}), README: text}
+
+
+def _index_cell(folder: str, one: StoredReport | None) -> str:
+    if one is None:
+        return NOT_SERVED
+    figure = glance(one)[0]
+    marks = (" **WRONG**" if figure == "wrong" else "") + (" (partial)" if one.report.is_partial else "")
+    return f"[{figure or 'report'}]({folder}/{one.report.name}.md){marks}"
