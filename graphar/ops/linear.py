@@ -5,12 +5,11 @@ from __future__ import annotations
 import torch
 
 from graphar.numerics import leaf_tree
-from graphar.numerics.dtypes import TYPE_NAMES
 from graphar.numerics.fp8_products import checked_scales
 from graphar.numerics.leaf_tree import LEAVES
 from graphar.numerics.partitions import TP_INVARIANT
-from graphar.ops import matmul_operands, parts
-from graphar.ops.register import library, op_named
+from graphar.ops import matmul_operands, options, parts
+from graphar.ops.register import define, library, op_named
 from graphar.plan.work import MATMUL_ALLREDUCE
 from graphar.product import operands
 from graphar.product.multiply.own import Leaves, Scaled
@@ -18,13 +17,6 @@ from graphar.product.operands import Step
 from graphar.runtime.registry import Group, engine_name
 
 NAME = "linear"
-
-# ``leaves`` divide K, as in product/multiply/own.py. The rows of ``w`` are divided between the ranks of
-# ``communicator``; an empty string: they are not divided. The scales are those of operands in e4m3.
-library.define(
-    "linear(Tensor a, Tensor w, Tensor? bias, int leaves=1, ScalarType? out_dtype=None, str communicator='', "
-    "Tensor? a_scale=None, Tensor? w_scale=None) -> Tensor"
-)
 
 
 def linear(
@@ -78,8 +70,7 @@ def linear(
     scaled = matmul_operands.check(NAME, a, w, bias, (a_scale, w_scale, out_dtype))
     if scaled.scales:
         return torch.ops.graphar.linear(a, w, bias, 1, scaled.scaled_dtype, "", *scaled.scales)
-    if a.dtype not in TYPE_NAMES:
-        raise ValueError(f"{NAME}: a must be bfloat16, float16 or float32, got {a.dtype}")
+    options.check_float(NAME, "a", a)
     if a.requires_grad and torch.is_grad_enabled():
         leaf_tree.check_columns(NAME, len(w), ranks, "features")
     communicator = "" if group is None else engine_name(group, NAME)
@@ -97,13 +88,14 @@ def _linear(
     return out
 
 
-for _key in ("CPU", "CUDA"):
-    library.impl(NAME, _linear, _key)
-
-
-@torch.library.register_fake("graphar::linear", lib=library)
-def _(a, w, bias, leaves=1, out_dtype=None, communicator="", a_scale=None, w_scale=None):
-    return a.new_empty((*a.shape[:-1], w.shape[0]), dtype=out_dtype)
+# ``leaves`` divide K, as in product/multiply/own.py. The rows of ``w`` are divided between the ranks of
+# ``communicator``; an empty string: they are not divided. The scales are those of operands in e4m3.
+define(
+    "linear(Tensor a, Tensor w, Tensor? bias, int leaves=1, ScalarType? out_dtype=None, str communicator='', "
+    "Tensor? a_scale=None, Tensor? w_scale=None) -> Tensor",
+    _linear,
+    lambda a, w, bias, leaves=1, out_dtype=None, *_, **__: a.new_empty((*a.shape[:-1], len(w)), dtype=out_dtype),
+)
 
 
 # ---- gradients ------------------------------------------------------------------------------------------------------

@@ -9,9 +9,11 @@ from typing import Any, NamedTuple
 import torch
 
 from graphar.numerics import fp8_products
+from graphar.numerics.epilogues.epilogue import AppliedEpilogue
 from graphar.numerics.fp8_products import FP8
 from graphar.numerics.partitions import BATCH_INVARIANT
 from graphar.ops import options
+from graphar.plan.call import Operands
 from graphar.product.operands import flat, flat_scale
 from graphar.runtime.checks.tensor_checks import (
     check_destination,
@@ -179,6 +181,30 @@ def multiplied(op: str, a, w, arguments: Multiplied) -> dict[str, Any]:
 def factors(a, w, arguments: Multiplied, rank: int) -> tuple[torch.Tensor, ...]:
     """Returns the tensors of a rank's factors."""
     return a[rank], w[rank], *arguments.scales[2 * rank : 2 * rank + 2]
+
+
+def added(op: str, a, bias, epilogue, shape: Sequence[int], scaled: Scaled, whole: int | None = None) -> dict[str, Any]:
+    """Returns the arguments in a schema of what is added to products of this shape: a bias, and an epilogue.
+
+    ``whole`` is as options.epilogue_option takes it. An epilogue adds the bias itself.
+    """
+    in_list = isinstance(a, (list, tuple))
+    if epilogue is None:
+        return {"bias": [] if bias is None else list(bias) if in_list else [bias]}
+    like = torch.empty(shape, dtype=scaled.scaled_dtype or (a[0] if in_list else a).dtype, device="meta")
+    return options.epilogue_option(op, epilogue, like, len(a) if in_list else None, whole, bias)
+
+
+def of_ranks(a, w, arguments, followed: AppliedEpilogue | None, outs: Sequence[tuple]) -> list[Operands]:
+    """Returns each rank's operands: factors, bias and the epilogue's tensors, with the results ``outs``."""
+    ranks = []
+    for rank, results in enumerate(outs):
+        inputs = [*factors(a, w, arguments, rank)]
+        inputs += [arguments.bias[rank].resolve_neg().contiguous()] if arguments.bias else []  # kernels read raw memory
+        inputs += followed.inputs[rank].tensors if followed else []
+        numbers = tuple(followed.inputs[rank].scalars) if followed else ()
+        ranks.append(Operands(tuple(inputs), results, numbers))
+    return ranks
 
 
 # ---- results ---------------------------------------------------------------------------------------------------------
