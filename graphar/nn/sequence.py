@@ -17,7 +17,7 @@ from graphar.numerics import leaf_tree, partitions
 from graphar.numerics.partitions import TP_INVARIANT
 from graphar.ops.allgather import OP as ALLGATHER
 from graphar.ops.allgather_matmul import OP as ALLGATHER_MATMUL
-from graphar.ops.matmul_gradients import of_bias, of_weight
+from graphar.ops.linear import of_bias, of_weight
 from graphar.ops.matmul_sums import SCATTER as MATMUL_REDUCESCATTER
 from graphar.runtime.registry import ALONE
 

@@ -123,7 +123,7 @@ def _run(engine: Engine, xs, outs, arguments: parts.AlongAxis):
     axis = arguments.axis
     rows, rooms = [parts.rows_of(x, axis) for x in xs], [parts.room_for(out, axis) for out in outs]
     work = Parts(NAME, parts.counts_of(rows[0], arguments.sizes), axis=axis, row=tuple(rows[0].shape[1:]))
-    ranks = options.operands_of_sum(rows, rooms, None)
+    ranks = options.operands_of_sum(rows, rooms)
     plan = engine.run(Call.of(work, rows[0], algorithm=arguments.algorithm, timeout_s=arguments.timeout_s), ranks)
     for room, out in zip(rooms, outs, strict=True):
         parts.put_back(room, out, axis)

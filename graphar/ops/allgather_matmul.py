@@ -11,7 +11,7 @@ import torch
 from graphar.numerics import partitions
 from graphar.numerics.epilogues.epilogue import Epilogue
 from graphar.numerics.partitions import TP_INVARIANT
-from graphar.ops import matmul_gradients, matmul_operands, options, parts
+from graphar.ops import linear, matmul_operands, options, parts
 from graphar.ops.epilogue_gradients import before_epilogue, in_backward
 from graphar.ops.options import T
 from graphar.ops.register import Op, for_ranks
@@ -61,27 +61,11 @@ def fused_allgather_matmul(
     partition: GatherPartition = "auto",
     epilogue: Epilogue | str | Callable[[torch.Tensor], torch.Tensor] | None = None,
     group: Group = None,
-    a_scale: None = None,
-    w_scale: None = None,
-    out_dtype: None = None,
-    timeout_s: float | None = None,
-) -> tuple[T, T]: ...
-@overload
-def fused_allgather_matmul(
-    a: T,
-    w: T,
-    *,
-    bias: T | None = None,
-    gathered: Literal[True],
-    sizes: Sequence[int] | None = None,
-    partition: GatherPartition = "auto",
-    epilogue: Epilogue | str | Callable[[torch.Tensor], torch.Tensor] | None = None,
-    group: Group = None,
-    a_scale: T,
-    w_scale: T,
+    a_scale: T | None = None,
+    w_scale: T | None = None,
     out_dtype: torch.dtype | None = None,
     timeout_s: float | None = None,
-) -> tuple[T, T, T]: ...
+) -> tuple[T, ...]: ...
 def fused_allgather_matmul(
     a,
     w,
@@ -245,11 +229,9 @@ def _backward(ctx, gradients):
         of_a = _of_rows(ctx, of_products, of_rows, w, where)
     if needs_w:
         wholes = wholes or for_ranks(ctx, "allgather", a, **where)
-        of_w = [
-            matmul_gradients.of_weight(ctx.given["partition"], *pair) for pair in zip(of_products, wholes, strict=True)
-        ]
+        of_w = [linear.of_weight(ctx.given["partition"], *pair) for pair in zip(of_products, wholes, strict=True)]
     wanted = zip(of_products, ctx.needs["bias"], strict=False)
-    of_biases = [matmul_gradients.of_bias(ctx.given["partition"], x) if need else None for x, need in wanted]
+    of_biases = [linear.of_bias(ctx.given["partition"], x) if need else None for x, need in wanted]
     return of_a, of_w, {"bias": of_biases} | rest
 
 

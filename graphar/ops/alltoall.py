@@ -97,7 +97,8 @@ def alltoall(
     asked = (x,), how, None
     if out is None:
         return OP(x, given=arguments, asked=asked)
-    xs, outs = (x, out) if in_list else ([x], [out])
+    xs: Any = x if in_list else [x]
+    outs: Any = out if in_list else [out]
     tensor_checks.check_one_each(NAME, "out", outs, xs)
     for like, to, shape in zip(xs, outs, _result_shapes(xs, arguments), strict=True):
         tensor_checks.check_strided(NAME, "out", to)
@@ -229,7 +230,7 @@ def _run(engine: Engine, xs, outs, arguments: Arguments):
     row = tuple([1 if at in (scatter, gather) else length for at, length in enumerate(xs[0].shape)])
     sends, receives = (tuple(map(tuple, lengths)) for lengths in _lengths(arguments, len(xs)))
     work = Exchange(max(arguments.rank, 0), row, sends, receives, scatter, gather, arguments.known)
-    ranks = options.operands_of_sum(xs, outs, None)
+    ranks = options.operands_of_sum(xs, outs)
     return engine.run(Call.of(work, xs[0], algorithm=arguments.algorithm, timeout_s=arguments.timeout_s), ranks), ranks
 
 

@@ -101,17 +101,25 @@ define(
 # ---- gradients ------------------------------------------------------------------------------------------------------
 
 
-def of_input(dy: torch.Tensor, w: torch.Tensor, leaves: int = 1) -> torch.Tensor:
-    """Returns ``dy @ w``, the gradient of a layer's input: a sum over features in ``leaves``."""
-    return torch.ops.graphar.linear(dy, w.t(), None, leaves)
+def of_input(partition: str, dy: torch.Tensor, w: torch.Tensor, leaves: int = 1) -> torch.Tensor:
+    """Returns ``dy @ w``, the gradient of a layer's input; with "tp_invariant" a sum over features in ``leaves``."""
+    if partition == TP_INVARIANT:
+        return torch.ops.graphar.linear(dy, w.t(), None, leaves)
+    return (operands.flat(dy) @ w).view(*dy.shape[:-1], w.shape[1])
 
 
-def of_weight(dy: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
+def of_weight(partition: str, dy: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
     """Returns the gradient of a weight: the sum over rows of their outer products, in the order of the rows."""
-    return torch.ops.graphar.linear(operands.flat(dy).t(), operands.flat(a).t(), None)
+    dy, a = operands.flat(dy).t(), operands.flat(a)
+    return torch.ops.graphar.linear(dy, a.t(), None) if partition == TP_INVARIANT else dy @ a
 
 
-def of_bias(dy: torch.Tensor, ranks: int = 1) -> torch.Tensor:
+def of_bias(partition: str, dy: torch.Tensor) -> torch.Tensor:
+    """Returns the gradient of a bias that was added to rows of this rank only."""
+    return bias_partial(dy).to(dy.dtype) if partition == TP_INVARIANT else operands.flat(dy).sum(0)
+
+
+def bias_partial(dy: torch.Tensor, ranks: int = 1) -> torch.Tensor:
     """Returns a rank's partial of a bias's gradient, in fp32, where the rows are divided between ``ranks``.
 
     It is the sum over the rank's leaves of rows: graphar.reference.linear_gradients.bias_partial.
@@ -137,9 +145,9 @@ def _backward(ctx, dy):
         arguments = {"a": dy, "w": w.t(), "communicator": ctx.communicator, "partition": TP_INVARIANT}
         of_a = op.one(*op.write(arguments))
     elif needs_a:
-        of_a = of_input(dy, w, LEAVES)
-    of_w = of_weight(dy, a) if needs_w else None
-    return of_a, of_w, of_bias(dy).to(ctx.bias_dtype) if needs_bias else None, *[None] * 5
+        of_a = of_input(TP_INVARIANT, dy, w, LEAVES)
+    of_w = of_weight(TP_INVARIANT, dy, a) if needs_w else None
+    return of_a, of_w, bias_partial(dy).to(ctx.bias_dtype) if needs_bias else None, *[None] * 5
 
 
 torch.library.register_autograd("graphar::linear", _backward, setup_context=_keep, lib=library)

@@ -170,7 +170,7 @@ def _check(
                     f"{op}: scale must be one element, torch.float32, on {x.device}, got {list(scale.shape)} "
                     f"{scale.dtype} on {scale.device}"
                 )
-        output = output_of(op, x.dtype, x.shape[-1], out_dtype, *(scales or [None]), group_size)
+        output = output_of(op, x.dtype, x.shape[-1], out_dtype, scales[0] if scales else None, group_size)
     return output
 
 
@@ -209,10 +209,9 @@ def _call(op: Op, asked: Asked, group: Group, eps, weight_offset, out_dtype, gro
 
 
 def place(op: Op, name: str, x, group: Group, alone: bool = False) -> tuple[dict[str, object], list[int] | None]:
-    """Returns the arguments ``rank`` and ``sizes`` of an op that splits the rows of ``x``, named ``name`` in errors.
+    """Returns the arguments ``rank`` and ``sizes`` of an op that splits the rows of ``x``, and this process's lengths.
 
-    With ``alone``, a process without a group is the only rank. Also returns the lengths of this process's parts. For
-    other ops there is nothing to return: ({}, None).
+    For other ops they are {} and None. With ``alone``, a process without a group is the only rank.
     """
     if not op.takes("sizes"):
         return {}, None

@@ -125,11 +125,7 @@ def check_together(op: str, codec: object, epilogue: object, residual: object = 
 
 
 def by_rank(op: str, **values: Any) -> list[tuple]:
-    """Returns the values of each rank. They are those of one rank, or lists, each with one for each rank.
-
-    Raises:
-        ValueError: the first value is a list, and another is none of its length.
-    """
+    """Returns the values of each rank: the given ones, or if the first is a list the n-th of every list."""
     (first, xs), *others = values.items()
     if not isinstance(xs, (list, tuple)):
         return [tuple(values.values())]
@@ -200,12 +196,10 @@ def codec_option(op: str, codec: Codec | str | None, residual: object = None) ->
 def epilogue_option(
     op: str, epilogue: object, like: torch.Tensor, ranks: int | None, whole: int | None = None, bias=None
 ) -> dict[str, Any]:
-    """Returns the arguments in a schema of an epilogue for sums like ``like``.
+    """Returns the arguments in a schema of an epilogue for sums like ``like``, to which a ``bias`` is added first.
 
-    Args:
-        ranks: the number of ranks in a call with a list; None: the call has one tensor.
-        whole: a dimension that a tensor with that dimension must have at full length; None: there is none.
-        bias: the bias that is added first, one element a column, or a list of biases; None: no bias.
+    ``ranks`` is the length of a list call's lists, or None. ``whole`` is a dimension of ``like`` that is a rank's part:
+    a tensor with that dimension must have it at full length.
     """
     if epilogue is None:
         return {}
@@ -241,12 +235,8 @@ def codec_with_feedback(op: str, codec: str, algorithm: str, xs, residuals, outs
     return replace(checked, feedback=True).text
 
 
-def applied(op: str, arguments, outs: Sequence[torch.Tensor], bind_one: Callable = bind) -> AppliedEpilogue | None:
-    """Returns the epilogue of a call for the ranks' results ``outs``; None if the call has no epilogue.
-
-    Raises:
-        ValueError: an argument does not fit, or its dtype differs between ranks.
-    """
+def applied(op: str, arguments, outs: Tensors, bind_one: Callable = bind) -> AppliedEpilogue | None:
+    """Returns the epilogue of a call for the ranks' results ``outs``; None if the call has no epilogue."""
     if not arguments.epilogue:
         return None
     tensors, count = arguments.tensors, len(arguments.tensors) // len(outs)
@@ -261,24 +251,17 @@ def applied(op: str, arguments, outs: Sequence[torch.Tensor], bind_one: Callable
 
 
 def operands_of_sum(
-    xs: Sequence[torch.Tensor],
-    outs: Sequence[torch.Tensor],
-    followed: AppliedEpilogue | None,
-    residuals: Sequence[torch.Tensor] = (),
+    xs: Tensors, outs: Tensors, followed: AppliedEpilogue | None = None, residuals: Tensors = ()
 ) -> list[Operands]:
-    """Returns the operands of an all-reduce or a reduce-scatter, for each rank of this process.
-
-    ``residuals`` are those of a codec with feedback, one for each rank.
-    """
+    """Returns the operands of a collective for each rank of this process. ``residuals`` are a codec's, one a rank."""
     if followed:
         ranks = zip(xs, outs, followed.inputs, strict=True)
         return [Operands((x, *more.tensors), (out,), tuple(more.scalars), more.corner) for x, out, more in ranks]
-    if residuals:
-        return [Operands((x, residual), (out,)) for x, out, residual in zip(xs, outs, residuals, strict=True)]
-    return [Operands((x,), (out,)) for x, out in zip(xs, outs, strict=True)]
+    inputs = zip(xs, residuals, strict=True) if residuals else zip(xs, strict=True)
+    return [Operands(of_rank, (out,)) for of_rank, out in zip(inputs, outs, strict=True)]
 
 
-def check_apart_from_epilogue(op: str, outs: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> None:
+def check_apart_from_epilogue(op: str, outs: Tensors, tensors: Tensors) -> None:
     """Raises ValueError if ``outs`` share memory with an epilogue's tensors, which kernels read while they store."""
     for out in outs:
         named = {f"tensor {at} of the epilogue": tensor for at, tensor in enumerate(tensors)}

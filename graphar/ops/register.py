@@ -83,7 +83,6 @@ class Op(Generic[G]):
     """One op. Its functions take, for each name in ``tensors``, a list of the ranks' tensors; then ``arguments``.
 
     Args:
-        name: the op's name.
         tensors: the names of each rank's tensors. The list form has a list for each name.
         arguments: the dataclass of the arguments after the tensors; its fields are the schema's.
         run: ``run(engine, *lists, outs, arguments)`` makes the call, and writes the results. Residuals come last. It
@@ -92,18 +91,15 @@ class Op(Generic[G]):
             rank if it ``has_several``.
         check: ``check(engine, *lists, arguments)`` raises if the arguments are invalid.
         check_out: ``check_out(*lists, outs, arguments)`` raises if the memory of ``outs`` does not fit. None: the op
-            has no ``out=`` forms.
-        with_out: whether the ``out=`` forms have schemas. If not, :meth:`into` copies what a compiler has to see.
+            has no ``out=`` forms. Without ``with_out`` they have no schemas, and a compiler sees a copy.
         residual: ``residual(xs, residuals, outs, arguments)`` raises if residuals do not fit. It returns the arguments
             of a call that overwrites them with its rounding errors. None: the op takes no residual.
         backward: ``backward(ctx, gradients)`` returns the gradients of the tensors, as lists, and a dict with the
             gradients of other arguments by name. ``gradients`` are those of the results, rank by rank. ``ctx.given``
-            has the arguments by name, and ``ctx.needs`` says by name what needs a gradient. None: the op is not
-            differentiable.
+            has the arguments by name, and ``ctx.needs`` says by name what needs a gradient.
         saved: ``saved(arguments by name)`` returns the names of the tensors that the backward pass needs. None: all.
         saved_result: which result of each rank it needs, counted from 0. The gradient of an unused result is None then,
             and zeros otherwise. None: no result.
-        has_several: whether a rank has several results.
     """
 
     def __init__(
