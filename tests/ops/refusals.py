@@ -381,6 +381,8 @@ def of_gathered_matmuls(alone):
         yield row(f"gathered {partition}", "partition", ValueError, FUSED_GATHER, A, W, partition=partition)
     for what, sizes in {"too many": [4, 4], "wrong": [len(A) + 1], "negative": [-1]}.items():
         yield row(f"gathered sizes {what}", "sizes", ValueError, FUSED_GATHER, A, W, group=alone, sizes=sizes)
+        yield row(f"allgather sizes {what}", "sizes", ValueError, GATHER, A, alone, sizes=sizes)
+    yield row("allgather sizes number", "sizes", TypeError, GATHER, A, alone, sizes=4)
     yield row("gathered sizes no ints", "sizes", TypeError, FUSED_GATHER, A, W, group=alone, sizes=[1.0])
     yield row("gathered sizes of a list", "sizes", ValueError, FUSED_GATHER, [A, A], [W, W], sizes=[4, 4])
     yield row("gathered vector", "a must have 2", ValueError, FUSED_GATHER, A[0], W, group=alone)

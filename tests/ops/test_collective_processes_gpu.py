@@ -68,18 +68,6 @@ def test_overlapping_subgroups_in_turn(rank, world_size):
                 assert same_bits(total.cpu(), graphar.reference.allreduce(parts)) == 0, f"{ranks}"
 
 
-@pytest.mark.gpu(4, shared=True)
-@on_ranks(4, by=run_on_gpus)
-def test_pairs_of_four_ranks_split_five_and_three_rows(rank, world_size):
-    pairs = [[0, 1], [2, 3]]
-    pair, group = pairs[rank // 2], [dist.new_group(pair) for pair in pairs][rank // 2]
-    for rows in (5, 3):
-        for dtype in (torch.bfloat16, torch.float32):
-            parts = [normal(10 * rows + member, rows * 7168, dtype).view(rows, 7168) for member in pair]
-            mine = pair.index(rank)
-            assert_part(graphar.reducescatter(parts[mine].cuda(), group), mine, parts, 0, f"{rows} rows")
-
-
 class Model(torch.nn.Module):
     def forward(self, x):
         return graphar.allreduce(x * 2)
