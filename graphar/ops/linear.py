@@ -29,20 +29,20 @@ def linear(
     w_scale: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Returns ``a @ w.T + bias``: the same bits for every number of rows, of features, and of ranks that divide them.
+    """Returns ``a @ w.T + bias``, with bits that do not depend on the number of rows, features or ranks.
 
-    The product is accumulated in fp32 in the order of K, 16 columns at a time, and rounded once after the bias was
-    added. An element depends on its row of ``a`` and its row of ``w`` alone. ``graphar.reference.linear`` with
-    ``tp_invariant=True`` is the specification; a GPU rounds products of 16 columns in another way than a CPU.
+    An element depends on its row of ``a`` and its row of ``w`` alone. The product is accumulated in fp32 in the order
+    of K, 16 columns at a time. The bias is added, and the result is rounded once. ``graphar.reference.linear`` with
+    ``tp_invariant=True`` is the specification; within 16 columns a GPU rounds differently from a CPU.
 
     It is the column-parallel layer of tensor-parallel invariance: with a ``group``, each rank has its own features. The
     forward pass does not communicate.
 
-    With scales the product is that of ``graphar.reference.scaled_linear``, and has no gradients. Others are
-    differentiable. The gradient of ``a`` is a sum over features, of which the whole layer has 8 leaves of equal length:
-    they are added in fp32 as a binary tree, with a ``group`` by :func:`graphar.fused_matmul_allreduce` with
-    ``partition="tp_invariant"``, and rounded once. That of ``w`` is added in the order of rows, and that of ``bias`` as
-    8 leaves of rows. The backward pass assumes that all ranks of the group have the same ``a``.
+    With scales the product is that of ``graphar.reference.scaled_linear``, and there are no gradients. Without, it is
+    differentiable. The gradient of ``a`` is a sum over the features of the whole layer. They are cut into 8 leaves of
+    equal length, which are added in fp32 as a binary tree and rounded once. With a ``group`` this is a
+    :func:`graphar.fused_matmul_allreduce` with ``partition="tp_invariant"``, which assumes that all ranks have the same
+    ``a``. The gradient of ``w`` is added in the order of rows, and that of ``bias`` as a tree of 8 leaves of rows.
 
     Args:
         a: [..., K], bf16, fp16 or fp32; on a GPU bf16 or fp16. With scales torch.float8_e4m3fn. Equal on all ranks of

@@ -154,10 +154,13 @@ class Op(Generic[G]):
         each = len(results) // len(tensors[0])
         return tuple([list(results[at::each]) for at in range(each)])
 
-    def into(self, *tensors, given: G, asked: Asked | None = None) -> None:
-        """Calls the ``out=`` form in the same way. The last tensor, or list of tensors, takes the results."""
+    def into(self, *tensors, given: G, plain: bool = False, asked: Asked | None = None) -> None:
+        """Calls the ``out=`` form in the same way. The last tensor, or list of tensors, takes the results.
+
+        A ``plain`` call goes past torch's dispatcher whatever its modes are.
+        """
         in_list, values = isinstance(tensors[0], (list, tuple)), (*tensors, *self._values(given))
-        if _is_plain(_tensors_in(values)):
+        if plain or _is_plain(_tensors_in(values)):
             self._implement_out(*values, in_list=in_list, asked=asked)
         elif self._with_out:
             (self.list_out if in_list else self.one_out)(*values)
