@@ -119,24 +119,24 @@ class MayBeFp8(torch.nn.Module):
     def _load_from_state_dict(
         self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
     ):
-        found = self._from_checkpoint(state_dict, prefix)
-        weight = found.get(f"{prefix}weight")
+        state = self._from_checkpoint(state_dict, prefix)
+        weight = state.get(f"{prefix}weight")
         if self._weight_scale and isinstance(weight, torch.Tensor) and weight.dtype != FP8:
             error_msgs.append(f"{prefix}weight must be {FP8}, as the layer's, got {weight.dtype}")
             return
         more = local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-        super()._load_from_state_dict(found, prefix, *more)
+        super()._load_from_state_dict(state, prefix, *more)
 
     def _from_checkpoint(self, state_dict: dict, prefix: str) -> dict:
         """Returns a checkpoint with the layer's scales in fp32, and those of rows as a column."""
-        found = dict(state_dict)
+        state = dict(state_dict)
         for name in filter(None, (self._weight_scale, self._input_scale)):
-            own, given = getattr(self, name), found.get(prefix + name)
-            if isinstance(given, torch.Tensor):
-                given = given.detach().float()
-                given = given.unsqueeze(1) if given.ndim == 1 else given
-                found[prefix + name] = given.reshape(own.shape) if given.numel() == own.numel() else given
-        return found
+            scale, parameter = state.get(prefix + name), getattr(self, name)
+            if isinstance(scale, torch.Tensor):
+                scale = scale.detach().float()
+                scale = scale.unsqueeze(1) if scale.ndim == 1 else scale
+                state[prefix + name] = scale.reshape(parameter.shape) if scale.numel() == parameter.numel() else scale
+        return state
 
 
 class Fp8Linear(MayBeFp8, torch.nn.Linear):

@@ -51,14 +51,14 @@ class _OfGroup(MayBeFp8):
         self._rank, self._world_size = _place(group, tp_invariant)
         self._parts = dict(self._divided)
         for name, axis in self._parts.items():
-            given = getattr(linear, name)
-            setattr(self, name, given if given is None else self._part(given, axis))
+            whole = getattr(linear, name)
+            setattr(self, name, None if whole is None else self._part(whole, axis))
         if self.weight.dtype == FP8:
             self._take_scales(linear)
         elif out_dtype is not None:
             raise ValueError(f"graphar.nn.{type(self).__name__}: out_dtype is for weights in {FP8}")
-        way = "_of_tokens" if sequence_dim is not None else "_of_leaves" if tp_invariant else "_of_whole"
-        self._way = getattr(type(self), "_of_fp8" if self.weight.dtype == FP8 else way)
+        method = "_of_tokens" if sequence_dim is not None else "_of_leaves" if tp_invariant else "_of_whole"
+        self._method = getattr(type(self), "_of_fp8" if self.weight.dtype == FP8 else method)
 
     def _take_scales(self, linear: torch.nn.Linear | SimpleNamespace) -> None:
         """Takes the scales of a whole layer, and keeps this rank's part of those that are divided."""
@@ -79,7 +79,7 @@ class _OfGroup(MayBeFp8):
     def forward(self, x: Input) -> torch.Tensor:
         """Returns the output. Collective."""
         self._check_features(x)
-        return self._way(self, x)
+        return self._method(self, x)
 
     def extra_repr(self) -> str:
         """Returns this rank's features, whether there is a bias, and the number of ranks, for ``print(model)``."""
@@ -88,11 +88,11 @@ class _OfGroup(MayBeFp8):
         return f"in_features={in_features}, out_features={out_features}, bias={has_bias}, ranks={self._world_size}"
 
     def _check_features(self, x: Input) -> None:
-        given, own = (x if isinstance(x, torch.Tensor) else x[0]).shape[-1], self.weight.shape[1]
-        if given != own:
-            whole = self._divided["weight"] == 1 and given == own * self._world_size
-            parts = f"; pass this rank's part, x.chunk({self._world_size}, -1)[rank]" if whole else ""
-            raise ValueError(f"{type(self).__name__}: takes {own} features on each rank, got {given}{parts}")
+        columns, features = (x if isinstance(x, torch.Tensor) else x[0]).shape[-1], self.weight.shape[1]
+        if columns != features:
+            is_whole = self._divided["weight"] == 1 and columns == features * self._world_size
+            parts = f"; pass this rank's part, x.chunk({self._world_size}, -1)[rank]" if is_whole else ""
+            raise ValueError(f"{type(self).__name__}: takes {features} features on each rank, got {columns}{parts}")
 
     def _of_tokens(self, x: torch.Tensor) -> torch.Tensor:
         partition = TP_INVARIANT if self.tp_invariant else "auto"
@@ -111,15 +111,16 @@ class _OfGroup(MayBeFp8):
 
     def _from_checkpoint(self, state_dict: dict, prefix: str) -> dict:
         """Returns a checkpoint of the layer, or of the whole one: then with this rank's part of it."""
-        found = super()._from_checkpoint(state_dict, prefix)
+        state = super()._from_checkpoint(state_dict, prefix)
         for name, axis in self._parts.items():
-            own, given = getattr(self, name), found.get(prefix + name)
-            if own is None or not isinstance(given, torch.Tensor) or isinstance(given, DTensor):
+            parameter, loaded = getattr(self, name), state.get(prefix + name)
+            if parameter is None or not isinstance(loaded, torch.Tensor) or isinstance(loaded, DTensor):
                 continue
-            whole = (*own.shape[:axis], own.shape[axis] * self._world_size, *own.shape[axis + 1 :])
-            if given.shape == whole != own.shape:
-                found[prefix + name] = self._part(given, axis)
-        return found
+            shape = parameter.shape
+            whole = (*shape[:axis], shape[axis] * self._world_size, *shape[axis + 1 :])
+            if loaded.shape == whole != shape:
+                state[prefix + name] = self._part(loaded, axis)
+        return state
 
     def _part(self, whole: torch.Tensor, axis: int) -> torch.nn.Parameter:
         if whole.shape[axis] % self._world_size:
@@ -130,8 +131,8 @@ class _OfGroup(MayBeFp8):
 
     def __deepcopy__(self, memo: dict) -> _OfGroup:
         copied = memo[id(self)] = self.__new__(type(self))
-        own = {name: value for name, value in vars(self).items() if name != "group"}
-        vars(copied).update(copy.deepcopy(own, memo), group=self.group)
+        copied_too = {name: value for name, value in vars(self).items() if name != "group"}
+        vars(copied).update(copy.deepcopy(copied_too, memo), group=self.group)
         return copied
 
 
