@@ -13,6 +13,7 @@ reference                                                                  the s
 simulator                                                                  kernels on the CPU, without a GPU
 """
 
+import types as _types
 import typing as _typing
 
 from torch.fx import wrap as _traced_as_one_node
@@ -118,23 +119,10 @@ __all__ = [
     "suspend",
 ]
 
-for _op in (
-    "allgather",
-    "allreduce",
-    "allreduce_residual_rmsnorm",
-    "alltoall",
-    "cross_entropy",
-    "fused_allgather_matmul",
-    "fused_matmul_allreduce",
-    "fused_matmul_allreduce_residual_rmsnorm",
-    "fused_matmul_reducescatter",
-    "fused_matmul_reducescatter_residual_rmsnorm",
-    "linear",
-    "log_probs",
-    "reducescatter",
-    "reducescatter_residual_rmsnorm",
-):
-    _traced_as_one_node(_op)  # torch.fx.symbolic_trace then records each call as one node
+for _name in {*__all__} - {"empty", "explain"}:
+    _op = globals().get(_name)
+    if isinstance(_op, _types.FunctionType) and _op.__module__.startswith("graphar.ops."):
+        _traced_as_one_node(_name)  # torch.fx.symbolic_trace then records each call as one node
 
 _backend.register()  # torch.distributed's backend "graphar"
 _logs.start()

@@ -195,7 +195,7 @@ class _Quantized:
         else:
             _sum_up(engine, mean, self._fed_back, known.residual, algorithm=self._algorithm)
         if exact_mean is not None:
-            torch._foreach_copy_(exact, exact_mean.split_with_sizes(sizes))
+            torch._foreach_copy_(exact, exact_mean.split_with_sizes(sizes))  # type: ignore[attr-defined]
         return mean
 
     def _known(self, bucket: GradBucket) -> _Bucket:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -80,10 +80,10 @@ def set_collectives(
     if algorithm == "hierarchical" and codec is None:
         raise ValueError("set_collectives: algorithm='hierarchical' needs a codec")
     coded, by = (algorithm, "auto") if algorithm == "hierarchical" else ("auto", algorithm)
-    gather = AllGather(group, blocks=blocks, algorithm=by, pool_nbytes=pool_nbytes)
-    exact = ExactReduceScatter(group, blocks=blocks, algorithm=by)
+    # Of any type: torch's abstract classes, which they implement, take half a second to import.
+    gather: Any = AllGather(group, blocks=blocks, algorithm=by, pool_nbytes=pool_nbytes)
+    scatter: Any = ExactReduceScatter(group, blocks=blocks, algorithm=by)
     for module in sharded:
-        scatter = exact
         if codec is not None:
             scatter = QuantizedReduceScatter(codec, group, error_feedback=error_feedback, algorithm=coded)
         module.set_custom_all_gather(gather)
@@ -140,10 +140,10 @@ class _Collective:
         """
         sides = engine.symmetric_sides(x, out)
         key = engine.name, op, part.numel(), x.dtype, x.get_device(), sides, averages
-        found = self._calls.get(key)
-        if found is None:
-            found = self._calls[key] = self._call(engine, op, x, part.numel(), sides, averages)
-        call, numbers, by_copies = found
+        known = self._calls.get(key)
+        if known is None:
+            known = self._calls[key] = self._call(engine, op, x, part.numel(), sides, averages)
+        call, numbers, by_copies = known
         engine.run(call, [Operands((x,), (out,), numbers)])
         return by_copies
 
@@ -151,26 +151,22 @@ class _Collective:
         self, engine: Engine, op: str, x: Tensor, numel: int, sides: tuple[str, ...], averages: bool
     ) -> tuple[Call, tuple[float, ...], bool]:
         """Returns a call, its numbers, and whether it is by copies."""
-        call = self._with_blocks(engine, Call.of(Parts(op, (numel,) * engine.world_size), x), x)
-        copying = COPYING[op]
-        if call.algorithm != copying:
-            return call, (), False
-        if copying.row.direct in sides:
-            call = call._replace(symmetric=(copying.row.direct,))
-        if not averages:
-            return call, (), True
-        call = call._replace(work=call.work._replace(beside="divided by the number of ranks"))
-        return call, (1 / engine.world_size,), True
-
-    def _with_blocks(self, engine: Engine, call: Call, x: Tensor) -> Call:
-        """Returns the call by copies, or with few blocks. A compressed call keeps its grid: few would limit it."""
+        call = Call.of(Parts(op, (numel,) * engine.world_size), x)
         if self._takes_copies(engine, call, x):
-            return call._replace(algorithm=COPYING[call.op].value, blocks=self._blocks)
+            direct = COPYING[op].row.direct
+            symmetric = (direct,) if direct in sides else ()
+            call = call._replace(algorithm=COPYING[op].value, blocks=self._blocks, symmetric=symmetric)
+            if not averages:
+                return call, (), True
+            work = call.work._replace(beside="divided by the number of ranks")
+            return call._replace(work=work), (1 / engine.world_size,), True
         if self._blocks is not None:
-            return call._replace(blocks=self._blocks)
+            return call._replace(blocks=self._blocks), (), False
         with engine.keeping_failure():
             compresses = engine.select(call, x).config.algorithm.row.compresses
-        return call if compresses else call._replace(blocks=blocks_beside_matmuls(engine.world_size))
+        if not compresses:  # few blocks would limit a compressed call
+            call = call._replace(blocks=blocks_beside_matmuls(engine.world_size))
+        return call, (), False
 
     def _takes_copies(self, engine: Engine, call: Call, x: Tensor) -> bool:
         if self._algorithm == "kernels" or (self._algorithm == "auto" and self._blocks is not None):
@@ -359,10 +355,8 @@ class QuantizedReduceScatter(ExactReduceScatter):
             raise ValueError(f"{self._name}: algorithm must be one of {', '.join(get_args(Coded))}, got {algorithm!r}")
         if error_feedback and algorithm == "hierarchical":
             raise ValueError(f"{self._name}: algorithm='hierarchical' has no error_feedback")
-        self._coded = algorithm
-        found = as_codec(self._name, codec)
-        self._codec = replace(found, feedback=error_feedback).text
-        self._error_feedback = error_feedback
+        self._coded, self._error_feedback = algorithm, error_feedback
+        self._codec = replace(as_codec(self._name, codec), feedback=error_feedback).text
         self._residual: Tensor | None = None
 
     def _reduce(self, x: Tensor, out: Tensor, engine: Engine, averages: bool) -> bool:

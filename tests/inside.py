@@ -5,7 +5,7 @@
 
 from graphar.numerics.partitions import split
 from graphar.ops import matmul_operands, options, parts
-from graphar.ops.register import by_result, check_input, op_named
+from graphar.ops.register import op_named
 from graphar.runtime.registry import engine_name
 
 
@@ -13,7 +13,7 @@ def call(op: str, *tensors, group=None, out=None, residual=None, codec=None, epi
     """Returns the result of an op, given its tensors in order, and other arguments as its public function has them."""
     of_schema, in_list = op_named(op), isinstance(tensors[0], (list, tuple))
     if of_schema.takes("order"):
-        check_input(op, *tensors)
+        options.check_input(op, *tensors)
     else:
         matmul_operands.check(op, *tensors[:2], bias)
     first, ranks = (tensors[0][0], len(tensors[0])) if in_list else (tensors[0], None)
@@ -56,5 +56,4 @@ def fused_matmul_allreduce(a, w, *, bias=None, group=None, out=None, constant_we
 def fused_matmul_allreduce_residual_rmsnorm(a, w, residual, weight, eps=1e-6, *, weight_offset=0.0, **given):
     """The same with a norm."""
     numbers = {"eps": eps, "weight_offset": weight_offset}
-    found = call("fused_matmul_allreduce_residual_rmsnorm", a, w, residual, weight, **numbers, **given)
-    return by_result(found, len(a) if isinstance(a, list) else None)
+    return call("fused_matmul_allreduce_residual_rmsnorm", a, w, residual, weight, **numbers, **given)

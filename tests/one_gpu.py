@@ -18,7 +18,7 @@ from graphar.numerics.epilogues.epilogue import EpilogueInputs, Pointwise
 from graphar.numerics.norms import ALLREDUCE_NORM
 from graphar.numerics.partitions import TP_INVARIANT
 from graphar.ops import norms
-from graphar.ops.allgather_tuple import work_of
+from graphar.ops.allgather import work_of
 from graphar.plan.algorithms import Algorithm
 from graphar.plan.call import Call, Operands
 from graphar.plan.config import Config

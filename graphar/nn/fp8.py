@@ -4,8 +4,8 @@
     (rows, scales) of a norm -------+-- product with scales -- y of 16 bits
               weight, weight_scale -+
 
-A weight has one scale, or scales of rows, or of blocks of 128 x 128. Blocks go with a scale for each 128 columns of a
-row of ``x``, the others with one for each row of ``x``.
+A weight has one scale, a scale for each row, or a scale for each block of 128 x 128. With blocks, each 128 columns of a
+row of ``x`` have their own scale; otherwise each row of ``x`` has one.
 """
 
 from __future__ import annotations
@@ -34,24 +34,24 @@ Input = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 def quantize_rows(
     x: torch.Tensor, *, scale: torch.Tensor | None = None, group_size: int | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns rows in torch.float8_e4m3fn, and their fp32 scales: an element is about its FP8 value times its scale.
+    """Returns rows in torch.float8_e4m3fn and their fp32 scales, whose product is close to ``x``.
 
-    A scale is the largest magnitude of what it scales, divided by 448, and at least the smallest normal number of fp32.
-    An element is x * (1 / scale), rounded to nearest and saturated. Every operation is one of fp32, rounded once. These
-    are the bits of :func:`graphar.allreduce_residual_rmsnorm` with ``out_dtype=torch.float8_e4m3fn`` for equal rows.
-    Compiled for a GPU, the division by 448 may round in another way, which changes the last bit of a scale.
+    A scale is the largest magnitude in its group, divided by 448, and at least the smallest normal number of fp32. An
+    element is x * (1 / scale), computed in fp32, rounded to nearest and saturated. Equal rows get the same bits from
+    :func:`graphar.allreduce_residual_rmsnorm` with ``out_dtype=torch.float8_e4m3fn``. Compiled for a GPU, the last bit
+    of a scale may differ, because the division by 448 may be rounded differently.
 
-    The results are operands of graphar's matmuls, ``a`` and ``a_scale``, and inputs of layers in FP8. There are no
+    The results are the operands ``a`` and ``a_scale`` of graphar's matmuls, and inputs of layers in FP8. There are no
     gradients.
 
     Args:
         x: [..., columns], bf16, fp16 or fp32.
-        scale: one positive fp32 number for the whole tensor. None: there are as many scales as ``group_size`` says.
+        scale: one positive fp32 number for the whole tensor. None: scales are computed for each row or group.
         group_size: 128: each 128 columns of a row have their own scale. None: each row has one.
 
     Returns:
         (rows, scales): rows like ``x``, and scales [..., 1], or [..., columns / 128] with ``group_size``, or ``scale``
-        itself. What shares a scale with a NaN or an infinity is NaN, and so is the scale.
+        itself. A NaN or an infinity makes its scale NaN, and all elements of its row or group.
 
     Raises:
         ValueError: the columns are no multiple of ``group_size``, which must be 128, or it goes with a ``scale``.
@@ -119,43 +119,45 @@ class MayBeFp8(torch.nn.Module):
     def _load_from_state_dict(
         self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
     ):
-        found = self._from_checkpoint(state_dict, prefix)
-        weight = found.get(f"{prefix}weight")
+        state = self._from_checkpoint(state_dict, prefix)
+        weight = state.get(f"{prefix}weight")
         if self._weight_scale and isinstance(weight, torch.Tensor) and weight.dtype != FP8:
             error_msgs.append(f"{prefix}weight must be {FP8}, as the layer's, got {weight.dtype}")
             return
         more = local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-        super()._load_from_state_dict(found, prefix, *more)
+        super()._load_from_state_dict(state, prefix, *more)
 
     def _from_checkpoint(self, state_dict: dict, prefix: str) -> dict:
         """Returns a checkpoint with the layer's scales in fp32, and those of rows as a column."""
-        found = dict(state_dict)
+        state = dict(state_dict)
         for name in filter(None, (self._weight_scale, self._input_scale)):
-            own, given = getattr(self, name), found.get(prefix + name)
-            if isinstance(given, torch.Tensor):
-                given = given.detach().float()
-                given = given.unsqueeze(1) if given.ndim == 1 else given
-                found[prefix + name] = given.reshape(own.shape) if given.numel() == own.numel() else given
-        return found
+            scale, parameter = state.get(prefix + name), getattr(self, name)
+            if isinstance(scale, torch.Tensor):
+                scale = scale.detach().float()
+                scale = scale.unsqueeze(1) if scale.ndim == 1 else scale
+                state[prefix + name] = scale.reshape(parameter.shape) if scale.numel() == parameter.numel() else scale
+        return state
 
 
 class Fp8Linear(MayBeFp8, torch.nn.Linear):
     """A linear layer with its weight in torch.float8_e4m3fn, whole on this rank; for inference.
 
-    The input is quantised by :func:`quantize_rows`, or comes as a pair ``(rows, scales)`` of such rows, as a norm with
-    ``out_dtype=torch.float8_e4m3fn`` gives them. :func:`graphar.linear` multiplies. ``state_dict`` has ``weight`` and
-    the scales, under the names and in the shapes of FP8 checkpoints, and ``load_state_dict`` takes those.
+    An input is a tensor, which :func:`quantize_rows` quantises, or a pair ``(rows, scales)`` in FP8, as a norm with
+    ``out_dtype=torch.float8_e4m3fn`` returns it. :func:`graphar.linear` multiplies. ``state_dict`` has ``weight`` and
+    its scales, with the names and shapes of FP8 checkpoints, and ``load_state_dict`` takes them.
 
     :class:`ColumnParallelLinear` and :class:`RowParallelLinear` take such a layer, or any torch.nn.Linear with these
     parameters, such as those of transformers.
 
     Args:
-        linear: a torch.nn.Linear, which is quantised. Or one with a weight in FP8, and a parameter ``weight_scale`` or
-            ``weight_scale_inv``: one number, [out_features, 1], or [out_features / 128, in_features / 128]. With
-            ``input_scale`` or ``activation_scale``, one number, every input is quantised by that.
-        scales: "tensor", "rows" or "blocks": the scales of a weight that is quantised: one, one for each row, or one
-            for each block of 128 x 128.
-        out_dtype: of the output: torch.bfloat16 or torch.float16. None: that of the input; bf16 for a pair, or fp32.
+        linear: a torch.nn.Linear, whose weight is quantised unless it is in FP8 already. Then ``linear`` has a
+            parameter ``weight_scale`` or ``weight_scale_inv``: one number, [out_features, 1], or [out_features / 128,
+            in_features / 128]. If it has an ``input_scale`` or ``activation_scale`` too, one number, every input is
+            quantised with that scale.
+        scales: of a weight that is quantised here: "tensor", one scale; "rows", one for each row; "blocks", one for
+            each block of 128 x 128.
+        out_dtype: the output's dtype, torch.bfloat16 or torch.float16. None: that of the input, or bf16 if the input is
+            fp32 or a pair.
 
     Shape:
         Input ``(*, in_features)``, or a pair of this in FP8 and scales ``(*, 1)``, ``(*, in_features / 128)`` or one

@@ -92,28 +92,28 @@ def make_tp_invariant(model: torch.nn.Module, plan: Mapping[str, object] | None 
         ValueError: a layer's weight is sharded over several dimensions of a mesh, or in another way than by rows or
             columns. The model is unchanged.
     """
-    given, found, layers = plan if plan is not None else getattr(model, "tp_plan", None) or {}, Layers(), []
+    styles, layers, linears = plan if plan is not None else getattr(model, "tp_plan", None) or {}, Layers(), []
     for name, module in model.named_modules():
-        style = _style(given, name)
+        style = _style(styles, name)
         if not isinstance(module, torch.nn.Linear):
             if why := _why_left(module, style):
-                found.left[name] = why
+                layers.left[name] = why
             continue
         is_row = _is_row_parallel(name, module, style)
-        (found.row_parallel if is_row else found.column_parallel).append(name)
-        layers.append((module, InvariantRowParallelLinear if is_row else InvariantLinear, style))
+        (layers.row_parallel if is_row else layers.column_parallel).append(name)
+        linears.append((module, InvariantRowParallelLinear if is_row else InvariantLinear, style))
     for name, module in model.named_modules():
-        if (kind := _NORMS.get(type(module))) and _may_have_own_tokens(module, _style(given, name)):
+        if (kind := _NORMS.get(type(module))) and _may_have_own_tokens(module, _style(styles, name)):
             module.__class__ = kind
-    for module, kind, style in layers:
+    for module, kind, style in linears:
         vars(module).pop("forward", None)  # that of a plan of transformers
         module.__class__, module.style = kind, style
     of_transformers: Any = model
     head, loss = (getattr(model, name, None) for name in ("lm_head", "loss_function"))
     is_causal = isinstance(loss, CausalLoss) or getattr(loss, "__name__", "") == CausalLoss.replaces
     if isinstance(head, InvariantLinear) and is_causal:
-        of_transformers.loss_function, found.loss = CausalLoss(head), True
-    return found
+        of_transformers.loss_function, layers.loss = CausalLoss(head), True
+    return layers
 
 
 def in_dtype_of_autocast(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None) -> Operands:
@@ -155,16 +155,16 @@ def _why_left(module: torch.nn.Module, style: object) -> Reason | None:
         return "if it sees only a rank's tokens, the gradients of its parameters are summed in the order of ranks"
     if isinstance(style, str) and style not in (*_ONLY_MOVING, *_ROWWISE, *_COLWISE, "sequence_parallel"):
         return f"its style {style!r} has no invariant form"
-    own = [one for one in module.parameters(recurse=False) if one.ndim > 1]
-    return "it multiplies by parameters, and is no torch.nn.Linear" if own else None
+    multiplies = any(parameter.ndim > 1 for parameter in module.parameters(recurse=False))
+    return "it multiplies by parameters, and is no torch.nn.Linear" if multiplies else None
 
 
 def _may_have_own_tokens(module: torch.nn.Module, style: object) -> bool:
     """Whether a module has parameters, and may be given a rank's tokens: a plan says so, or they are DTensors."""
-    own = list(module.parameters(recurse=False))
+    parameters = list(module.parameters(recurse=False))
     is_planned = style == "sequence_parallel" or isinstance(style, SequenceParallel)
-    are_whole = all(isinstance(one, DTensor) and one.placements == (Replicate(),) for one in own)
-    return bool(own) and (is_planned or are_whole)
+    are_whole = all(isinstance(x, DTensor) and x.placements == (Replicate(),) for x in parameters)
+    return bool(parameters) and (is_planned or are_whole)
 
 
 # ---- layers ---------------------------------------------------------------------------------------------------------
@@ -213,9 +213,9 @@ class InvariantRowParallelLinear(InvariantLinear):
             y = sequence.row_parallel(own, weight, bias, _tokens(self._mesh, axis), TP_INVARIANT)
             return self._with_mesh(y, Shard(axis))
         name = self._mesh.get_group().group_name if self._is_divided else ALONE
-        given = {"a": own, "w": weight, "bias": [] if bias is None else [bias]}
-        how = {"communicator": name, "partition": TP_INVARIANT}
-        y = MATMUL_ALLREDUCE.one(*MATMUL_ALLREDUCE.write(given | how))
+        call = {"a": own, "w": weight, "bias": [] if bias is None else [bias]}
+        call |= {"communicator": name, "partition": TP_INVARIANT}
+        y = MATMUL_ALLREDUCE.one(*MATMUL_ALLREDUCE.write(call))
         return self._with_mesh(y, Replicate()) if has_mesh else y
 
     def _axis_of_tokens(self, own: torch.Tensor) -> int | None:

@@ -51,14 +51,14 @@ class _OfGroup(MayBeFp8):
         self._rank, self._world_size = _place(group, tp_invariant)
         self._parts = dict(self._divided)
         for name, axis in self._parts.items():
-            given = getattr(linear, name)
-            setattr(self, name, given if given is None else self._part(given, axis))
+            whole = getattr(linear, name)
+            setattr(self, name, None if whole is None else self._part(whole, axis))
         if self.weight.dtype == FP8:
             self._take_scales(linear)
         elif out_dtype is not None:
             raise ValueError(f"graphar.nn.{type(self).__name__}: out_dtype is for weights in {FP8}")
-        way = "_of_tokens" if sequence_dim is not None else "_of_leaves" if tp_invariant else "_of_whole"
-        self._way = getattr(type(self), "_of_fp8" if self.weight.dtype == FP8 else way)
+        method = "_of_tokens" if sequence_dim is not None else "_of_leaves" if tp_invariant else "_of_whole"
+        self._method = getattr(type(self), "_of_fp8" if self.weight.dtype == FP8 else method)
 
     def _take_scales(self, linear: torch.nn.Linear | SimpleNamespace) -> None:
         """Takes the scales of a whole layer, and keeps this rank's part of those that are divided."""
@@ -79,7 +79,7 @@ class _OfGroup(MayBeFp8):
     def forward(self, x: Input) -> torch.Tensor:
         """Returns the output. Collective."""
         self._check_features(x)
-        return self._way(self, x)
+        return self._method(self, x)
 
     def extra_repr(self) -> str:
         """Returns this rank's features, whether there is a bias, and the number of ranks, for ``print(model)``."""
@@ -88,11 +88,11 @@ class _OfGroup(MayBeFp8):
         return f"in_features={in_features}, out_features={out_features}, bias={has_bias}, ranks={self._world_size}"
 
     def _check_features(self, x: Input) -> None:
-        given, own = (x if isinstance(x, torch.Tensor) else x[0]).shape[-1], self.weight.shape[1]
-        if given != own:
-            whole = self._divided["weight"] == 1 and given == own * self._world_size
-            parts = f"; pass this rank's part, x.chunk({self._world_size}, -1)[rank]" if whole else ""
-            raise ValueError(f"{type(self).__name__}: takes {own} features on each rank, got {given}{parts}")
+        columns, features = (x if isinstance(x, torch.Tensor) else x[0]).shape[-1], self.weight.shape[1]
+        if columns != features:
+            is_whole = self._divided["weight"] == 1 and columns == features * self._world_size
+            parts = f"; pass this rank's part, x.chunk({self._world_size}, -1)[rank]" if is_whole else ""
+            raise ValueError(f"{type(self).__name__}: takes {features} features on each rank, got {columns}{parts}")
 
     def _of_tokens(self, x: torch.Tensor) -> torch.Tensor:
         partition = TP_INVARIANT if self.tp_invariant else "auto"
@@ -111,15 +111,16 @@ class _OfGroup(MayBeFp8):
 
     def _from_checkpoint(self, state_dict: dict, prefix: str) -> dict:
         """Returns a checkpoint of the layer, or of the whole one: then with this rank's part of it."""
-        found = super()._from_checkpoint(state_dict, prefix)
+        state = super()._from_checkpoint(state_dict, prefix)
         for name, axis in self._parts.items():
-            own, given = getattr(self, name), found.get(prefix + name)
-            if own is None or not isinstance(given, torch.Tensor) or isinstance(given, DTensor):
+            parameter, loaded = getattr(self, name), state.get(prefix + name)
+            if parameter is None or not isinstance(loaded, torch.Tensor) or isinstance(loaded, DTensor):
                 continue
-            whole = (*own.shape[:axis], own.shape[axis] * self._world_size, *own.shape[axis + 1 :])
-            if given.shape == whole != own.shape:
-                found[prefix + name] = self._part(given, axis)
-        return found
+            shape = parameter.shape
+            whole = (*shape[:axis], shape[axis] * self._world_size, *shape[axis + 1 :])
+            if loaded.shape == whole != shape:
+                state[prefix + name] = self._part(loaded, axis)
+        return state
 
     def _part(self, whole: torch.Tensor, axis: int) -> torch.nn.Parameter:
         if whole.shape[axis] % self._world_size:
@@ -130,41 +131,42 @@ class _OfGroup(MayBeFp8):
 
     def __deepcopy__(self, memo: dict) -> _OfGroup:
         copied = memo[id(self)] = self.__new__(type(self))
-        own = {name: value for name, value in vars(self).items() if name != "group"}
-        vars(copied).update(copy.deepcopy(own, memo), group=self.group)
+        copied_too = {name: value for name, value in vars(self).items() if name != "group"}
+        vars(copied).update(copy.deepcopy(copied_too, memo), group=self.group)
         return copied
 
 
 class RowParallelLinear(_OfGroup):
-    """A linear layer whose input features are divided between ranks; its output is the same on every rank.
+    """A linear layer whose input features are divided between ranks. Every rank gets the whole output.
 
     Each rank multiplies its part of the input by its columns of the weight. :func:`graphar.allreduce` sums the
-    products, and the bias is added once, after the sum. The backward pass needs no communication.
+    products. The bias is added once, after the sum. The backward pass does not communicate.
 
     ``state_dict`` has this rank's part of the weight. ``load_state_dict`` takes such a part, or the weight of the whole
-    layer; it then loads this rank's part.
+    layer, of which it loads this rank's part.
 
     Args:
-        linear: the whole layer, equal on all ranks. This rank's part of its weight is copied; its bias is shared. Its
-            ``in_features`` must be a multiple of the number of ranks. Its weight may be in FP8, as
-            :class:`Fp8Linear` describes it: then the layer is one for inference, which takes the input of an Fp8Linear
-            and sums by :func:`graphar.fused_matmul_allreduce`; the bias is added before the sum is rounded. With
-            scales of blocks each rank has a multiple of 128 features.
+        linear: the whole layer, equal on all ranks. This rank's columns of its weight are copied, and its bias is
+            shared. ``in_features`` must be a multiple of the number of ranks. A weight in FP8, as :class:`Fp8Linear`
+            describes it, makes a layer for inference. It takes the input of an Fp8Linear, sums by
+            :func:`graphar.fused_matmul_allreduce`, and adds the bias before the sum is rounded. With scales of blocks
+            each rank must have a multiple of 128 features.
         group: a process group, a DeviceMesh of one dimension, or a Communicator of a group; None: the default group.
-        constant_weight: take :func:`graphar.fused_matmul_allreduce` in place of a matmul and an all-reduce; the
-            product may have other bits. Its kernels for at most 64 rows load the weight early. True promises that
-            whatever wrote the weight has ended when the layer is called, or a CUDA graph with it is replayed. So it is
-            for inference with weights that stay in place, not for FSDP, which gathers them just before the layer.
-            Ignored while gradients of the weight are recorded, and under autocast, which casts it. In compiled models
-            prefer ``graphar.enable(constant_weights=True)``, which also fuses norms.
+        constant_weight: use :func:`graphar.fused_matmul_allreduce` in inference, whose kernels for at most 64 rows
+            load the weight before the previous kernel has ended. Outputs may have other bits than without it. True
+            promises that nothing writes the weight while the layer runs, or while a CUDA graph with it is replayed.
+            FSDP does not keep this promise, since it gathers weights just before the layer. Ignored while gradients
+            of the weight are recorded, and under autocast, which casts it. In compiled models prefer
+            ``graphar.enable(constant_weights=True)``, which also fuses norms.
         tp_invariant: sum by :func:`graphar.fused_matmul_allreduce` with ``partition="tp_invariant"``: output and
             gradients have the same bits on 1, 2, 4 and 8 ranks. The bias is added before the sum is rounded. Without
             torch.distributed the layer has a single rank.
-        sequence_dim: sequence parallelism: the dimension of tokens, of which each rank gets its part of the output, by
-            :func:`graphar.fused_matmul_reducescatter`. The gradients of weight and bias are those of all tokens, on
-            every rank. The bias is added before the sum is rounded; ``constant_weight`` is ignored. None: every rank
-            gets all tokens.
-        out_dtype: of the output, for a weight in FP8: torch.bfloat16 or torch.float16. None: see :class:`Fp8Linear`.
+        sequence_dim: the dimension of tokens, for sequence parallelism: each rank gets its part of the output's tokens,
+            by :func:`graphar.fused_matmul_reducescatter`. The gradients of weight and bias are those of all tokens, on
+            every rank. The bias is added before the sum is rounded, and ``constant_weight`` is ignored. None: every
+            rank gets all tokens.
+        out_dtype: the output's dtype, for a weight in FP8: torch.bfloat16 or torch.float16. None: as in
+            :class:`Fp8Linear`.
 
     Shape:
         Input ``(*, in_features / ranks)``, output ``(*, out_features)``. With ``sequence_dim`` the output has
@@ -220,30 +222,30 @@ class RowParallelLinear(_OfGroup):
 
 
 class ColumnParallelLinear(_OfGroup):
-    """A linear layer whose output features are divided between ranks; its input is the same on every rank.
+    """A linear layer whose output features are divided between ranks. Every rank has the whole input.
 
-    The forward pass needs no communication. In the backward pass :func:`graphar.allreduce` sums the gradients of the
-    input.
+    The forward pass does not communicate. In the backward pass :func:`graphar.allreduce` sums the input's gradients.
 
     ``state_dict`` has this rank's part of weight and bias. ``load_state_dict`` takes such parts, or weight and bias of
-    the whole layer; it then loads this rank's parts.
+    the whole layer, of which it loads this rank's parts.
 
     Args:
-        linear: the whole layer, equal on all ranks. This rank's part of its weight and bias is copied. Its
-            ``out_features`` must be a multiple of the number of ranks. Its weight may be in FP8, as
-            :class:`Fp8Linear` describes it: then the layer is one for inference, which takes the input of an Fp8Linear
-            and gives the bits of the whole layer. With scales of blocks each rank has a multiple of 128 features.
+        linear: the whole layer, equal on all ranks. This rank's part of its weight and bias is copied.
+            ``out_features`` must be a multiple of the number of ranks. A weight in FP8, as :class:`Fp8Linear` describes
+            it, makes a layer for inference. It takes the input of an Fp8Linear, and gives the bits of the whole layer.
+            With scales of blocks each rank must have a multiple of 128 features.
         group: a process group, a DeviceMesh of one dimension, or a Communicator of a group; None: the default group.
         tp_invariant: multiply by :func:`graphar.linear`: output and gradients have the same bits on 1, 2, 4 and 8
             ranks. Without torch.distributed the layer has a single rank.
-        sequence_dim: sequence parallelism: the dimension of tokens, of which each rank has its part of the input.
-            :func:`graphar.fused_allgather_matmul` gathers them. The gradients of weight and bias are those of all
+        sequence_dim: the dimension of tokens, for sequence parallelism: each rank has its part of the input's tokens,
+            which :func:`graphar.fused_allgather_matmul` gathers. The gradients of weight and bias are those of all
             tokens. None: every rank has all tokens.
-        out_dtype: of the output, for a weight in FP8: torch.bfloat16 or torch.float16. None: see :class:`Fp8Linear`.
+        out_dtype: the output's dtype, for a weight in FP8: torch.bfloat16 or torch.float16. None: as in
+            :class:`Fp8Linear`.
 
     Shape:
         Input ``(*, in_features)``, output ``(*, out_features / ranks)``. With ``sequence_dim`` all ranks have equally
-        many tokens, and the output has those of all.
+        many tokens, and the output has the tokens of all ranks.
 
     Raises:
         ValueError: the features cannot be divided evenly, or torch.distributed is not initialised.

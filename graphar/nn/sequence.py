@@ -17,7 +17,7 @@ from graphar.numerics import leaf_tree, partitions
 from graphar.numerics.partitions import TP_INVARIANT
 from graphar.ops.allgather import OP as ALLGATHER
 from graphar.ops.allgather_matmul import OP as ALLGATHER_MATMUL
-from graphar.ops.matmul_gradients import of_bias, of_weight
+from graphar.ops.linear import of_bias, of_weight
 from graphar.ops.matmul_sums import SCATTER as MATMUL_REDUCESCATTER
 from graphar.runtime.registry import ALONE
 
@@ -35,22 +35,22 @@ class Tokens(NamedTuple):
         rank = -1 if self.communicator == ALONE else self.rank
         return {"communicator": self.communicator, "rank": rank, "sizes": list(lengths)}
 
-    def joined(self, own: torch.Tensor, lengths: Sequence[int] | None = None) -> torch.Tensor:
+    def joined(self, x: torch.Tensor, lengths: Sequence[int] | None = None) -> torch.Tensor:
         """Returns the tokens of all ranks. ``lengths`` are those of the ranks' parts; None: all have this rank's."""
-        given = {"x": own.contiguous(), "axis": self.axis} | self.where(lengths or self._equal(own.shape[self.axis]))
-        return ALLGATHER.one(*ALLGATHER.write(given))
+        where = self.where(lengths or self._equal(x.shape[self.axis]))
+        return ALLGATHER.one(*ALLGATHER.write({"x": x.contiguous(), "axis": self.axis} | where))
 
-    def gathered_product(self, own: torch.Tensor, w: torch.Tensor, bias: Sequence[torch.Tensor], partition: str):
+    def gathered_product(self, x: torch.Tensor, w: torch.Tensor, bias: Sequence[torch.Tensor], partition: str):
         """Returns the products of all ranks' tokens with this rank's weight, and these tokens, both as of one rank."""
-        given = {"a": self.first(own), "w": w, "bias": bias, "partition": partition, "gathered": True}
-        found = ALLGATHER_MATMUL.one(*ALLGATHER_MATMUL.write(given | self.where(self._equal(own.shape[self.axis]))))
-        return [self.back(one) for one in found]
+        call = {"a": self.first(x), "w": w, "bias": bias, "partition": partition, "gathered": True}
+        results = ALLGATHER_MATMUL.one(*ALLGATHER_MATMUL.write(call | self.where(self._equal(x.shape[self.axis]))))
+        return [self.back(result) for result in results]
 
     def own_sums(self, x: torch.Tensor, w: torch.Tensor, bias: Sequence[torch.Tensor], partition: str) -> torch.Tensor:
         """Returns this rank's tokens of the sum of all ranks' products."""
-        given = {"a": self.first(x), "w": w, "bias": bias, "partition": partition}
+        call = {"a": self.first(x), "w": w, "bias": bias, "partition": partition}
         lengths = self._equal(x.shape[self.axis] // self.ranks)
-        return self.back(MATMUL_REDUCESCATTER.one(*MATMUL_REDUCESCATTER.write(given | self.where(lengths))))
+        return self.back(MATMUL_REDUCESCATTER.one(*MATMUL_REDUCESCATTER.write(call | self.where(lengths))))
 
     def check_even(self, x: torch.Tensor) -> None:
         """Raises ValueError unless all ranks can have equally many of the tokens of ``x``."""
@@ -168,13 +168,12 @@ class _OfOwnTokens(torch.autograd.Function):
         each = -(-ctx.length // tokens.ranks)
         begins = [min(each * rank, ctx.length) for rank in range(tokens.ranks + 1)]
         lengths = [end - begin for begin, end in itertools.pairwise(begins)]
-        joined = [tokens.joined(one, lengths) for one in (x, dy)]
-        of_x, *rest = _gradients(ctx.function, joined[0], parameters, joined[1])
+        of_x, *rest = _gradients(ctx.function, tokens.joined(x, lengths), parameters, tokens.joined(dy, lengths))
         return None, None, None, of_x.narrow(tokens.axis, begins[tokens.rank], lengths[tokens.rank]), *rest
 
 
 def _gradients(function: Callable, x: torch.Tensor, parameters: Sequence[torch.Tensor], dy: torch.Tensor) -> tuple:
     with torch.enable_grad():
-        given = [one.detach().requires_grad_() for one in (x, *parameters)]
-        y = function(*given)
-    return torch.autograd.grad(y, given, dy)
+        leaves = [tensor.detach().requires_grad_() for tensor in (x, *parameters)]
+        y = function(*leaves)
+    return torch.autograd.grad(y, leaves, dy)

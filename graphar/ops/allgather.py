@@ -1,25 +1,26 @@
-"""graphar.allgather: the tensors of all ranks, on every rank."""
+"""graphar.allgather: the tensors of all ranks, on every rank. A tuple of several tensors is an op of its own."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal, overload
 
 import torch
 
+from graphar.numerics.dtypes import BYTE
 from graphar.ops import options, parts
-from graphar.ops.allgather_tuple import TUPLE, allgather_tuple, check_tuple
 from graphar.ops.options import T
-from graphar.ops.register import Op, for_ranks, is_plain
+from graphar.ops.register import Op, for_ranks
 from graphar.ops.repeats import repeated, typed
 from graphar.plan.algorithms import AllGatherAlgorithm
-from graphar.plan.call import Call
-from graphar.plan.work import Parts
+from graphar.plan.call import Call, Operands
+from graphar.plan.work import Parts, TensorTuple
 from graphar.runtime.checks import call_checks, tensor_checks
 from graphar.runtime.engine import Engine
 from graphar.runtime.registry import Group, engine_name
 
-NAME = "allgather"
+NAME, TUPLE = "allgather", "allgather_tuple"
 
 
 @overload
@@ -83,30 +84,34 @@ def allgather(x, group=None, *, axis=0, sizes=None, algorithm="auto", timeout_s=
     how = axis, type(axis), of_ranks, algorithm, timeout_s, type(timeout_s)
     if tensors and (result := repeated(NAME if tensors is not x else TUPLE, group, tensors, how)) is not None:
         return result
-    asked = tensors, how, None
     call_checks.check_call(NAME, algorithm, timeout_s, NAME)
-    if isinstance(x, tuple):
+    if tensors is x:
         if algorithm != "auto":
             raise ValueError(f"{NAME}: algorithm must be 'auto' for a tuple, got {str(algorithm)!r}")
-        check_tuple(x, axis, sizes)
-        tensors = [tensor for of_rank in x for tensor in of_rank] if isinstance(x[0], (list, tuple)) else x
-        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        _check_tuple(x, axis, sizes)
+        flat = [tensor for of_rank in x for tensor in of_rank] if isinstance(x[0], (list, tuple)) else x
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in flat):
             return tuple([allgather(tensor, group, sizes=sizes, timeout_s=timeout_s) for tensor in x])
-        return allgather_tuple(x, group, sizes, timeout_s, asked)
-    name = engine_name(group, NAME)
-    if isinstance(x, list):
+    name, first, more = engine_name(group, NAME), tensors[0], tensors[1:]
+    if isinstance(first, (list, tuple)):
         if sizes is not None:
             raise ValueError("allgather: sizes is for calls with one tensor; omit it for a list")
-        axis = tensor_checks.check_list_to_join(NAME, x, axis)
-        sizes = [tensor.shape[axis] for tensor in x]
-        return OP(x, given=parts.AlongAxis(name, timeout_s, (), -1, sizes, axis, str(algorithm)))
-    tensor_checks.check_strided(NAME, "x", x)
-    axis = call_checks.check_axis(NAME, x, axis)
-    rank, world_size = parts.place(group)
-    length = x.shape[axis]
-    sizes = [length] * world_size if sizes is None else call_checks.check_sizes(NAME, sizes, world_size, rank, length)
-    arguments = parts.AlongAxis(name, timeout_s, (), rank, sizes, axis, str(algorithm))
-    return OP(x, given=arguments, plain=is_plain(x) and not x.is_conj(), asked=asked)
+        axis, rank = tensor_checks.check_list_to_join(NAME, first, axis), -1
+        sizes = [tensor.shape[axis] for tensor in first]
+        more = [tensor for of_rank in zip(*more, strict=True) for tensor in of_rank]
+    else:
+        tensor_checks.check_strided(NAME, "x", first)
+        axis = call_checks.check_axis(NAME, first, axis)
+        rank, world_size = parts.place(group)
+        sizes = parts.sizes_of_all(NAME, sizes, world_size, rank, first.shape[axis])
+    where = {"communicator": name, "timeout_s": timeout_s, "rank": rank, "sizes": sizes}
+    if tensors is x:
+        return TUPLE_OP(first, given=ArgumentsOfTuple(more=more, **where), asked=(tensors, how, None))
+    arguments = parts.AlongAxis(axis=axis, algorithm=str(algorithm), **where)
+    return OP(x, given=arguments, asked=(tensors, how, None))
+
+
+# ---- one tensor of each rank ----------------------------------------------------------------------------------------
 
 
 def _fake(xs, arguments: parts.AlongAxis) -> list[torch.Tensor]:
@@ -118,7 +123,7 @@ def _run(engine: Engine, xs, outs, arguments: parts.AlongAxis):
     axis = arguments.axis
     rows, rooms = [parts.rows_of(x, axis) for x in xs], [parts.room_for(out, axis) for out in outs]
     work = Parts(NAME, parts.counts_of(rows[0], arguments.sizes), axis=axis, row=tuple(rows[0].shape[1:]))
-    ranks = options.operands_of_sum(rows, rooms, None)
+    ranks = options.operands_of_sum(rows, rooms)
     plan = engine.run(Call.of(work, rows[0], algorithm=arguments.algorithm, timeout_s=arguments.timeout_s), ranks)
     for room, out in zip(rooms, outs, strict=True):
         parts.put_back(room, out, axis)
@@ -126,8 +131,7 @@ def _run(engine: Engine, xs, outs, arguments: parts.AlongAxis):
 
 
 def _check(engine: Engine, xs, arguments: parts.AlongAxis) -> None:
-    parts.check_place(NAME, engine, arguments)
-    parts.check_lengths(NAME, arguments.sizes, [x.shape[arguments.axis] for x in xs], parts.own_sizes(arguments))
+    parts.check(NAME, engine, arguments, [x.shape[arguments.axis] for x in xs])
 
 
 def _backward(ctx, gradients):
@@ -139,3 +143,71 @@ def _backward(ctx, gradients):
 
 
 OP = Op(NAME, ["x"], parts.AlongAxis, _run, _fake, check=_check, backward=_backward, saved=lambda arguments: ())
+
+
+# ---- several tensors of each rank -----------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class ArgumentsOfTuple(options.InParts):
+    more: options.Tensors = ()  # rank by rank, those after the first
+
+
+def _check_tuple(xs: tuple, axis: object, sizes: object) -> None:
+    """Raises unless all-gathers take ``xs``: tensors, or lists of tensors, of equal length on equal devices."""
+    if type(axis) is not int or axis:
+        raise ValueError(f"{NAME}: the tensors of a tuple are joined along their first dimension, got axis {axis!r}")
+    if not xs:
+        raise ValueError(f"{NAME}: needs at least one tensor, got an empty tuple")
+    if isinstance(xs[0], (list, tuple)):
+        if sizes is not None:
+            raise ValueError(f"{NAME}: sizes is for calls with tensors; omit it for lists")
+        for ones in xs:
+            tensor_checks.check_one_each(NAME, "each list of a tuple", ones, xs[0], "the first list")
+            tensor_checks.check_list_to_join(NAME, ones, 0)
+    ranks = list(zip(*xs, strict=True)) if isinstance(xs[0], (list, tuple)) else [xs]
+    for of_rank in ranks:
+        first = of_rank[0]
+        for at, x in enumerate(of_rank):
+            tensor_checks.check_strided(NAME, f"tensor {at}", x)
+            call_checks.check_axis(NAME, x, 0)
+            if (x.shape[0], x.device) != (first.shape[0], first.device):
+                raise ValueError(
+                    f"{NAME}: the tensors of a tuple must have one length and one device, got {list(first.shape)} on "
+                    f"{first.device} and, at {at}, {list(x.shape)} on {x.device}"
+                )
+
+
+def work_of(xs: Sequence[torch.Tensor], sizes: Sequence[int]) -> TensorTuple:
+    """Returns the work of a call with one rank's tensors; ``sizes`` are the rows of each rank."""
+    return TensorTuple(tuple([x.dtype for x in xs]), tuple([tuple(x.shape[1:]) for x in xs]), tuple(sizes))
+
+
+def _of_ranks(xs, arguments: ArgumentsOfTuple) -> list[list[torch.Tensor]]:
+    """Returns the tensors of each rank of this process."""
+    each = len(arguments.more) // len(xs)
+    return [[x, *arguments.more[rank * each : (rank + 1) * each]] for rank, x in enumerate(xs)]
+
+
+def _run_tuple(engine: Engine, xs, outs, arguments: ArgumentsOfTuple):
+    """Writes the tensors of all ranks into the results of each rank of this process."""
+    ranks = [
+        Operands(tuple([x.contiguous() for x in of_rank]), results)
+        for of_rank, results in zip(_of_ranks(xs, arguments), outs, strict=True)
+    ]
+    first = ranks[0].inputs
+    call = Call(work_of(first, arguments.sizes), BYTE, first[0].get_device(), timeout_s=arguments.timeout_s)
+    return engine.run(call, ranks), ranks
+
+
+def _fake_tuple(xs, arguments: ArgumentsOfTuple) -> list[tuple[torch.Tensor, ...]]:
+    length = sum(arguments.sizes)
+    return [tuple([x.new_empty((length, *x.shape[1:])) for x in rank]) for rank in _of_ranks(xs, arguments)]
+
+
+def _check_tuples(engine: Engine, xs, arguments: ArgumentsOfTuple) -> None:
+    for of_tensors in zip(*_of_ranks(xs, arguments), strict=True):
+        parts.check(NAME, engine, arguments, [len(x) for x in of_tensors])
+
+
+TUPLE_OP = Op(TUPLE, ["x"], ArgumentsOfTuple, _run_tuple, _fake_tuple, check=_check_tuples, has_several=True)

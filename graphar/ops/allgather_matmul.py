@@ -9,15 +9,14 @@ from typing import Literal, get_args, overload
 import torch
 
 from graphar.numerics import partitions
-from graphar.numerics.dtypes import TYPE_NAMES
 from graphar.numerics.epilogues.epilogue import Epilogue
 from graphar.numerics.partitions import TP_INVARIANT
-from graphar.ops import matmul_gradients, matmul_operands, options, parts
+from graphar.ops import linear, matmul_operands, options, parts
 from graphar.ops.epilogue_gradients import before_epilogue, in_backward
 from graphar.ops.options import T
-from graphar.ops.register import Op, for_ranks, is_plain
+from graphar.ops.register import Op, for_ranks
 from graphar.ops.repeats import Asked, repeated, typed
-from graphar.plan.call import Call, Operands
+from graphar.plan.call import Call
 from graphar.plan.work import Product
 from graphar.runtime.checks import call_checks
 from graphar.runtime.engine import Engine
@@ -62,27 +61,11 @@ def fused_allgather_matmul(
     partition: GatherPartition = "auto",
     epilogue: Epilogue | str | Callable[[torch.Tensor], torch.Tensor] | None = None,
     group: Group = None,
-    a_scale: None = None,
-    w_scale: None = None,
-    out_dtype: None = None,
-    timeout_s: float | None = None,
-) -> tuple[T, T]: ...
-@overload
-def fused_allgather_matmul(
-    a: T,
-    w: T,
-    *,
-    bias: T | None = None,
-    gathered: Literal[True],
-    sizes: Sequence[int] | None = None,
-    partition: GatherPartition = "auto",
-    epilogue: Epilogue | str | Callable[[torch.Tensor], torch.Tensor] | None = None,
-    group: Group = None,
-    a_scale: T,
-    w_scale: T,
+    a_scale: T | None = None,
+    w_scale: T | None = None,
     out_dtype: torch.dtype | None = None,
     timeout_s: float | None = None,
-) -> tuple[T, T, T]: ...
+) -> tuple[T, ...]: ...
 def fused_allgather_matmul(
     a,
     w,
@@ -160,7 +143,7 @@ def fused_allgather_matmul(
 
 
 def _gather(a, w, bias, scales: tuple, sizes, epilogue, group: Group, arguments: Arguments, asked: Asked):
-    """Checks a call's arguments, and makes it through torch's dispatcher if that is needed."""
+    """Checks a call's arguments, and makes it."""
     partition, has_scales = arguments.partition, any(scale is not None for scale in scales[:2])
     if arguments.timeout_s is not None:
         call_checks.check_timeout(NAME, arguments.timeout_s)
@@ -171,56 +154,29 @@ def _gather(a, w, bias, scales: tuple, sizes, epilogue, group: Group, arguments:
     in_list, alone = isinstance(a, (list, tuple)), partition == TP_INVARIANT
     name = engine_name(group, NAME, alone and not in_list)
     scaled = matmul_operands.check(NAME, a, w, bias, scales, rows_differ=True)
-    matmul_operands.check_has_rows(NAME, a[0] if in_list else a)
+    first, weight = (a[0], w[0]) if in_list else (a, w)
+    matmul_operands.check_has_rows(NAME, first)
     if partition == TP_INVARIANT:
         _check_invariant(a, arguments.gathered)
-    rank, sizes = _place(a, sizes, group, alone)
-    followed = _epilogue_option(a, w, bias, epilogue, sizes, scaled.scaled_dtype)
-    biases = [] if bias is None or epilogue is not None else list(bias) if in_list else [bias]
-    plain = not in_list and all(map(is_plain, (a, w, *biases, *scaled.scales)))
-    plain = plain and not options.needs_gradient(followed["tensors"])
+    if in_list and sizes is not None:
+        raise ValueError(f"{NAME}: sizes is for calls with one tensor; omit it for a list")
+    rank, world_size = (-1, len(a)) if in_list else parts.place(group, alone)
+    sizes = [len(x) for x in a] if in_list else parts.sizes_of_all(NAME, sizes, world_size, rank, len(a), "a")
+    added = matmul_operands.added(NAME, a, bias, epilogue, (sum(sizes), *first.shape[1:-1], len(weight)), scaled)
     where = {"communicator": name, "rank": rank, "sizes": sizes, **scaled._asdict()}
-    flat = OP(a, w, given=replace(arguments, bias=biases, **where, **followed), plain=plain, asked=asked)
-    each = 3 if has_scales else 2
-    results = tuple(flat[at::each] for at in range(each)) if in_list else tuple(flat)
+    results = OP(a, w, given=replace(arguments, **where, **added), asked=asked)
     return results if arguments.gathered else results[0]
 
 
 def _check_invariant(a, gathered: bool) -> None:
     """Raises ValueError if a call has no tensor-parallel invariant result or gradient."""
-    xs, partition = a if isinstance(a, (list, tuple)) else [a], TP_INVARIANT
-    if xs[0].dtype not in TYPE_NAMES:
-        raise ValueError(
-            f"{NAME}: with partition={partition!r} a must be bfloat16, float16 or float32, got {xs[0].dtype}"
-        )
+    xs, of = a if isinstance(a, (list, tuple)) else [a], f"with partition={TP_INVARIANT!r} "
+    options.check_float(NAME, "a", xs[0], of)
     if gathered and torch.is_grad_enabled() and any(x.requires_grad for x in xs):
         raise ValueError(
-            f"{NAME}: with partition={partition!r} and gathered=True it cannot be differentiated: the gradients of the "
+            f"{NAME}: {of}and gathered=True it cannot be differentiated: the gradients of the "
             "gathered rows are rounded before they are summed; gather once for each weight"
         )
-
-
-def _place(a, sizes: Sequence[int] | None, group: Group, alone: bool) -> tuple[int, Sequence[int]]:
-    """Returns this process's rank, or -1 for a list, and the rows of every rank."""
-    if isinstance(a, (list, tuple)):
-        if sizes is not None:
-            raise ValueError(f"{NAME}: sizes is for calls with one tensor; omit it for a list")
-        return -1, [len(x) for x in a]
-    rank, world_size = parts.place(group, alone)
-    if sizes is None:
-        return rank, [len(a)] * world_size
-    return rank, call_checks.check_sizes(NAME, sizes, world_size, rank, len(a), "a")
-
-
-def _epilogue_option(a, w, bias, epilogue, sizes: Sequence[int], dtype: torch.dtype | None) -> options.EpilogueOption:
-    """Returns the epilogue of the product of all ranks' rows. It also adds the bias."""
-    if epilogue is None:
-        return options.NO_EPILOGUE
-    in_list = isinstance(a, (list, tuple))
-    first, weight = (a[0], w[0]) if in_list else (a, w)
-    shape = sum(sizes), *first.shape[1:-1], len(weight)
-    like = torch.empty(shape, dtype=dtype or first.dtype, device="meta")
-    return options.epilogue_option(NAME, epilogue, like, len(a) if in_list else None, bias=bias)
 
 
 def _fake(a, w, arguments) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -248,19 +204,13 @@ def _run(engine: Engine, a, w, outs, arguments):
     how = {"partition": arguments.partition, "gathered": arguments.gathered}
     how |= matmul_operands.multiplied(NAME, a, w, arguments)
     work = Product(NAME, counts, a[0].shape[-1], bool(arguments.bias), epilogue=form, **how)
-    ranks = []
-    for rank, results in enumerate(outs):
-        bias = [arguments.bias[rank]] if arguments.bias else []
-        tensors, numbers = (followed.inputs[rank].tensors, followed.inputs[rank].scalars) if followed else ((), ())
-        inputs = *matmul_operands.factors(a, w, arguments, rank), *bias, *tensors
-        ranks.append(Operands(inputs, results if arguments.gathered else results[:1], tuple(numbers)))
-    plan = engine.run(Call.of(work, outs[0][0], timeout_s=arguments.timeout_s), ranks)
-    return plan, ranks
+    wanted = outs if arguments.gathered else [results[:1] for results in outs]
+    ranks = matmul_operands.of_ranks(a, w, arguments, followed, wanted)
+    return engine.run(Call.of(work, outs[0][0], timeout_s=arguments.timeout_s), ranks), ranks
 
 
 def _check(engine: Engine, a, w, arguments) -> None:
-    parts.check_place(NAME, engine, arguments)
-    parts.check_lengths(NAME, arguments.sizes, [len(x) for x in a], parts.own_sizes(arguments))
+    parts.check(NAME, engine, arguments, [len(x) for x in a])
 
 
 def _backward(ctx, gradients):
@@ -279,11 +229,9 @@ def _backward(ctx, gradients):
         of_a = _of_rows(ctx, of_products, of_rows, w, where)
     if needs_w:
         wholes = wholes or for_ranks(ctx, "allgather", a, **where)
-        of_w = [
-            matmul_gradients.of_weight(ctx.given["partition"], *pair) for pair in zip(of_products, wholes, strict=True)
-        ]
+        of_w = [linear.of_weight(ctx.given["partition"], *pair) for pair in zip(of_products, wholes, strict=True)]
     wanted = zip(of_products, ctx.needs["bias"], strict=False)
-    of_biases = [matmul_gradients.of_bias(ctx.given["partition"], x) if need else None for x, need in wanted]
+    of_biases = [linear.of_bias(ctx.given["partition"], x) if need else None for x, need in wanted]
     return of_a, of_w, {"bias": of_biases} | rest
 
 
@@ -297,4 +245,4 @@ def _of_rows(ctx, of_products, of_rows, w, where: dict) -> list[torch.Tensor]:
     return for_ranks(ctx, "reducescatter", totals, **where)
 
 
-OP = Op(NAME, ["a", "w"], Arguments, _run, _fake, check=_check, backward=_backward, returns="Tensor[]")
+OP = Op(NAME, ["a", "w"], Arguments, _run, _fake, check=_check, backward=_backward, has_several=True)

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 import torch
 
 from graphar.ops import options, parts
 from graphar.ops.options import T
-from graphar.ops.register import Op, for_ranks, is_plain
+from graphar.ops.register import Op, for_ranks
 from graphar.ops.repeats import repeated
 from graphar.plan.algorithms import AllToAllAlgorithm
 from graphar.plan.call import Call
@@ -27,10 +25,7 @@ Lengths = list[list[int]]
 
 @dataclass(eq=False)
 class Arguments(options.InParts):
-    """``sizes`` are the lengths of the parts to each rank, then of the parts from each rank.
-
-    In a call with a list that divides and joins along one dimension they are those to each rank, tensor by tensor.
-    """
+    """``sizes`` are, for each rank of this process, the lengths of its parts to each rank, then from each rank."""
 
     scatter_dim: int = 0
     gather_dim: int = 0
@@ -97,24 +92,23 @@ def alltoall(
         return result
     call_checks.check_call(NAME, algorithm, timeout_s, NAME)
     in_list, name = isinstance(x, list), engine_name(group, NAME)
-    arguments_of = _arguments_of_list if in_list else _arguments_of_rank
-    arguments = arguments_of(name, x, group, sizes, scatter_dim, gather_dim, str(algorithm), timeout_s)
-    xs: Any = x if in_list else [x]
-    asked = None if in_list else ((x,), how, None)
+    known = {"communicator": name, "timeout_s": timeout_s, "algorithm": str(algorithm)}
+    arguments = (_arguments_of_list if in_list else _arguments_of_rank)(x, group, sizes, scatter_dim, gather_dim, known)
+    asked = (x,), how, None
     if out is None:
-        return OP(x, given=arguments, plain=is_plain(x) and not xs[0].is_conj(), asked=asked)
+        return OP(x, given=arguments, asked=asked)
+    xs: Any = x if in_list else [x]
     outs: Any = out if in_list else [out]
-    _check_destinations(xs, outs, arguments)
-    if all(is_plain(tensor) and not tensor.is_conj() for tensor in (*xs, *outs)):
-        OP.into(x, out, given=arguments, plain=True, asked=asked)
-        return out
-    results = OP(x, given=arguments)  # a compiler sees what is written to
-    for to, result in zip(outs, results if in_list else [results], strict=True):
-        to.copy_(result)
+    tensor_checks.check_one_each(NAME, "out", outs, xs)
+    for like, to, shape in zip(xs, outs, _result_shapes(xs, arguments), strict=True):
+        tensor_checks.check_strided(NAME, "out", to)
+        wanted = {"shape": torch.Size(shape), "dtype": like.dtype, "device": like.device}
+        tensor_checks.check_destination(NAME, "out", to, wanted, "result", (like,))
+    OP.into(x, out, given=arguments, asked=asked)
     return out
 
 
-def _arguments_of_rank(name, x, group, sizes, scatter_dim, gather_dim, algorithm, timeout_s) -> Arguments:
+def _arguments_of_rank(x, group: Group, sizes, scatter_dim, gather_dim, how: dict[str, Any]) -> Arguments:
     tensor_checks.check_strided(NAME, "x", x)
     scatter = call_checks.check_axis(NAME, x, scatter_dim, "scatter_dim")
     gather = call_checks.check_axis(NAME, x, gather_dim, "gather_dim")
@@ -131,26 +125,30 @@ def _arguments_of_rank(name, x, group, sizes, scatter_dim, gather_dim, algorithm
                 f"{NAME}: sizes must have {sent} from rank {rank}, which is this one, got {list(receives)} as received"
             )
     known = sizes is None or scatter != gather
-    return Arguments(name, timeout_s, (), rank, [*sends, *receives], scatter, gather, known, algorithm)
+    where = {"rank": rank, "sizes": [*sends, *receives], "scatter_dim": scatter, "gather_dim": gather}
+    return Arguments(known=known, **where, **how)
 
 
-def _arguments_of_list(name, xs, group, sizes, scatter_dim, gather_dim, algorithm, timeout_s) -> Arguments:
+def _arguments_of_list(xs, group: Group, sizes, scatter_dim, gather_dim, how: dict[str, Any]) -> Arguments:
     gather, ranks = tensor_checks.check_list_to_join(NAME, xs, gather_dim), len(xs)
     scatter = call_checks.check_axis(NAME, xs[0], scatter_dim, "scatter_dim")
     if scatter != gather:
-        actual = [x.shape[gather] for x in xs]
-        sends, receives = (_equal(xs[0], scatter, ranks), actual) if sizes is None else _check_pair(sizes, ranks)
-        for x in xs:
-            _check_sum(x, scatter, sends)
-        if list(receives) != actual:
-            raise ValueError(f"{NAME}: sizes must have the tensors' lengths {actual} as received, got {list(receives)}")
-        pairs = sends, receives
+        lengths = [x.shape[gather] for x in xs]
+        sends, receives = (_equal(xs[0], scatter, ranks), lengths) if sizes is None else _check_pair(sizes, ranks)
+        if list(receives) != lengths:
+            raise ValueError(
+                f"{NAME}: sizes must have the tensors' lengths {lengths} as received, got {list(receives)}"
+            )
+        of_ranks = [(sends, receives)] * ranks
     else:
-        pairs = [_equal(x, scatter, ranks) for x in xs] if sizes is None else sizes
-        tensor_checks.check_one_each(NAME, "sizes", pairs, xs)
-        for x, pair in zip(xs, pairs, strict=True):
-            _check_sum(x, scatter, _check_lengths(pair, ranks))
-    return Arguments(name, timeout_s, (), -1, list(chain(*pairs)), scatter, gather, True, algorithm)
+        rows = [_equal(x, scatter, ranks) for x in xs] if sizes is None else sizes
+        tensor_checks.check_one_each(NAME, "sizes", rows, xs)
+        rows = [_check_lengths(lengths, ranks) for lengths in rows]
+        of_ranks = list(zip(rows, zip(*rows, strict=True), strict=True))
+    for x, (sends, _) in zip(xs, of_ranks, strict=True):
+        _check_sum(x, scatter, sends)
+    sizes = [length for pair in of_ranks for lengths in pair for length in lengths]
+    return Arguments(sizes=sizes, scatter_dim=scatter, gather_dim=gather, **how)
 
 
 # ---- checks ---------------------------------------------------------------------------------------------------------
@@ -187,24 +185,14 @@ def _check_sum(x: torch.Tensor, dim: int, sends: Sequence[int]) -> None:
         )
 
 
-def _check_destinations(xs, outs, arguments: Arguments) -> None:
-    tensor_checks.check_one_each(NAME, "out", outs, xs)
-    for x, to, shape in zip(xs, outs, _result_shapes(xs, arguments), strict=True):
-        tensor_checks.check_strided(NAME, "out", to)
-        wanted = {"shape": torch.Size(shape), "dtype": x.dtype, "device": x.device}
-        tensor_checks.check_destination(NAME, "out", to, wanted, "result", (x,))
-
-
 def _check(engine: Engine, xs, arguments: Arguments) -> None:
     """Raises ValueError if a compiled graph made a call for another rank, other ranks or other tensors."""
     sends, receives = _lengths(arguments, len(xs))
-    mine, rank, ranks = -1 if engine.devices else engine.rank, arguments.rank, len(sends[0])
-    if (rank, ranks) != (mine, engine.world_size):
-        raise ValueError(f"{NAME}: made for rank {rank} of {ranks}, called by rank {mine} of {engine.world_size}")
+    parts.check_place(NAME, engine, arguments.rank, len(sends[0]))
     for at, x in enumerate(xs):
-        me = max(rank, 0) + at
-        expected = sends[at][me] if arguments.scatter_dim == arguments.gather_dim else x.shape[arguments.gather_dim]
-        if min(arguments.sizes) < 0 or sum(sends[at]) != x.shape[arguments.scatter_dim] or receives[at][me] != expected:
+        rank = max(arguments.rank, 0) + at
+        kept = sends[at][rank] if arguments.scatter_dim == arguments.gather_dim else x.shape[arguments.gather_dim]
+        if min(arguments.sizes) < 0 or sum(sends[at]) != x.shape[arguments.scatter_dim] or receives[at][rank] != kept:
             raise ValueError(f"{NAME}: sizes {list(arguments.sizes)} do not fit a tensor of shape {list(x.shape)}")
 
 
@@ -218,13 +206,9 @@ def _check_out(xs, outs, arguments: Arguments) -> None:
 
 def _lengths(arguments: Arguments, tensors: int) -> tuple[Lengths, Lengths]:
     """Returns what each rank of this process sends to each rank, and what it receives from each rank."""
-    sizes = list(arguments.sizes)
-    if arguments.rank >= 0 or arguments.scatter_dim != arguments.gather_dim:
-        ranks = len(sizes) // 2
-        return [sizes[:ranks]] * tensors, [sizes[ranks:]] * tensors
-    ranks = math.isqrt(len(sizes))
-    sends = [sizes[at : at + ranks] for at in range(0, len(sizes), ranks)]
-    return sends, [list(column) for column in zip(*sends, strict=True)]
+    ranks = len(arguments.sizes) // (2 * tensors)
+    pairs = [list(arguments.sizes[at : at + ranks]) for at in range(0, len(arguments.sizes), ranks)]
+    return pairs[::2], pairs[1::2]
 
 
 def _result_shapes(xs: Sequence[torch.Tensor], arguments: Arguments) -> list[list[int]]:
@@ -246,20 +230,19 @@ def _run(engine: Engine, xs, outs, arguments: Arguments):
     row = tuple([1 if at in (scatter, gather) else length for at, length in enumerate(xs[0].shape)])
     sends, receives = (tuple(map(tuple, lengths)) for lengths in _lengths(arguments, len(xs)))
     work = Exchange(max(arguments.rank, 0), row, sends, receives, scatter, gather, arguments.known)
-    ranks = options.operands_of_sum(xs, outs, None)
+    ranks = options.operands_of_sum(xs, outs)
     return engine.run(Call.of(work, xs[0], algorithm=arguments.algorithm, timeout_s=arguments.timeout_s), ranks), ranks
 
 
 def _backward(ctx, gradients):
     arguments = ctx.given
-    sends, receives = _lengths(Arguments(**arguments), ctx.ranks)
-    in_pairs = arguments["rank"] >= 0 or arguments["scatter_dim"] != arguments["gather_dim"]
-    back = arguments | {
-        "sizes": [*receives[0], *sends[0]] if in_pairs else list(chain(*receives)),
+    pairs = zip(*_lengths(Arguments(**arguments), ctx.ranks), strict=True)
+    back = {
+        "sizes": [length for sends, receives in pairs for length in (*receives, *sends)],
         "scatter_dim": arguments["gather_dim"],
         "gather_dim": arguments["scatter_dim"],
     }
-    return for_ranks(ctx, NAME, gradients, **back), {}
+    return for_ranks(ctx, NAME, gradients, **arguments | back), {}
 
 
 OP = Op(

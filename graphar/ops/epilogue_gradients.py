@@ -7,12 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from graphar.numerics.epilogues.epilogue import bind
-from graphar.ops.register import for_ranks, library
-
-library.define(
-    "epilogue_backward(Tensor v, Tensor gradient, Tensor[] tensors, float[] scalars, str epilogue, bool[] wanted)"
-    " -> Tensor[]"
-)
+from graphar.ops.register import define, for_ranks
 
 
 def _epilogue_backward(v, gradient, tensors, scalars, epilogue, wanted) -> list[torch.Tensor]:
@@ -28,14 +23,17 @@ def _epilogue_backward(v, gradient, tensors, scalars, epilogue, wanted) -> list[
     return [x.contiguous() for x in gradients]
 
 
-for _key in ("CPU", "CUDA"):
-    library.impl("epilogue_backward", _epilogue_backward, _key)
-
-
-@torch.library.register_fake("graphar::epilogue_backward", lib=library)
-def _(v, gradient, tensors, scalars, epilogue, wanted):
+def _fake(v, gradient, tensors, scalars, epilogue, wanted) -> list[torch.Tensor]:
     leaves = [x for x, is_wanted in zip([v, *tensors], wanted, strict=True) if is_wanted]
     return [torch.empty_like(x.contiguous()) for x in leaves]
+
+
+define(
+    "epilogue_backward(Tensor v, Tensor gradient, Tensor[] tensors, float[] scalars, str epilogue, bool[] wanted)"
+    " -> Tensor[]",
+    _epilogue_backward,
+    _fake,
+)
 
 
 def of_sums_before_epilogue(

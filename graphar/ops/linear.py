@@ -5,12 +5,11 @@ from __future__ import annotations
 import torch
 
 from graphar.numerics import leaf_tree
-from graphar.numerics.dtypes import TYPE_NAMES
 from graphar.numerics.fp8_products import checked_scales
 from graphar.numerics.leaf_tree import LEAVES
 from graphar.numerics.partitions import TP_INVARIANT
-from graphar.ops import matmul_operands, parts
-from graphar.ops.register import library, op_named
+from graphar.ops import matmul_operands, options, parts
+from graphar.ops.register import define, library, op_named
 from graphar.plan.work import MATMUL_ALLREDUCE
 from graphar.product import operands
 from graphar.product.multiply.own import Leaves, Scaled
@@ -18,13 +17,6 @@ from graphar.product.operands import Step
 from graphar.runtime.registry import Group, engine_name
 
 NAME = "linear"
-
-# ``leaves`` divide K, as in product/multiply/own.py. The rows of ``w`` are divided between the ranks of
-# ``communicator``; an empty string: they are not divided. The scales are those of operands in e4m3.
-library.define(
-    "linear(Tensor a, Tensor w, Tensor? bias, int leaves=1, ScalarType? out_dtype=None, str communicator='', "
-    "Tensor? a_scale=None, Tensor? w_scale=None) -> Tensor"
-)
 
 
 def linear(
@@ -37,20 +29,20 @@ def linear(
     w_scale: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Returns ``a @ w.T + bias``: the same bits for every number of rows, of features, and of ranks that divide them.
+    """Returns ``a @ w.T + bias``, with bits that do not depend on the number of rows, features or ranks.
 
-    The product is accumulated in fp32 in the order of K, 16 columns at a time, and rounded once after the bias was
-    added. An element depends on its row of ``a`` and its row of ``w`` alone. ``graphar.reference.linear`` with
-    ``tp_invariant=True`` is the specification; a GPU rounds products of 16 columns in another way than a CPU.
+    An element depends on its row of ``a`` and its row of ``w`` alone. The product is accumulated in fp32 in the order
+    of K, 16 columns at a time. The bias is added, and the result is rounded once. ``graphar.reference.linear`` with
+    ``tp_invariant=True`` is the specification; within 16 columns a GPU rounds differently from a CPU.
 
     It is the column-parallel layer of tensor-parallel invariance: with a ``group``, each rank has its own features. The
     forward pass does not communicate.
 
-    With scales the product is that of ``graphar.reference.scaled_linear``, and has no gradients. Others are
-    differentiable. The gradient of ``a`` is a sum over features, of which the whole layer has 8 leaves of equal length:
-    they are added in fp32 as a binary tree, with a ``group`` by :func:`graphar.fused_matmul_allreduce` with
-    ``partition="tp_invariant"``, and rounded once. That of ``w`` is added in the order of rows, and that of ``bias`` as
-    8 leaves of rows. The backward pass assumes that all ranks of the group have the same ``a``.
+    With scales the product is that of ``graphar.reference.scaled_linear``, and there are no gradients. Without, it is
+    differentiable. The gradient of ``a`` is a sum over the features of the whole layer. They are cut into 8 leaves of
+    equal length, which are added in fp32 as a binary tree and rounded once. With a ``group`` this is a
+    :func:`graphar.fused_matmul_allreduce` with ``partition="tp_invariant"``, which assumes that all ranks have the same
+    ``a``. The gradient of ``w`` is added in the order of rows, and that of ``bias`` as a tree of 8 leaves of rows.
 
     Args:
         a: [..., K], bf16, fp16 or fp32; on a GPU bf16 or fp16. With scales torch.float8_e4m3fn. Equal on all ranks of
@@ -78,8 +70,7 @@ def linear(
     scaled = matmul_operands.check(NAME, a, w, bias, (a_scale, w_scale, out_dtype))
     if scaled.scales:
         return torch.ops.graphar.linear(a, w, bias, 1, scaled.scaled_dtype, "", *scaled.scales)
-    if a.dtype not in TYPE_NAMES:
-        raise ValueError(f"{NAME}: a must be bfloat16, float16 or float32, got {a.dtype}")
+    options.check_float(NAME, "a", a)
     if a.requires_grad and torch.is_grad_enabled():
         leaf_tree.check_columns(NAME, len(w), ranks, "features")
     communicator = "" if group is None else engine_name(group, NAME)
@@ -97,29 +88,38 @@ def _linear(
     return out
 
 
-for _key in ("CPU", "CUDA"):
-    library.impl(NAME, _linear, _key)
-
-
-@torch.library.register_fake("graphar::linear", lib=library)
-def _(a, w, bias, leaves=1, out_dtype=None, communicator="", a_scale=None, w_scale=None):
-    return a.new_empty((*a.shape[:-1], w.shape[0]), dtype=out_dtype)
+# ``leaves`` divide K, as in product/multiply/own.py. The rows of ``w`` are divided between the ranks of
+# ``communicator``; an empty string: they are not divided. The scales are those of operands in e4m3.
+define(
+    "linear(Tensor a, Tensor w, Tensor? bias, int leaves=1, ScalarType? out_dtype=None, str communicator='', "
+    "Tensor? a_scale=None, Tensor? w_scale=None) -> Tensor",
+    _linear,
+    lambda a, w, bias, leaves=1, out_dtype=None, *_, **__: a.new_empty((*a.shape[:-1], len(w)), dtype=out_dtype),
+)
 
 
 # ---- gradients ------------------------------------------------------------------------------------------------------
 
 
-def of_input(dy: torch.Tensor, w: torch.Tensor, leaves: int = 1) -> torch.Tensor:
-    """Returns ``dy @ w``, the gradient of a layer's input: a sum over features in ``leaves``."""
-    return torch.ops.graphar.linear(dy, w.t(), None, leaves)
+def of_input(partition: str, dy: torch.Tensor, w: torch.Tensor, leaves: int = 1) -> torch.Tensor:
+    """Returns ``dy @ w``, the gradient of a layer's input; with "tp_invariant" a sum over features in ``leaves``."""
+    if partition == TP_INVARIANT:
+        return torch.ops.graphar.linear(dy, w.t(), None, leaves)
+    return (operands.flat(dy) @ w).view(*dy.shape[:-1], w.shape[1])
 
 
-def of_weight(dy: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
+def of_weight(partition: str, dy: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
     """Returns the gradient of a weight: the sum over rows of their outer products, in the order of the rows."""
-    return torch.ops.graphar.linear(operands.flat(dy).t(), operands.flat(a).t(), None)
+    dy, a = operands.flat(dy).t(), operands.flat(a)
+    return torch.ops.graphar.linear(dy, a.t(), None) if partition == TP_INVARIANT else dy @ a
 
 
-def of_bias(dy: torch.Tensor, ranks: int = 1) -> torch.Tensor:
+def of_bias(partition: str, dy: torch.Tensor) -> torch.Tensor:
+    """Returns the gradient of a bias that was added to rows of this rank only."""
+    return bias_partial(dy).to(dy.dtype) if partition == TP_INVARIANT else operands.flat(dy).sum(0)
+
+
+def bias_partial(dy: torch.Tensor, ranks: int = 1) -> torch.Tensor:
     """Returns a rank's partial of a bias's gradient, in fp32, where the rows are divided between ``ranks``.
 
     It is the sum over the rank's leaves of rows: graphar.reference.linear_gradients.bias_partial.
@@ -145,9 +145,9 @@ def _backward(ctx, dy):
         arguments = {"a": dy, "w": w.t(), "communicator": ctx.communicator, "partition": TP_INVARIANT}
         of_a = op.one(*op.write(arguments))
     elif needs_a:
-        of_a = of_input(dy, w, LEAVES)
-    of_w = of_weight(dy, a) if needs_w else None
-    return of_a, of_w, of_bias(dy).to(ctx.bias_dtype) if needs_bias else None, *[None] * 5
+        of_a = of_input(TP_INVARIANT, dy, w, LEAVES)
+    of_w = of_weight(TP_INVARIANT, dy, a) if needs_w else None
+    return of_a, of_w, bias_partial(dy).to(ctx.bias_dtype) if needs_bias else None, *[None] * 5
 
 
 torch.library.register_autograd("graphar::linear", _backward, setup_context=_keep, lib=library)

@@ -9,17 +9,15 @@ from typing import Any, Literal, NamedTuple, overload
 import torch
 
 from graphar.numerics import leaf_tree
-from graphar.numerics.dtypes import TYPE_NAMES
 from graphar.numerics.softmax import Terms
 from graphar.ops import options
-from graphar.ops.norms import check_number
 from graphar.ops.options import T
-from graphar.ops.register import Op, by_result, is_plain, library
+from graphar.ops.register import Op, define, library
 from graphar.ops.repeats import repeated
 from graphar.plan.call import Call, Operands
 from graphar.plan.work import Loss
 from graphar.runtime.bind import loss
-from graphar.runtime.checks import call_checks, tensor_checks
+from graphar.runtime.checks import call_checks
 from graphar.runtime.engine import Engine
 from graphar.runtime.registry import ALONE, Group, engine_name, engine_of_group
 
@@ -103,7 +101,7 @@ def cross_entropy(
         return results[0]
     if reduction not in REDUCTIONS:
         raise ValueError(f"{NAME}: reduction must be 'mean', 'sum' or 'none', got {reduction!r}")
-    if not 0 <= (smoothing := check_number(NAME, "label_smoothing", label_smoothing)) <= 1:
+    if not 0 <= (smoothing := options.check_number(NAME, "label_smoothing", label_smoothing)) <= 1:
         raise ValueError(f"{NAME}: label_smoothing must be from 0 to 1, got {label_smoothing!r}")
     if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
         raise TypeError(f"{NAME}: ignore_index must be an int, got {ignore_index!r}")
@@ -112,7 +110,7 @@ def cross_entropy(
         "result": reduction,
         "ignore_index": ignore_index,
         "label_smoothing": smoothing,
-        "lse_square_scale": check_number(NAME, "lse_square_scale", lse_square_scale),
+        "lse_square_scale": options.check_number(NAME, "lse_square_scale", lse_square_scale),
         "overwrite": bool(overwrite_logits),
     }
     return _call(NAME, (logits, target), how, group, terms, timeout_s)[0]
@@ -177,7 +175,7 @@ def log_probs(
     numbers = temperature, vocab_size, entropy, top1, timeout_s
     how = LOG_PROBS, *numbers, *map(type, numbers)
     if (results := repeated(NAME, group, (logits, tokens), how)) is None:
-        if check_number(LOG_PROBS, "temperature", temperature) <= 0:
+        if options.check_number(LOG_PROBS, "temperature", temperature) <= 0:
             raise ValueError(f"{LOG_PROBS}: temperature must be positive, got {temperature!r}")
         terms = {
             "vocab_size": vocab_size,
@@ -210,14 +208,14 @@ def _call(op: str, tensors: tuple, how: tuple, group: Any, terms: dict[str, Any]
         logits, communicator = _of_rank(op, logits, group)
     if hasattr(target, "device_mesh"):
         target = target.full_tensor()
-    ranks = _checked(op, logits, target)
-    in_list = isinstance(logits, (list, tuple))
+    options.check_input(op, logits, "logits")
+    for x, of_rows in options.by_rank(op, logits=logits, target=target):
+        options.check_rows(op, "logits", x)
+        options.check_beside(op, "target", of_rows, x.shape[:-1], x, torch.int64)
     if communicator is None:
-        communicator = ALONE if group == ALONE else engine_name(group, op, alone=not in_list)
-    arguments = Arguments(communicator, timeout_s, (), **terms)
-    plain = not in_list and all(map(is_plain, ranks[0]))
-    results = OP(logits, target, given=arguments, plain=plain, asked=(tensors, how, None))
-    return by_result(results, len(ranks) if in_list else None)
+        alone = not isinstance(logits, (list, tuple))
+        communicator = ALONE if group == ALONE else engine_name(group, op, alone=alone)
+    return OP(logits, target, given=Arguments(communicator, timeout_s, (), **terms), asked=(tensors, how, None))
 
 
 def _of_rank(op: str, logits: Any, group: Group) -> tuple[torch.Tensor, str]:
@@ -233,28 +231,6 @@ def _of_rank(op: str, logits: Any, group: Group) -> tuple[torch.Tensor, str]:
         f"{op}: a DTensor of logits must be replicated, or evenly sharded by columns over a mesh of one dimension, "
         f"without group=, got {list(logits.shape)} with {placements}"
     )
-
-
-def _checked(op: str, logits: Any, target: Any) -> list[tuple]:
-    """Checks the tensors of a call, and returns those of each rank of this process."""
-    in_list = isinstance(logits, (list, tuple))
-    if in_list:
-        tensor_checks.check_list(op, logits)
-        tensor_checks.check_one_each(op, "target", target, logits, "logits")
-    ranks = list(zip(logits, target, strict=True)) if in_list else [(logits, target)]
-    for x, of_rows in ranks:
-        tensor_checks.check_tensor(op, "logits", x)
-        tensor_checks.check_tensor(op, "target", of_rows)
-        if x.dtype not in TYPE_NAMES:
-            raise ValueError(f"{op}: logits must be bfloat16, float16 or float32, got {x.dtype}")
-        if not x.ndim or not x.shape[-1]:
-            raise ValueError(f"{op}: logits must have columns, got the shape {list(x.shape)}")
-        if (of_rows.shape, of_rows.dtype, of_rows.device) != (x.shape[:-1], torch.int64, x.device):
-            raise ValueError(
-                f"{op}: target must be {list(x.shape[:-1])} torch.int64 on {x.device}, got "
-                f"{list(of_rows.shape)} {of_rows.dtype} on {of_rows.device}"
-            )
-    return ranks
 
 
 def _check(engine: Engine, logits, targets, arguments: Arguments) -> None:
@@ -299,14 +275,6 @@ def _run(engine: Engine, logits, targets, outs, arguments: Arguments):
 
 # ---- gradients ------------------------------------------------------------------------------------------------------
 
-# ``first`` is the first column of these logits in a call with lists. Otherwise it is -1, and the communicator's rank
-# decides.
-library.define(
-    "cross_entropy_backward(Tensor logits, Tensor target, Tensor state, Tensor gradient, int first, str communicator, "
-    "int? vocab_size, str result, int? ignore_index, float label_smoothing, float lse_square_scale, float temperature) "
-    "-> Tensor"
-)
-
 
 def _backward(ctx, gradients):
     (logits, targets, states), _ = OP.saved(ctx)
@@ -342,13 +310,15 @@ def _gradient(logits, target, state, gradient, first: int, communicator: str, vo
     return out
 
 
-for _key in ("CPU", "CUDA"):
-    library.impl("cross_entropy_backward", _gradient, _key)
-
-
-@torch.library.register_fake("graphar::cross_entropy_backward", lib=library)
-def _(logits, target, state, gradient, *rest):
-    return logits.new_empty(logits.shape)
+# ``first`` is the first column of these logits in a call with lists. Otherwise it is -1, and the communicator's rank
+# decides.
+define(
+    "cross_entropy_backward(Tensor logits, Tensor target, Tensor state, Tensor gradient, int first, str communicator, "
+    "int? vocab_size, str result, int? ignore_index, float label_smoothing, float lse_square_scale, float temperature) "
+    "-> Tensor",
+    _gradient,
+    lambda logits, *_: logits.new_empty(logits.shape),
+)
 
 
 def _refuse(ctx, gradient):
@@ -366,5 +336,5 @@ OP = Op(
     check=_check,
     backward=_backward,
     saved_result=1,
-    returns="Tensor[]",
+    has_several=True,
 )

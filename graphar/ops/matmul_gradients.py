@@ -15,55 +15,18 @@ from graphar.numerics.partitions import TP_INVARIANT
 from graphar.ops import linear, norm_gradients
 from graphar.ops.epilogue_gradients import of_sums_before_epilogue
 from graphar.ops.register import for_ranks
-from graphar.product import operands
 from graphar.runtime.registry import engine_of_group
 
 Tensors = Sequence[torch.Tensor]
 
 
-def is_invariant(ctx) -> bool:
-    """Whether the call of a backward pass was to be tensor-parallel invariant."""
-    return ctx.given["partition"] == TP_INVARIANT
-
-
-# ---- one product ----------------------------------------------------------------------------------------------------
-
-
-def of_input(ctx, of_product: torch.Tensor, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    """Returns the gradient of the first operand ``x`` of a product ``x @ w.T``."""
-    if is_invariant(ctx):
-        return linear.of_input(of_product, w).view(x.shape)
-    return (operands.flat(of_product) @ w).view(x.shape)
-
-
-def of_weight(partition: str, of_product: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """Returns the gradient of the second operand of a product with ``x``."""
-    if partition == TP_INVARIANT:
-        return linear.of_weight(of_product, x)
-    return operands.flat(of_product).t() @ operands.flat(x)
-
-
-def of_bias(partition: str, of_product: torch.Tensor) -> torch.Tensor:
-    """Returns the gradient of a bias that was added to rows of this rank only."""
-    if partition == TP_INVARIANT:
-        return linear.of_bias(of_product).to(of_product.dtype)
-    return operands.flat(of_product).sum(0)
-
-
-# ---- the products of each rank --------------------------------------------------------------------------------------
-
-
 def of_products(ctx, gradients: Tensors, a: Tensors, w: Tensors) -> tuple[list, list]:
     """Returns the gradients of each rank's ``a`` and ``w`` from the gradient of its product; None if not needed."""
-    needed = [needs if isinstance(needs, (list, tuple)) else [needs] for needs in ctx.needs_input_grad[:2]]
-    of_a = [
-        of_input(ctx, gradient, x, weight) if wanted else None
-        for gradient, x, weight, wanted in zip(gradients, a, w, needed[0], strict=True)
-    ]
-    of_w = [
-        of_weight(ctx.given["partition"], gradient, x) if wanted else None
-        for gradient, x, wanted in zip(gradients, a, needed[1], strict=True)
-    ]
+    needs_a, needs_w = (needs if isinstance(needs, (list, tuple)) else [needs] for needs in ctx.needs_input_grad[:2])
+    partition, of_a, of_w = ctx.given["partition"], [], []
+    for at, (gradient, x, weight) in enumerate(zip(gradients, a, w, strict=True)):
+        of_a.append(linear.of_input(partition, gradient, weight) if needs_a[at] else None)
+        of_w.append(linear.of_weight(partition, gradient, x) if needs_w[at] else None)
     return of_a, of_w
 
 
@@ -81,7 +44,7 @@ def of_parts(ctx, gradients: Tensors, a: Tensors, w: Tensors, where: dict) -> tu
     elif needs_w:
         wholes = for_ranks(ctx, "allgather", gradients, **where)
     if needs_w:
-        of_w = [of_weight(ctx.given["partition"], whole, x) for whole, x in zip(wholes, a, strict=True)]
+        of_w = [linear.of_weight(ctx.given["partition"], whole, x) for whole, x in zip(wholes, a, strict=True)]
     return of_a, of_w
 
 
@@ -92,7 +55,7 @@ def of_equal_sums(ctx, gradients: Tensors, call: dict) -> Tensors:
     """
     if not ctx.in_list:
         return gradients
-    if not is_invariant(ctx):
+    if ctx.given["partition"] != TP_INVARIANT:
         return for_ranks(ctx, "allreduce", gradients, **call)
     how = {"order": "tree", "out_dtype": gradients[0].dtype}
     return for_ranks(ctx, "allreduce", [gradient.float() for gradient in gradients], **how, **call)
@@ -101,40 +64,25 @@ def of_equal_sums(ctx, gradients: Tensors, call: dict) -> Tensors:
 def of_sums(ctx, summing: str, call: dict, gradients, a: Tensors, w: Tensors, tensors) -> tuple[Tensors, dict]:
     """Returns the gradients of each rank's sum before an epilogue, and of biases and the epilogue's tensors by name.
 
-    The op ``summing`` with the arguments ``call`` sums products.
+    The op ``summing`` with the arguments ``call`` sums products. The gradient of a bias that was added to the rows of
+    this rank's part covers these rows only, unless a call of processes is to be invariant: then it is the sum over all
+    ranks' rows.
     """
-    of_added = _of_bias_of_parts if summing == "reducescatter" else _of_bias_of_all
-    of_biases = [
-        of_added(ctx, gradient) if wanted else None
-        for gradient, wanted in zip(gradients, ctx.needs["bias"], strict=False)
-    ]
+    partition, of_biases = ctx.given["partition"], []
+    of_all_rows = summing == "reducescatter" and partition == TP_INVARIANT and not ctx.in_list
+    for gradient, wanted in zip(gradients, ctx.needs["bias"], strict=False):
+        if wanted and of_all_rows:
+            of_biases += _sums_of_rows(ctx, [linear.bias_partial(gradient, _ranks(ctx))], gradient.dtype)
+        else:
+            of_biases.append(linear.of_bias(partition, gradient) if wanted else None)
     products, more = [], {}
-    if ctx.given["epilogue"]:
-        products, more = _products(ctx, a, w), {"order": "tree"} if is_invariant(ctx) else {}
+    if ctx.given["epilogue"] and partition == TP_INVARIANT:
+        leaves, more = LEAVES // _ranks(ctx), {"order": "tree"}
+        products = [torch.ops.graphar.linear(*pair, None, leaves, torch.float32) for pair in zip(a, w, strict=True)]
+    elif ctx.given["epilogue"]:
+        products = [torch.nn.functional.linear(*pair) for pair in zip(a, w, strict=True)]
     before, rest = of_sums_before_epilogue(ctx, summing, call | more, gradients, products, tensors)
     return before, {"bias": of_biases} | rest
-
-
-def _products(ctx, a: Tensors, w: Tensors) -> list[torch.Tensor]:
-    """Computes each rank's product again, with the bits that were summed."""
-    pairs = zip(a, w, strict=True)
-    if not is_invariant(ctx):
-        return [torch.nn.functional.linear(*pair) for pair in pairs]
-    return [torch.ops.graphar.linear(*pair, None, LEAVES // _ranks(ctx), torch.float32) for pair in pairs]
-
-
-def _of_bias_of_all(ctx, gradient: torch.Tensor) -> torch.Tensor:
-    return of_bias(ctx.given["partition"], gradient)
-
-
-def _of_bias_of_parts(ctx, of_part: torch.Tensor) -> torch.Tensor:
-    """Returns the gradient of a bias that was added to the rows of this rank's part.
-
-    It covers these rows only, unless a call of processes is to be invariant: then it is the sum over all ranks' rows.
-    """
-    if not is_invariant(ctx) or ctx.in_list:
-        return _of_bias_of_all(ctx, of_part)
-    return _sums_of_rows(ctx, [linear.of_bias(of_part, _ranks(ctx))], of_part.dtype)[0]
 
 
 def of_norms(ctx, saved: Sequence, gradients: Sequence[torch.Tensor | None], own_rows: bool) -> tuple[list, list]:
@@ -143,7 +91,7 @@ def of_norms(ctx, saved: Sequence, gradients: Sequence[torch.Tensor | None], own
     ``saved`` and ``gradients`` are as norm_gradients.of_rows_and_weights takes them. With ``own_rows`` each rank norms
     its part of the rows. The weights' gradients cover these rows only, unless a call of processes is to be invariant.
     """
-    if not is_invariant(ctx):
+    if ctx.given["partition"] != TP_INVARIANT:
         return norm_gradients.of_rows_and_weights(ctx, saved, gradients)
     ranks, dtype = _ranks(ctx) if own_rows and not ctx.in_list else 1, saved[-1][0].dtype
     of_rows, of_weights = norm_gradients.of_rows_and_weights(ctx, saved, gradients, ranks)

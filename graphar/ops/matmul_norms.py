@@ -9,7 +9,6 @@ from typing import Any, Literal, Never, get_args
 
 import torch
 
-from graphar.numerics.dtypes import TYPE_NAMES
 from graphar.numerics.partitions import TP_INVARIANT
 from graphar.ops import matmul_gradients, matmul_operands, matmul_sums, norms, options
 from graphar.ops.matmul_operands import Scaled
@@ -21,7 +20,7 @@ from graphar.plan.matmuls import owned_rows
 from graphar.plan.work import Product
 from graphar.runtime.checks import call_checks, tensor_checks
 from graphar.runtime.engine import Engine
-from graphar.runtime.registry import Group
+from graphar.runtime.registry import Group, engine_name
 
 _SUMMED, _SCATTERED = "fused_matmul_allreduce_residual_rmsnorm", "fused_matmul_reducescatter_residual_rmsnorm"
 NormPartition = Literal["auto", "tiles", "none", "batch_invariant", "tp_invariant"]
@@ -185,29 +184,26 @@ def fused_matmul_reducescatter_residual_rmsnorm(
 # ---- checks ---------------------------------------------------------------------------------------------------------
 
 
-def _check(
-    op: str, a, w, residual, weight, eps: object, weight_offset: object, partition: object, timeout_s, scales: Sequence
-) -> tuple[list[tuple], tuple[float, float], Scaled]:
-    """Checks a call, all but the shapes of its residuals.
+def _check(op: str, tensors: dict[str, Any], scales: Sequence, partition: object) -> tuple[list[tuple], Scaled]:
+    """Checks the tensors of a call, all but the shapes of its residuals.
 
-    Returns the tensors of each rank, the norm's numbers, and the scales; results have the dtype of the residuals then.
+    Returns those of each rank, and the scales. With scales results have the dtype of the residuals.
     """
-    call_checks.check_call(op, "auto", timeout_s)
     if partition not in PARTITIONS:
         raise ValueError(f"{op}: partition must be one of {', '.join(PARTITIONS)}, got {partition!r}")
+    a, w = tensors["a"], tensors["w"]
     scaled = Scaled() if scales else matmul_operands.check(op, a, w, None)
-    ranks = [(a, w, residual, weight)]
-    if isinstance(a, (list, tuple)):
-        for name, of_ranks in (("w", w), ("residual", residual), ("weight", weight)):
-            tensor_checks.check_one_each(op, name, of_ranks, a, "a")
-        ranks = list(zip(a, w, residual, weight, strict=True))
+    ranks = options.by_rank(op, **tensors)
     if scales:
         _check_beside_scaled(op, ranks)
         scaled = matmul_operands.check(op, a, w, None, (*scales, ranks[0][2].dtype if ranks else None), partition)
-    for of_rank in ranks:
-        _check_rank(op, *of_rank, bool(scales))
-    numbers = norms.check_number(op, "eps", eps), norms.check_number(op, "weight_offset", weight_offset)
-    return ranks, numbers, scaled
+    for x, w_of_rank, residual, weight in ranks:
+        if not scales:
+            options.check_float(op, "a", x)
+        if not w_of_rank.shape[0]:
+            raise ValueError(f"{op}: w must have rows, got the shape {list(w_of_rank.shape)}")
+        options.check_beside(op, "weight", weight, w_of_rank.shape[:1], x, residual.dtype if scales else None)
+    return ranks, scaled
 
 
 def _check_beside_scaled(op: str, ranks: Sequence[tuple]) -> None:
@@ -220,24 +216,6 @@ def _check_beside_scaled(op: str, ranks: Sequence[tuple]) -> None:
             raise ValueError(f"{op}: with scales residual must be bfloat16 or float16, got {residual.dtype}")
 
 
-def _check_rank(op: str, a, w, residual: torch.Tensor, weight: torch.Tensor, has_scales: bool) -> None:
-    if not has_scales and a.dtype not in TYPE_NAMES:
-        raise ValueError(f"{op}: a must be bfloat16, float16 or float32, got {a.dtype}")
-    if not w.shape[0]:
-        raise ValueError(f"{op}: w must have rows, got the shape {list(w.shape)}")
-    norms.check_beside(op, "weight", weight, (w.shape[0],), a, residual.dtype if has_scales else None)
-
-
-def _check_residuals(op: str, ranks: Sequence[tuple], lengths: Sequence[int] | None, dtype: torch.dtype | None) -> None:
-    """Raises unless each rank's residual fits its product, or the part of it that has one of ``lengths``.
-
-    Its dtype is that of ``a``, or ``dtype`` if that is not None.
-    """
-    for at, (a, w, residual, _) in enumerate(ranks):
-        rows = a.shape[:-1] if lengths is None else (lengths[at], *a.shape[1:-1])
-        norms.check_beside(op, "residual", residual, (*rows, w.shape[0]), a, dtype)
-
-
 def _check_parts(engine: Engine, *lists_and_given) -> None:
     norms.check_parts(_SCATTERED, engine, *lists_and_given)
     matmul_sums.check_leaves(_SCATTERED, engine, *lists_and_given)
@@ -248,14 +226,20 @@ def _check_parts(engine: Engine, *lists_and_given) -> None:
 
 def _call(op: Op, asked: Asked, group: Group, eps, weight_offset, partition, timeout_s) -> Any:
     """Makes a call as the user asked for it, and returns its results as users get them."""
-    a, w, *scales, residual, weight = asked[0]
-    checked = _check(op.name, a, w, residual, weight, eps, weight_offset, partition, timeout_s, scales)
-    ranks, numbers, scaled = checked
-    where, lengths = norms.place(op, "a", a, group, partition == TP_INVARIANT)
-    _check_residuals(op.name, ranks, lengths, scaled.scaled_dtype)
-    norms.prepare_gradients(op.name, ranks)
-    how = where | {"partition": partition, "timeout_s": timeout_s, "scales": list(scaled.scales)}
-    return norms.make(op, (a, w, residual, weight), ranks, numbers, how, asked, group)
+    (a, w, *scales, residual, weight), name = asked[0], op.name
+    call_checks.check_call(name, "auto", timeout_s)
+    ranks, scaled = _check(name, {"a": a, "w": w, "residual": residual, "weight": weight}, scales, partition)
+    numbers = options.check_numbers(name, eps=eps, weight_offset=weight_offset)
+    alone = partition == TP_INVARIANT
+    where, lengths = norms.place(op, "a", a, group, alone)
+    for at, (x, w_of_rank, residual_of_rank, _) in enumerate(ranks):
+        rows = x.shape[:-1] if lengths is None else (lengths[at], *x.shape[1:-1])
+        shape = *rows, w_of_rank.shape[0]
+        options.check_beside(name, "residual", residual_of_rank, shape, x, scaled.scaled_dtype)
+    norms.prepare_gradients(name, ranks)
+    communicator = engine_name(group, name, alone=alone and not isinstance(a, (list, tuple)))
+    how = where | numbers | {"partition": partition, "timeout_s": timeout_s, "scales": list(scaled.scales)}
+    return op(a, w, residual, weight, given=op.given(communicator=communicator, **how), asked=asked)
 
 
 def _fake(a, w, residual, weight, arguments: _Normed) -> list[tuple[torch.Tensor, ...]]:
@@ -293,7 +277,7 @@ def _backward_of_parts(ctx, gradients):
     return *matmul_gradients.of_parts(ctx, of_rows, saved[0], saved[1], where), of_rows, of_weights, {}
 
 
-_HOW: dict[str, Any] = {"saved": lambda arguments: ("a", "w", "weight"), "saved_result": 1, "returns": "Tensor[]"}
+_HOW: dict[str, Any] = {"saved": lambda arguments: ("a", "w", "weight"), "saved_result": 1, "has_several": True}
 _TENSORS = ["a", "w", "residual", "weight"]
 _check_leaves = partial(matmul_sums.check_leaves, _SUMMED)
 NORM = Op(_SUMMED, _TENSORS, Arguments, partial(_run, _SUMMED), _fake, check=_check_leaves, backward=_backward, **_HOW)

@@ -9,14 +9,15 @@ from typing import Any, NamedTuple
 import torch
 
 from graphar.numerics import fp8_products
+from graphar.numerics.epilogues.epilogue import AppliedEpilogue
 from graphar.numerics.fp8_products import FP8
 from graphar.numerics.partitions import BATCH_INVARIANT
 from graphar.ops import options
+from graphar.plan.call import Operands
 from graphar.product.operands import flat, flat_scale
 from graphar.runtime.checks.tensor_checks import (
     check_destination,
     check_devices,
-    check_one_each,
     check_same_kind,
     check_strided,
 )
@@ -41,29 +42,6 @@ class Scaled(NamedTuple):
     scaled_dtype: torch.dtype | None = None  # of products and results; None: that of ``a``
 
 
-def _scaled(op: str, a: object, a_scale: Any, w_scale: Any, out_dtype: torch.dtype | None) -> Scaled:
-    """Returns the scales of a call, if it has scales or an ``out_dtype``.
-
-    Raises:
-        ValueError: a scale is missing, there is no such ``out_dtype``, or lists do not have one scale for each rank.
-    """
-    in_list = isinstance(a, (list, tuple))
-    if a_scale is None and w_scale is None and out_dtype is None:
-        return Scaled()
-    if a_scale is None and w_scale is None:
-        raise ValueError(f"{op}: out_dtype goes with a_scale and w_scale, of e4m3 operands")
-    if a_scale is None or w_scale is None:
-        raise ValueError(f"{op}: operands in {FP8} need both a_scale and w_scale")
-    if out_dtype not in (None, *RESULT_DTYPES):
-        raise ValueError(f"{op}: out_dtype must be bfloat16, float16 or None, got {out_dtype}")
-    dtype = out_dtype or torch.bfloat16
-    if not in_list:
-        return Scaled((a_scale, w_scale), dtype)
-    check_one_each(op, "a_scale", a_scale, a, "a")
-    check_one_each(op, "w_scale", w_scale, a, "a")
-    return Scaled([scale for pair in zip(a_scale, w_scale, strict=True) for scale in pair], dtype)
-
-
 def check(
     op: str,
     a,
@@ -79,48 +57,62 @@ def check(
     Ranks may differ in K only; if ``rows_differ``, in the rows of ``a`` and of ``w`` only. Each rank's operands are on
     a device of its own, or all are on the CPU.
     """
-    scaled = _scaled(op, a, *scales)
-    if scaled.scales and partition not in PARTITIONS:
+    dtype = _result_dtype(op, *scales)
+    if dtype and partition not in PARTITIONS:
         raise ValueError(f"{op}: with scales partition must be one of {', '.join(PARTITIONS)}, got {partition!r}")
     in_list = isinstance(a, (list, tuple))
-    a, w, bias = (a, w, bias) if in_list else ([a], [w], None if bias is None else [bias])
-    if not a:
+    if in_list and not a:
         raise ValueError(f"{op}: needs at least one tensor, got an empty list")
-    check_one_each(op, "w", w, a, "a")
-    if bias is not None:
-        check_one_each(op, "bias", bias, a, "a")
-    for rank, (x, weight) in enumerate(zip(a, w, strict=True)):
-        where = f"[{rank}]" if in_list else ""
-        _check_rank(op, x, weight, None if bias is None else bias[rank], scaled, rank, where)
-        _check_alike(op, (a[0], w[0]), (x, weight), rank, rows_differ)
+    named = {"a_scale": scales[0], "w_scale": scales[1], "w": w, "bias": bias}
+    named = {name: values for name, values in named.items() if values is not None or name == "w"}
+    ranks = [dict(zip(("a", *named), values, strict=True)) for values in options.by_rank(op, a=a, **named)]
+    first = ranks[0]
+    for rank, of_rank in enumerate(ranks):
+        if dtype:
+            _check_scaled(op, of_rank, dtype)
+        else:
+            _check_plain(op, of_rank, f"[{rank}]" if in_list else "")
+        _check_alike(op, first, of_rank, rank, rows_differ)
     if in_list:
         check_devices(op, [x.device for x in a])
-    if scaled.scales and format_of(op, a, w, scaled.scales) == "blocks" and partition == "split_n":
+    if not dtype:
+        return Scaled()
+    scaled = Scaled([of_rank[name] for of_rank in ranks for name in ("a_scale", "w_scale")], dtype)
+    every_a, every_w = ([of_rank[name] for of_rank in ranks] for name in ("a", "w"))
+    if format_of(op, every_a, every_w, scaled.scales) == "blocks" and partition == "split_n":
         raise ValueError(f"{op}: partition 'split_n' would cut blocks of w; scales of blocks go with the others")
     return scaled
 
 
-def _check_rank(op: str, a, w, bias, scaled: Scaled, rank: int, where: str) -> None:
-    """Checks one rank's operands; ``where`` follows their names in errors."""
-    if not scaled.scales:
-        _check_plain(op, a, w, bias, where)
-        return
-    scales = scaled.scales[2 * rank : 2 * rank + 2]
-    for name, x in (("a", a), ("w", w), ("bias", bias), ("a_scale", scales[0]), ("w_scale", scales[1])):
-        if x is None:
-            continue
+def _result_dtype(op: str, a_scale: object, w_scale: object, out_dtype: torch.dtype | None) -> torch.dtype | None:
+    """Returns the dtype of products with scales; None: there are no scales."""
+    if a_scale is None and w_scale is None:
+        if out_dtype is not None:
+            raise ValueError(f"{op}: out_dtype goes with a_scale and w_scale, of e4m3 operands")
+        return None
+    if a_scale is None or w_scale is None:
+        raise ValueError(f"{op}: operands in {FP8} need both a_scale and w_scale")
+    if out_dtype not in (None, *RESULT_DTYPES):
+        raise ValueError(f"{op}: out_dtype must be bfloat16, float16 or None, got {out_dtype}")
+    return out_dtype or torch.bfloat16
+
+
+def _check_scaled(op: str, of_rank: dict[str, Any], dtype: torch.dtype) -> None:
+    for name, x in of_rank.items():
         check_strided(op, name, x)
         check_no_gradient(op, name, x)
-    if a.ndim < 1:
+    if of_rank["a"].ndim < 1:
         raise ValueError(f"{op}: a must have 1 or more dimensions, got []")
-    fp8_products.check_operands(op, flat(a), w, bias, scaled.scaled_dtype)
+    fp8_products.check_operands(op, flat(of_rank["a"]), of_rank["w"], of_rank.get("bias"), dtype)
 
 
-def _check_plain(op: str, a, w, bias, where: str) -> None:
+def _check_plain(op: str, of_rank: dict[str, Any], where: str) -> None:
+    """Checks a rank's operands without scales; ``where`` follows their names in errors."""
+    a, w, bias = of_rank["a"], of_rank["w"], of_rank.get("bias")
     if getattr(a, "dtype", None) == FP8:
         raise ValueError(f"{op}: operands in {FP8} need both a_scale and w_scale")
-    of_bias = [] if bias is None else [(f"bias{where}", bias, "1")]
-    for name, x, kind in ((f"a{where}", a, "1 or more"), (f"w{where}", w, "2"), *of_bias):
+    for name, x in of_rank.items():
+        name, kind = f"{name}{where}", {"a": "1 or more", "w": "2", "bias": "1"}[name]
         check_strided(op, name, x)
         if x.dtype not in _DTYPES:
             raise TypeError(f"{op}: {name} must be bfloat16, float16, float32 or float64, got {x.dtype}")
@@ -141,18 +133,15 @@ def _check_plain(op: str, a, w, bias, where: str) -> None:
         )
 
 
-def _check_alike(
-    op: str, first: Sequence[torch.Tensor], mine: Sequence[torch.Tensor], rank: int, rows_differ: bool
-) -> None:
+def _check_alike(op: str, first: dict[str, Any], mine: dict[str, Any], rank: int, rows_differ: bool) -> None:
     """Raises ValueError unless a rank's ``a`` and ``w`` have the shapes of the first rank's, but for K, or for rows."""
-    (x, _), (my_x, _) = first, mine
-    check_same_kind(op, x, my_x, rank)
-    fixed = [(a.shape[1:], w.shape[1]) if rows_differ else (a.shape[:-1], len(w)) for a, w in (first, mine)]
+    check_same_kind(op, first["a"], mine["a"], rank)
+    shapes = [(list(of_rank["a"].shape), list(of_rank["w"].shape)) for of_rank in (first, mine)]
+    fixed = [(a[1:], w[1]) if rows_differ else (a[:-1], w[0]) for a, w in shapes]
     if fixed[0] != fixed[1]:
-        free, shapes = "the rows of a and w" if rows_differ else "K", [list(x.shape) for x in (*first, *mine)]
+        free, ((a, w), (my_a, my_w)) = "the rows of a and w" if rows_differ else "K", shapes
         raise ValueError(
-            f"{op}: the shapes of ranks may differ only in {free}, got {shapes[0]} and {shapes[1]} at 0, {shapes[2]} "
-            f"and {shapes[3]} at {rank}"
+            f"{op}: the shapes of ranks may differ only in {free}, got {a} and {w} at 0, {my_a} and {my_w} at {rank}"
         )
 
 
@@ -181,6 +170,30 @@ def factors(a, w, arguments: Multiplied, rank: int) -> tuple[torch.Tensor, ...]:
     return a[rank], w[rank], *arguments.scales[2 * rank : 2 * rank + 2]
 
 
+def added(op: str, a, bias, epilogue, shape: Sequence[int], scaled: Scaled, whole: int | None = None) -> dict[str, Any]:
+    """Returns the arguments in a schema of what is added to products of this shape: a bias, and an epilogue.
+
+    ``whole`` is as options.epilogue_option takes it. An epilogue adds the bias itself.
+    """
+    in_list = isinstance(a, (list, tuple))
+    if epilogue is None:
+        return {"bias": [] if bias is None else list(bias) if in_list else [bias]}
+    like = torch.empty(shape, dtype=scaled.scaled_dtype or (a[0] if in_list else a).dtype, device="meta")
+    return options.epilogue_option(op, epilogue, like, len(a) if in_list else None, whole, bias)
+
+
+def of_ranks(a, w, arguments, followed: AppliedEpilogue | None, outs: Sequence[tuple]) -> list[Operands]:
+    """Returns each rank's operands: factors, bias and the epilogue's tensors, with the results ``outs``."""
+    ranks = []
+    for rank, results in enumerate(outs):
+        inputs = [*factors(a, w, arguments, rank)]
+        inputs += [arguments.bias[rank].resolve_neg().contiguous()] if arguments.bias else []  # kernels read raw memory
+        inputs += followed.inputs[rank].tensors if followed else []
+        numbers = tuple(followed.inputs[rank].scalars) if followed else ()
+        ranks.append(Operands(tuple(inputs), results, numbers))
+    return ranks
+
+
 # ---- results ---------------------------------------------------------------------------------------------------------
 
 
@@ -194,12 +207,9 @@ def check_results(op: str, a, w, bias, outs: Any, out_dtype: torch.dtype | None 
 
     ``out_dtype`` is the dtype of the result; None: that of ``a``.
     """
-    ranks = [(a, w, bias, outs)]
-    if isinstance(a, (list, tuple)):
-        check_one_each(op, "out", outs, a, "a")
-        ranks = list(zip(a, w, bias or [None] * len(a), outs, strict=True))
-    for x, weight, added, out in ranks:
+    added = {} if bias is None else {"bias": bias}
+    for x, weight, out, *bias_of_rank in options.by_rank(op, a=a, w=w, out=outs, **added):
         check_strided(op, "out", out)
         shape, dtype = torch.Size([*x.shape[:-1], weight.shape[0]]), out_dtype or x.dtype
         wanted = {"shape": shape, "dtype": dtype, "device": x.device}
-        check_destination(op, "out", out, wanted, "result", (x, weight, added))
+        check_destination(op, "out", out, wanted, "result", (x, weight, *bias_of_rank))

@@ -15,9 +15,9 @@ from graphar.numerics.epilogues.epilogue import Epilogue
 from graphar.numerics.partitions import BATCH_INVARIANT, TP_INVARIANT, Partition, split
 from graphar.ops import matmul_gradients, matmul_operands, options, parts
 from graphar.ops.options import T
-from graphar.ops.register import Op, is_plain
+from graphar.ops.register import Op
 from graphar.ops.repeats import Asked, repeated
-from graphar.plan.call import Call, Operands
+from graphar.plan.call import Call
 from graphar.plan.matmuls import owned_rows
 from graphar.plan.work import MATMUL_ALLREDUCE, MATMUL_REDUCESCATTER, Product
 from graphar.runtime.checks import call_checks, tensor_checks
@@ -226,7 +226,7 @@ def fused_matmul_reducescatter(
 def _call(
     op: Op, a, w, bias, scales: tuple, codec, epilogue, group: Group, arguments: _Summed, asked: Asked, out=None
 ) -> Any:
-    """Checks a call's arguments, and makes it through torch's dispatcher if that is needed."""
+    """Checks a call's arguments, and makes it."""
     name, partition, in_list = op.name, arguments.partition, isinstance(a, (list, tuple))
     if arguments.timeout_s is not None:
         call_checks.check_timeout(name, arguments.timeout_s)
@@ -235,26 +235,21 @@ def _call(
     if partition in (BATCH_INVARIANT, TP_INVARIANT) and codec is not None:
         raise ValueError(f"{name}: takes a codec or partition={partition!r}, not both")
     scaled = matmul_operands.check(name, a, w, bias, scales, partition)
-    first, weight = (a[0], w[0]) if in_list else (a, w)
+    rows, weight = (a[0], w[0]) if in_list else (a, w)
     where: dict[str, Any] = {}
     if isinstance(arguments, ArgumentsOfParts):
-        matmul_operands.check_has_rows(name, first)
+        matmul_operands.check_has_rows(name, rows)
         rank, world_size = (-1, len(a)) if in_list else parts.place(group, partition == TP_INVARIANT)
-        where = {"rank": rank, "sizes": split(first.shape[0], world_size)}
-    followed, biases = options.NO_EPILOGUE, [] if bias is None else list(bias) if in_list else [bias]
-    if epilogue is not None:  # it adds the bias itself
-        rows, biases = first.narrow(0, 0, where["sizes"][max(where["rank"], 0)]) if where else first, []
-        like = torch.empty((*rows.shape[:-1], weight.shape[0]), dtype=scaled.scaled_dtype or first.dtype, device="meta")
-        ranks, whole = len(a) if in_list else None, 0 if where else None
-        followed = options.epilogue_option(name, epilogue, like, ranks, whole, bias)
+        where = {"rank": rank, "sizes": split(rows.shape[0], world_size)}
+        rows = rows.narrow(0, 0, where["sizes"][max(rank, 0)]) if epilogue is not None else rows
+    whole = 0 if where else None
+    added = matmul_operands.added(name, a, bias, epilogue, (*rows.shape[:-1], weight.shape[0]), scaled, whole)
     where |= {"communicator": communicator, "codec": options.codec_option(name, codec)}
-    arguments = replace(arguments, bias=biases, **where, **followed, **scaled._asdict())
-    plain = not in_list and all(map(is_plain, (a, w, *biases, *arguments.scales)))
-    plain = plain and not options.needs_gradient(arguments.tensors)
+    arguments = replace(arguments, **where, **added, **scaled._asdict())
     if out is None:
-        return op(a, w, given=arguments, plain=plain, asked=asked)
+        return op(a, w, given=arguments, asked=asked)
     matmul_operands.check_results(name, a, w, bias, out, arguments.scaled_dtype)
-    op.into(a, w, out, given=arguments, plain=plain and is_plain(out), asked=asked)
+    op.into(a, w, out, given=arguments, asked=asked)
     return list(out) if in_list else out
 
 
@@ -283,12 +278,7 @@ def _run(op: str, engine: Engine, a, w, outs, arguments: _Summed):
     how = {"partition": arguments.partition, "num_partitions": arguments.num_partitions}
     how |= matmul_operands.multiplied(op, a, w, arguments)
     work = Product(op, tuple(counts), columns, bool(arguments.bias), arguments.codec, followed and followed.form, **how)
-    ranks = []
-    for rank, out in enumerate(outs):
-        more = [arguments.bias[rank].resolve_neg().contiguous()] if arguments.bias else []  # kernels read raw memory
-        more += followed.inputs[rank].tensors if followed else []
-        numbers = tuple(followed.inputs[rank].scalars) if followed else ()
-        ranks.append(Operands((*matmul_operands.factors(a, w, arguments, rank), *more), (out,), numbers))
+    ranks = matmul_operands.of_ranks(a, w, arguments, followed, [(out,) for out in outs])
     return engine.run(Call.of(work, outs[0], timeout_s=arguments.timeout_s), ranks), ranks
 
 
@@ -310,8 +300,7 @@ def check_leaves(op: str, engine: Engine, a: Sequence[torch.Tensor], *rest) -> N
 
 
 def _check_parts(engine: Engine, a, w, arguments: ArgumentsOfParts) -> None:
-    parts.check_lengths(MATMUL_REDUCESCATTER, arguments.sizes, [x.shape[0] for x in a], [sum(arguments.sizes)] * len(a))
-    parts.check_place(MATMUL_REDUCESCATTER, engine, arguments)
+    parts.check(MATMUL_REDUCESCATTER, engine, arguments, [len(x) for x in a], [sum(arguments.sizes)] * len(a))
     check_leaves(MATMUL_REDUCESCATTER, engine, a, w, arguments)
 
 

@@ -7,13 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from graphar.numerics import norm_gradients
-from graphar.ops.register import library
+from graphar.ops.register import define, library
 from graphar.runtime.bind import residual_norm
-
-library.define(
-    "residual_rmsnorm_backward(Tensor of_normed, Tensor? of_summed, Tensor summed, Tensor weight, float eps, "
-    "float weight_offset, bool of_weight, int ranks) -> (Tensor, Tensor)"
-)
 
 
 def of_rows_and_weights(
@@ -49,6 +44,11 @@ def _of_rank(of_normed, of_summed, summed, weight, wanted: bool, numbers: tuple[
     return of_rows, of_weight if wanted else None
 
 
+def _fake(of_normed, of_summed, summed, weight, eps, weight_offset, of_weight, ranks):
+    of_weights = weight.new_empty(weight.shape if of_weight else 0, dtype=torch.float32 if ranks else None)
+    return summed.new_empty(summed.shape), of_weights
+
+
 def _residual_rmsnorm_backward(of_normed, of_summed, summed, weight, eps, weight_offset, of_weight, ranks):
     of_normed, summed, weight = (x.contiguous() for x in (of_normed, summed, weight))
     of_summed = None if of_summed is None else of_summed.contiguous()
@@ -63,14 +63,12 @@ def _residual_rmsnorm_backward(of_normed, of_summed, summed, weight, eps, weight
     return of_rows, of_w if of_weight else weight.new_empty(0)
 
 
-for _key in ("CPU", "CUDA"):
-    library.impl("residual_rmsnorm_backward", _residual_rmsnorm_backward, _key)
-
-
-@torch.library.register_fake("graphar::residual_rmsnorm_backward", lib=library)
-def _(of_normed, of_summed, summed, weight, eps, weight_offset, of_weight, ranks):
-    of_weights = weight.new_empty(weight.shape if of_weight else 0, dtype=torch.float32 if ranks else None)
-    return summed.new_empty(summed.shape), of_weights
+define(
+    "residual_rmsnorm_backward(Tensor of_normed, Tensor? of_summed, Tensor summed, Tensor weight, float eps, "
+    "float weight_offset, bool of_weight, int ranks) -> (Tensor, Tensor)",
+    _residual_rmsnorm_backward,
+    _fake,
+)
 
 
 def _keep(ctx, inputs, output) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -10,12 +9,11 @@ from typing import Any
 
 import torch
 
-from graphar.numerics.dtypes import TYPE_NAMES
 from graphar.numerics.norms import ALLREDUCE_NORM, FP8, REDUCESCATTER_NORM, output_of, scales_of
-from graphar.numerics.partitions import TP_INVARIANT, split
+from graphar.numerics.partitions import split
 from graphar.ops import norm_gradients, options, parts
 from graphar.ops.options import T
-from graphar.ops.register import Op, by_result, for_ranks, is_plain
+from graphar.ops.register import Op, for_ranks
 from graphar.ops.repeats import Asked, repeated
 from graphar.plan.call import Call, Operands
 from graphar.plan.work import Norm
@@ -153,72 +151,27 @@ def reducescatter_residual_rmsnorm(
 # ---- checks ---------------------------------------------------------------------------------------------------------
 
 
-def ranks_of(op: str, x, residual, weight, scale) -> list[tuple]:
-    """Returns the tensors of each rank of this process: ``x``, which is checked, residual, weight and perhaps a scale.
-
-    They are given as tensors, or as lists with one per rank.
-    """
-    tensors = (x, residual, weight) if scale is None else (x, residual, weight, scale)
-    xs, in_list = x, isinstance(x, (list, tuple))
-    if in_list:
-        tensor_checks.check_list(op, xs)
-        for name, of_ranks in zip(_TENSORS[1:], tensors[1:], strict=False):
-            tensor_checks.check_one_each(op, name, of_ranks, xs)
-    ranks = list(zip(*tensors, strict=True)) if in_list else [tensors]
-    for x, *_ in ranks:
-        tensor_checks.check_tensor(op, "x", x)
-        if x.dtype not in TYPE_NAMES:
-            raise ValueError(f"{op}: x must be bfloat16, float16 or float32, got {x.dtype}")
-        if not x.ndim or not x.shape[-1]:
-            raise ValueError(f"{op}: x must have columns, got the shape {list(x.shape)}")
-    return ranks
-
-
 def _check(
-    op: str,
-    out_dtype: object,
-    group_size: object,
-    length: int | None,
-    x: torch.Tensor,
-    residual: torch.Tensor,
-    weight: torch.Tensor,
-    scale: torch.Tensor | None = None,
+    op: str, ranks: Sequence[tuple], lengths: Sequence[int] | None, out_dtype: object, group_size: object
 ) -> str:
-    """Checks one rank's tensors beside ``x``, and returns the format of the normed rows.
+    """Checks the tensors of each rank beside ``x``, and returns the format of the normed rows.
 
-    ``length`` is the rank's number of rows in the first dimension of ``x``; None: all rows are normed.
+    ``lengths`` are the ranks' numbers of rows in the first dimension of ``x``; None: all rows are normed.
     """
-    check_beside(op, "residual", residual, x.shape if length is None else (length, *x.shape[1:]), x)
-    check_beside(op, "weight", weight, x.shape[-1:], x)
-    if scale is not None:
-        tensor_checks.check_tensor(op, "scale", scale)
-        if (scale.numel(), scale.dtype, scale.device) != (1, torch.float32, x.device):
-            raise ValueError(
-                f"{op}: scale must be one element, torch.float32, on {x.device}, got {list(scale.shape)} "
-                f"{scale.dtype} on {scale.device}"
-            )
-    return output_of(op, x.dtype, x.shape[-1], out_dtype, scale, group_size)
-
-
-def check_beside(
-    op: str, name: str, tensor: torch.Tensor, shape: Sequence[int], x: torch.Tensor, dtype: torch.dtype | None = None
-) -> None:
-    """Raises unless ``tensor`` has ``shape``, the device of ``x``, and ``dtype``, or if that is None the dtype of x."""
-    tensor_checks.check_tensor(op, name, tensor)
-    dtype = dtype or x.dtype
-    if (tuple(tensor.shape), tensor.dtype, tensor.device) != (tuple(shape), dtype, x.device):
-        raise ValueError(
-            f"{op}: {name} must be {list(shape)} {dtype} on {x.device}, got {list(tensor.shape)} {tensor.dtype} "
-            f"on {tensor.device}"
-        )
-
-
-def check_number(op: str, name: str, number: object) -> float:
-    """Returns a finite number as a float; ValueError for anything else."""
-    # Comparisons, because torch.compile does not trace math.isfinite.
-    if isinstance(number, bool) or not isinstance(number, (int, float)) or not -math.inf < number < math.inf:
-        raise ValueError(f"{op}: {name} must be a finite number, got {number!r}")
-    return float(number)
+    output = ""
+    for at, (x, residual, weight, *scales) in enumerate(ranks):
+        shape = x.shape if lengths is None else (lengths[at], *x.shape[1:])
+        options.check_beside(op, "residual", residual, shape, x)
+        options.check_beside(op, "weight", weight, x.shape[-1:], x)
+        for scale in scales:
+            tensor_checks.check_tensor(op, "scale", scale)
+            if (scale.numel(), scale.dtype, scale.device) != (1, torch.float32, x.device):
+                raise ValueError(
+                    f"{op}: scale must be one element, torch.float32, on {x.device}, got {list(scale.shape)} "
+                    f"{scale.dtype} on {scale.device}"
+                )
+        output = output_of(op, x.dtype, x.shape[-1], out_dtype, scales[0] if scales else None, group_size)
+    return output
 
 
 # ---- calls that need gradients --------------------------------------------------------------------------------------
@@ -240,25 +193,25 @@ def prepare_gradients(op: str, ranks: Sequence[Sequence[torch.Tensor]], output: 
 
 def _call(op: Op, asked: Asked, group: Group, eps, weight_offset, out_dtype, group_size, timeout_s) -> Any:
     """Makes a call as the user asked for it, and returns its results as users get them."""
-    (x, residual, weight, *rest), name = asked[0], op.name
-    scale = rest[0] if rest else None
+    tensors, name = asked[0], op.name
     call_checks.check_call(name, "auto", timeout_s)
-    numbers = check_number(name, "eps", eps), check_number(name, "weight_offset", weight_offset)
-    ranks = ranks_of(name, x, residual, weight, scale)
-    where, lengths = place(op, "x", x, group)
-    pairs = zip(lengths or [None] * len(ranks), ranks, strict=True)
-    output = {_check(name, out_dtype, group_size, length, *of_rank) for length, of_rank in pairs}.pop()
+    numbers = options.check_numbers(name, eps=eps, weight_offset=weight_offset)
+    options.check_input(name, tensors[0])
+    ranks = options.by_rank(name, **dict(zip(_TENSORS, tensors, strict=False)))
+    for x, *_ in ranks:
+        options.check_rows(name, "x", x)
+    where, lengths = place(op, "x", tensors[0], group)
+    output = _check(name, ranks, lengths, out_dtype, group_size)
     prepare_gradients(name, ranks, output)
     scales = [scale for _, _, _, *of_rank in ranks for scale in of_rank]
-    how = where | {"output": output, "scales": scales, "timeout_s": timeout_s}
-    return make(op, (x, residual, weight), ranks, numbers, how, asked, group)
+    how = where | numbers | {"output": output, "scales": scales, "timeout_s": timeout_s}
+    return op(*tensors[:3], given=op.given(communicator=engine_name(group, name), **how), asked=asked)
 
 
 def place(op: Op, name: str, x, group: Group, alone: bool = False) -> tuple[dict[str, object], list[int] | None]:
-    """Returns the arguments ``rank`` and ``sizes`` of an op that splits the rows of ``x``, named ``name`` in errors.
+    """Returns the arguments ``rank`` and ``sizes`` of an op that splits the rows of ``x``, and this process's lengths.
 
-    With ``alone``, a process without a group is the only rank. Also returns the lengths of this process's parts. For
-    other ops there is nothing to return: ({}, None).
+    For other ops they are {} and None. With ``alone``, a process without a group is the only rank.
     """
     if not op.takes("sizes"):
         return {}, None
@@ -271,25 +224,11 @@ def place(op: Op, name: str, x, group: Group, alone: bool = False) -> tuple[dict
     return {"rank": rank, "sizes": sizes}, sizes if in_list else [sizes[rank]]
 
 
-def make(op: Op, tensors: tuple, ranks: Sequence[tuple], numbers: tuple[float, float], how: dict, asked, group: Group):
-    """Makes a call that was checked, with the arguments ``how``, and returns its results as users get them.
-
-    ``tensors`` are the op's, as the user gave them, and ``ranks`` has each rank's. ``numbers`` are eps and offset.
-    """
-    in_list = isinstance(tensors[0], (list, tuple))
-    name = engine_name(group, op.name, alone=how.get("partition") == TP_INVARIANT and not in_list)
-    how |= {"eps": numbers[0], "weight_offset": numbers[1], "communicator": name}
-    plain = not in_list and all(map(is_plain, (*ranks[0], *how.get("scales", ()))))
-    flat = op(*tensors, given=op.given(**how), plain=plain, asked=asked)
-    return by_result(flat, len(ranks) if in_list else None)
-
-
 def check_parts(op: str, engine: Engine, xs, *rest) -> None:
     """Checks the sizes of an op that splits rows: its ``sizes`` must fit the first tensors and the residuals."""
     *_, residuals, _, arguments = rest
-    parts.check_lengths(op, arguments.sizes, [len(x) for x in xs], [sum(arguments.sizes)] * len(xs))
-    parts.check_lengths(op, arguments.sizes, [len(rows) for rows in residuals], parts.own_sizes(arguments))
-    parts.check_place(op, engine, arguments)
+    parts.check(op, engine, arguments, [len(x) for x in xs], [sum(arguments.sizes)] * len(xs))
+    parts.check(op, engine, arguments, [len(rows) for rows in residuals])
 
 
 def _fake(xs, residuals, weights, arguments) -> list[tuple[torch.Tensor, ...]]:
@@ -334,7 +273,7 @@ def _backward_of_parts(ctx, gradients):
     return for_ranks(ctx, "allgather", of_rows, **call), of_rows, of_weights, {}
 
 
-_HOW: dict[str, Any] = {"saved": lambda arguments: ("weight",), "saved_result": 1, "returns": "Tensor[]"}
+_HOW: dict[str, Any] = {"saved": lambda arguments: ("weight",), "saved_result": 1, "has_several": True}
 NORM = Op(ALLREDUCE_NORM, _TENSORS[:3], Arguments, partial(_run, ALLREDUCE_NORM), _fake, backward=_backward, **_HOW)
 SCATTERED_NORM = Op(
     REDUCESCATTER_NORM,

@@ -8,19 +8,18 @@ An option that is not used is an empty string or list.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, TypedDict, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
-from graphar.numerics import leaf_tree
 from graphar.numerics.codecs import Codec, as_codec
 from graphar.numerics.dtypes import TYPE_NAMES
 from graphar.numerics.epilogues.epilogue import AppliedEpilogue, as_epilogue, bind
 from graphar.plan.call import Operands
 from graphar.runtime.checks import call_checks, tensor_checks
-from graphar.runtime.engine import Engine
 
 T = TypeVar("T", torch.Tensor, list[torch.Tensor])  # of this rank, or one for each device of this process
 Tensors = Sequence[torch.Tensor]
@@ -97,27 +96,6 @@ def kinds(arguments: type[Given]) -> dict[str, str]:
     return {argument.name: _KINDS[str(argument.type).removeprefix("options.")] for argument in fields(arguments)}
 
 
-def defaults(arguments: type[Given]) -> dict[str, Any]:
-    """Returns the value of each argument in a call that does not use it, by name."""
-    return {argument.name: [] if argument.default == () else argument.default for argument in fields(arguments)}
-
-
-class EpilogueOption(TypedDict):
-    """An epilogue as a schema has it."""
-
-    epilogue: str
-    tensors: Tensors
-    scalars: Numbers
-
-
-NO_EPILOGUE: EpilogueOption = {"epilogue": "", "tensors": (), "scalars": ()}
-
-
-def needs_gradient(tensors: Tensors) -> bool:
-    """Whether an epilogue's ``tensors`` need gradients."""
-    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-
-
 # ---- checks ---------------------------------------------------------------------------------------------------------
 
 
@@ -146,32 +124,61 @@ def check_together(op: str, codec: object, epilogue: object, residual: object = 
         raise ValueError(f"{op}: takes a codec or an epilogue, not both")
 
 
-def check_order(op: str, engine: Engine, xs: Sequence[torch.Tensor], arguments: Ordered) -> None:
-    """Checks the order in which ``xs`` are added, "rank" or "tree".
-
-    Raises:
-        ValueError: there is no such order, it excludes the codec, the dtype of ``xs`` or that of the result, or the
-            ranks of ``engine`` have no tree.
-    """
-    order, out_dtype = arguments.order, arguments.out_dtype
-    if order == "rank" and out_dtype is None:
-        return
-    if order not in ("rank", "tree"):
-        raise ValueError(f"{op}: order must be 'rank' or 'tree', got {order!r}")
-    if order == "rank":
-        raise ValueError(f"{op}: out_dtype needs order='tree'; in the order of ranks the result has the dtype of x")
-    if arguments.codec:
-        raise ValueError(f"{op}: takes a codec or order='tree', not both")
-    if xs[0].dtype != torch.float32:
-        raise ValueError(f"{op}: order='tree' adds partials in float32, got {xs[0].dtype}")
-    if out_dtype not in (None, *TYPE_NAMES):
-        raise ValueError(f"{op}: out_dtype must be bfloat16, float16 or float32, got {out_dtype}")
-    leaf_tree.check_ranks(op, engine.world_size)
+def by_rank(op: str, **values: Any) -> list[tuple]:
+    """Returns the values of each rank: the given ones, or if the first is a list the n-th of every list."""
+    (first, xs), *others = values.items()
+    if not isinstance(xs, (list, tuple)):
+        return [tuple(values.values())]
+    for name, of_ranks in others:
+        tensor_checks.check_one_each(op, name, of_ranks, xs, first)
+    return list(zip(*values.values(), strict=True))
 
 
-def gradients_in_order(order: str, gradients: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """Returns ``gradients`` of sums that were added in ``order``, in the dtype of the summands."""
-    return [gradient.float() for gradient in gradients] if order == "tree" else gradients
+def check_input(op: str, x: Any, name: str = "x") -> None:
+    """Raises unless ``x`` is a tensor of a dtype that graphar sums, or a list with one for each rank."""
+    if isinstance(x, (list, tuple)):
+        tensor_checks.check_list(op, x)
+    else:
+        tensor_checks.check_tensor(op, name, x)
+
+
+def check_rows(op: str, name: str, x: torch.Tensor) -> None:
+    """Raises ValueError unless ``x`` has a dtype of 16 bits or fp32, and columns."""
+    check_float(op, name, x)
+    if not x.ndim or not x.shape[-1]:
+        raise ValueError(f"{op}: {name} must have columns, got the shape {list(x.shape)}")
+
+
+def check_float(op: str, name: str, x: torch.Tensor, of: str = "") -> None:
+    """Raises ValueError unless ``x`` has a dtype of 16 bits or fp32. ``of`` says in which calls it must."""
+    if x.dtype not in TYPE_NAMES:
+        raise ValueError(f"{op}: {of}{name} must be bfloat16, float16 or float32, got {x.dtype}")
+
+
+def check_beside(
+    op: str, name: str, tensor: torch.Tensor, shape: Sequence[int], x: torch.Tensor, dtype: torch.dtype | None = None
+) -> None:
+    """Raises unless ``tensor`` has ``shape``, the device of ``x``, and ``dtype``, or if that is None the dtype of x."""
+    tensor_checks.check_tensor(op, name, tensor)
+    dtype = dtype or x.dtype
+    if (tuple(tensor.shape), tensor.dtype, tensor.device) != (tuple(shape), dtype, x.device):
+        raise ValueError(
+            f"{op}: {name} must be {list(shape)} {dtype} on {x.device}, got {list(tensor.shape)} {tensor.dtype} "
+            f"on {tensor.device}"
+        )
+
+
+def check_number(op: str, name: str, number: object) -> float:
+    """Returns a finite number as a float; ValueError for anything else."""
+    # Comparisons, because torch.compile does not trace math.isfinite.
+    if isinstance(number, bool) or not isinstance(number, (int, float)) or not -math.inf < number < math.inf:
+        raise ValueError(f"{op}: {name} must be a finite number, got {number!r}")
+    return float(number)
+
+
+def check_numbers(op: str, **numbers: object) -> dict[str, float]:
+    """Returns finite numbers as floats, by name; ValueError for anything else."""
+    return {name: check_number(op, name, number) for name, number in numbers.items()}
 
 
 def codec_option(op: str, codec: Codec | str | None, residual: object = None) -> str:
@@ -188,16 +195,14 @@ def codec_option(op: str, codec: Codec | str | None, residual: object = None) ->
 
 def epilogue_option(
     op: str, epilogue: object, like: torch.Tensor, ranks: int | None, whole: int | None = None, bias=None
-) -> EpilogueOption:
-    """Returns an epilogue for sums like ``like``.
+) -> dict[str, Any]:
+    """Returns the arguments in a schema of an epilogue for sums like ``like``, to which a ``bias`` is added first.
 
-    Args:
-        ranks: the number of ranks in a call with a list; None: the call has one tensor.
-        whole: a dimension that a tensor with that dimension must have at full length; None: there is none.
-        bias: the bias that is added first, one element a column, or a list of biases; None: no bias.
+    ``ranks`` is the length of a list call's lists, or None. ``whole`` is a dimension of ``like`` that is a rank's part:
+    a tensor with that dimension must have it at full length.
     """
     if epilogue is None:
-        return NO_EPILOGUE
+        return {}
     wanted = as_epilogue(epilogue)
     if bias is not None:
         wanted = wanted.after_bias(bias, like, whole)
@@ -230,12 +235,8 @@ def codec_with_feedback(op: str, codec: str, algorithm: str, xs, residuals, outs
     return replace(checked, feedback=True).text
 
 
-def applied(op: str, arguments, outs: Sequence[torch.Tensor], bind_one: Callable = bind) -> AppliedEpilogue | None:
-    """Returns the epilogue of a call for the ranks' results ``outs``; None if the call has no epilogue.
-
-    Raises:
-        ValueError: an argument does not fit, or its dtype differs between ranks.
-    """
+def applied(op: str, arguments, outs: Tensors, bind_one: Callable = bind) -> AppliedEpilogue | None:
+    """Returns the epilogue of a call for the ranks' results ``outs``; None if the call has no epilogue."""
     if not arguments.epilogue:
         return None
     tensors, count = arguments.tensors, len(arguments.tensors) // len(outs)
@@ -250,24 +251,17 @@ def applied(op: str, arguments, outs: Sequence[torch.Tensor], bind_one: Callable
 
 
 def operands_of_sum(
-    xs: Sequence[torch.Tensor],
-    outs: Sequence[torch.Tensor],
-    followed: AppliedEpilogue | None,
-    residuals: Sequence[torch.Tensor] = (),
+    xs: Tensors, outs: Tensors, followed: AppliedEpilogue | None = None, residuals: Tensors = ()
 ) -> list[Operands]:
-    """Returns the operands of an all-reduce or a reduce-scatter, for each rank of this process.
-
-    ``residuals`` are those of a codec with feedback, one for each rank.
-    """
+    """Returns the operands of a collective for each rank of this process. ``residuals`` are a codec's, one a rank."""
     if followed:
         ranks = zip(xs, outs, followed.inputs, strict=True)
         return [Operands((x, *more.tensors), (out,), tuple(more.scalars), more.corner) for x, out, more in ranks]
-    if residuals:
-        return [Operands((x, residual), (out,)) for x, out, residual in zip(xs, outs, residuals, strict=True)]
-    return [Operands((x,), (out,)) for x, out in zip(xs, outs, strict=True)]
+    inputs = zip(xs, residuals, strict=True) if residuals else zip(xs, strict=True)
+    return [Operands(of_rank, (out,)) for of_rank, out in zip(inputs, outs, strict=True)]
 
 
-def check_apart_from_epilogue(op: str, outs: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> None:
+def check_apart_from_epilogue(op: str, outs: Tensors, tensors: Tensors) -> None:
     """Raises ValueError if ``outs`` share memory with an epilogue's tensors, which kernels read while they store."""
     for out in outs:
         named = {f"tensor {at} of the epilogue": tensor for at, tensor in enumerate(tensors)}

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from graphar.ops.options import InParts
 from graphar.ranks.groups import group_of_mesh
+from graphar.runtime.checks.call_checks import check_sizes
 from graphar.runtime.engine import Engine
 from graphar.runtime.registry import ALONE, Group, check_takes_tensors, engine_name, engine_of_either
 
@@ -43,6 +44,11 @@ def place(group: Group, alone: bool = False) -> tuple[int, int]:
     engine = engine_of_either(group)
     check_takes_tensors(engine)
     return engine.rank or 0, engine.world_size
+
+
+def sizes_of_all(op: str, sizes: object, world_size: int, rank: int, length: int, name: str = "x") -> list[int]:
+    """Returns the length of every rank's part: ``sizes``, which are checked; None: this rank's ``length``."""
+    return [length] * world_size if sizes is None else check_sizes(op, sizes, world_size, rank, length, name)
 
 
 def rows_of(x: torch.Tensor, axis: int) -> torch.Tensor:
@@ -77,15 +83,20 @@ def with_length(x: torch.Tensor, axis: int, length: int, dtype: torch.dtype | No
     return x.new_empty((*x.shape[:axis], length, *x.shape[axis + 1 :]), dtype=dtype)
 
 
-# The public functions ensure this, but compiled graphs and torch.ops do not. Kernels compute addresses from it.
-def check_place(op: str, engine: Engine, arguments: InParts) -> None:
+def check(op: str, engine: Engine, arguments: InParts, lengths: list[int], expected: list[int] | None = None) -> None:
+    """Raises ValueError if a call was made for another rank or other ranks, or its sizes do not fit the tensors.
+
+    ``expected`` are the ``lengths`` of the tensors of this process that fit. None: those of its parts.
+    """
+    # The public functions ensure this, but compiled graphs and torch.ops do not. Kernels compute addresses from it.
+    check_place(op, engine, arguments.rank, len(arguments.sizes))
+    if min(arguments.sizes) < 0 or lengths != (expected or own_sizes(arguments)):
+        got = ", ".join(map(str, lengths))
+        raise ValueError(f"{op}: sizes {list(arguments.sizes)} do not fit a length of {got}")
+
+
+def check_place(op: str, engine: Engine, rank: int, ranks: int) -> None:
     """Raises ValueError if a call was made for another rank, or for another number of ranks."""
-    mine, rank, ranks = -1 if engine.devices else engine.rank, arguments.rank, len(arguments.sizes)
+    mine = -1 if engine.devices else engine.rank
     if (rank, ranks) != (mine, engine.world_size):
         raise ValueError(f"{op}: made for rank {rank} of {ranks}, called by rank {mine} of {engine.world_size}")
-
-
-def check_lengths(op: str, sizes: Sequence[int], lengths: list[int], expected: list[int]) -> None:
-    """Raises ValueError unless ``sizes`` fit the tensors."""
-    if min(sizes) < 0 or lengths != expected:
-        raise ValueError(f"{op}: sizes {list(sizes)} do not fit a length of {', '.join(map(str, lengths))}")

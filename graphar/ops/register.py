@@ -20,14 +20,11 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch.autograd import forward_ad
 
-from graphar.ops.batching import check_transform, over_batch, transforms
-from graphar.ops.differentiation import Differentiation, Saved, with_own_nodes
-from graphar.ops.options import Given, defaults, kinds
-from graphar.ops.repeats import Asked, deliver, keep
+from graphar.ops.options import Given, kinds
+from graphar.ops.repeats import Asked, keep
 from graphar.plan.work import Exchange, Loss, Norm, Parts, Product, Sum, TensorTuple
 from graphar.product import products
 from graphar.runtime.bind import alltoall, collective, loss, norm, tensor_tuple
-from graphar.runtime.checks import tensor_checks
 from graphar.runtime.engine import Engine, binders
 from graphar.runtime.registry import engine_of_devices, engine_of_group
 
@@ -48,6 +45,7 @@ when_traced: list[Callable[[], None]] = []  # functions to call when an op is gi
 
 G = TypeVar("G", bound=Given)
 Lists = list[list[torch.Tensor]]  # of each of an op's tensors, those of this process's ranks
+Saved = tuple[list[Sequence[torch.Tensor]], list[torch.Tensor]]
 
 # Looked up once: each look-up in a module costs a call 30 ns.
 _is_compiling = torch.compiler.is_compiling
@@ -57,23 +55,27 @@ _dispatch_modes = torch._C._len_torch_dispatch_stack
 _function_modes = torch._C._len_torch_function_stack
 _is_profiling = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
 _records_gradients = torch.is_grad_enabled
+_functorch = torch._C._functorch  # type: ignore[attr-defined]
+_transforms = _functorch.peek_interpreter_stack
 _DENSE = (torch.Tensor, torch.nn.Parameter)
 
 
-def is_plain(x: Any) -> bool:
-    """Whether a call with ``x`` may skip torch's dispatcher, and call the implementation directly in half the time."""
+def _is_plain(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether a call with these may skip torch's dispatcher, and call the implementation directly in half the time."""
     return (
         not _is_compiling()
-        and type(x) in _DENSE
-        and not (x.requires_grad and _records_gradients())
-        and x.layout is _strided
-        and not x.is_neg()
-        and not x.is_meta
         and not _dispatch_modes()
         and not _function_modes()
-        and transforms() is None
+        and _transforms() is None
         and forward_ad._current_level < 0
         and not _is_profiling()
+        and all(
+            type(x) in _DENSE
+            and not (x.requires_grad and _records_gradients())
+            and x.layout is _strided
+            and not (x.is_neg() or x.is_conj() or x.is_meta)
+            for x in tensors
+        )
     )
 
 
@@ -81,21 +83,23 @@ class Op(Generic[G]):
     """One op. Its functions take, for each name in ``tensors``, a list of the ranks' tensors; then ``arguments``.
 
     Args:
-        name: the op's name.
         tensors: the names of each rank's tensors. The list form has a list for each name.
         arguments: the dataclass of the arguments after the tensors; its fields are the schema's.
         run: ``run(engine, *lists, outs, arguments)`` makes the call, and writes the results. Residuals come last. It
             returns the plan and the ranks' operands, if it did no more than run the plan; otherwise None.
-        fake: ``fake(*lists, arguments)`` returns new tensors like the results: one for each rank, or with ``returns``
-            other than "Tensor" a tuple for each rank.
+        fake: ``fake(*lists, arguments)`` returns new tensors like the results: one for each rank, or a tuple for each
+            rank if it ``has_several``.
         check: ``check(engine, *lists, arguments)`` raises if the arguments are invalid.
         check_out: ``check_out(*lists, outs, arguments)`` raises if the memory of ``outs`` does not fit. None: the op
-            has no ``out=`` forms.
-        with_out: whether the ``out=`` forms have schemas. If not, :meth:`into` makes plain calls only.
+            has no ``out=`` forms. Without ``with_out`` they have no schemas, and a compiler sees a copy.
         residual: ``residual(xs, residuals, outs, arguments)`` raises if residuals do not fit. It returns the arguments
             of a call that overwrites them with its rounding errors. None: the op takes no residual.
-        backward, saved, saved_result: see :class:`Differentiation`. Without ``backward`` it is not differentiable.
-        returns: the result type in the schema of the first form.
+        backward: ``backward(ctx, gradients)`` returns the gradients of the tensors, as lists, and a dict with the
+            gradients of other arguments by name. ``gradients`` are those of the results, rank by rank. ``ctx.given``
+            has the arguments by name, and ``ctx.needs`` says by name what needs a gradient.
+        saved: ``saved(arguments by name)`` returns the names of the tensors that the backward pass needs. None: all.
+        saved_result: which result of each rank it needs, counted from 0. The gradient of an unused result is None then,
+            and zeros otherwise. None: no result.
     """
 
     def __init__(
@@ -113,17 +117,15 @@ class Op(Generic[G]):
         backward: Callable | None = None,
         saved: Callable[[dict[str, Any]], Sequence[str]] | None = None,
         saved_result: int | None = None,
-        returns: str = "Tensor",
+        has_several: bool = False,
     ) -> None:
-        self.name, self.tensors, self.returns = name, tuple(tensors), returns
+        self.name, self.tensors, self.has_several = name, tuple(tensors), has_several
         _ops[name] = self
-        self.given, self._kinds, self._defaults = arguments, kinds(arguments), defaults(arguments)
+        self.given, self._kinds = arguments, kinds(arguments)
         self._run, self._fake, self._check = run, fake, check
         self._check_out, self._with_out, self._residual = check_out, with_out, residual
-        self._rule = None
-        if backward:
-            several = returns != "Tensor"
-            self._rule = Differentiation(self.tensors, self._kinds, backward, saved, saved_result, several)
+        self._backward, self._saved_result = backward, saved_result
+        self._names_saved = saved or (lambda _: self.tensors)
         for in_list in (False, True):
             self._register(in_list)
         ops = torch.ops.graphar
@@ -133,41 +135,47 @@ class Op(Generic[G]):
 
     # ---- calls ------------------------------------------------------------------------------------------------------
 
-    def __call__(self, *tensors, given: G, plain: bool = False, asked: Asked | None = None) -> Any:
-        """Calls the list form if the first argument is a list. Makes a ``plain`` call without torch's dispatcher.
+    def __call__(self, *tensors, given: G, asked: Asked | None = None) -> Any:
+        """Makes a call, of the list form if the first argument is a list, and returns its results as users get them.
 
-        ``asked`` has what the user asked for, so that later calls can repeat a plain one: see repeats.py.
+        ``asked`` has what the user asked for, so that later calls can repeat this one: see repeats.py.
         """
-        if plain:
-            outs = self._results([[x] for x in tensors], given, False, asked)
-            return outs if self.returns != "Tensor" else outs[0]
-        rest = self._values(given)
-        if not _is_compiling():
-            check_transform(self.name, (*tensors, *rest))
-        if not isinstance(tensors[0], (list, tuple)):
-            return self.one(*tensors, *rest)
-        pairs = zip(rest, self._kinds.values(), strict=True)
-        rest = [with_own_nodes(value) if kind == "Tensor[]" else value for value, kind in pairs]
-        return self.list(*[with_own_nodes(list(xs)) for xs in tensors], *rest)
+        in_list, values = isinstance(tensors[0], (list, tuple)), (*tensors, *self._values(given))
+        flat = _tensors_in(values)
+        if _is_plain(flat):
+            results = self._results(self._split(tensors, in_list)[0], given, in_list, asked)
+        else:
+            _check_transform(self.name, flat)
+            results = self.list(*map(_with_own_nodes, values)) if in_list else self.one(*values)
+        if not self.has_several:
+            return results
+        if not in_list:
+            return tuple(results)
+        each = len(results) // len(tensors[0])
+        return tuple([list(results[at::each]) for at in range(each)])
 
     def into(self, *tensors, given: G, plain: bool = False, asked: Asked | None = None) -> None:
-        """Calls the ``out=`` form, in the same way as :meth:`__call__`."""
-        if plain:
-            in_list = isinstance(tensors[0], list)
-            self._implement_out(*tensors, *self._values(given), in_list=in_list, asked=asked)
-        elif isinstance(tensors[0], (list, tuple)):
-            self.list_out(*tensors, *self._values(given))
+        """Calls the ``out=`` form in the same way. The last tensor, or list of tensors, takes the results.
+
+        A ``plain`` call goes past torch's dispatcher whatever its modes are.
+        """
+        in_list, values = isinstance(tensors[0], (list, tuple)), (*tensors, *self._values(given))
+        if plain or _is_plain(_tensors_in(values)):
+            self._implement_out(*values, in_list=in_list, asked=asked)
+        elif self._with_out:
+            (self.list_out if in_list else self.one_out)(*values)
         else:
-            self.one_out(*tensors, *self._values(given))
+            *tensors, outs = tensors
+            results = self(*tensors, given=given)
+            for out, result in zip(outs, results, strict=True) if in_list else [(outs, results)]:
+                out.copy_(result)  # a compiler sees what is written to
 
     def _values(self, arguments: G) -> list:
         return [getattr(arguments, name) for name in self._kinds]
 
     def arguments(self, **named: Any) -> tuple:
         """Returns the arguments after the tensors, in order; those that are missing have their defaults."""
-        if unknown := named.keys() - self._kinds.keys():
-            raise TypeError(f"{self.name} takes no {unknown}")
-        return tuple([named[name] if name in named else self._defaults[name] for name in self._kinds])
+        return tuple([[] if value == () else value for value in self._values(self.given(**named))])
 
     def takes(self, name: str) -> bool:
         """Whether the op has a tensor or an argument of that name."""
@@ -182,11 +190,6 @@ class Op(Generic[G]):
         rest = {name: value for name, value in named.items() if name not in self.tensors}
         return *[named[name] for name in self.tensors], *self.arguments(**rest)
 
-    def saved(self, ctx) -> Saved:
-        """Returns in a backward pass what it needs of the forward pass: see :meth:`Differentiation.saved`."""
-        assert self._rule
-        return self._rule.saved(ctx)
-
     # ---- schemas ----------------------------------------------------------------------------------------------------
 
     def _register(self, in_list: bool) -> None:
@@ -194,26 +197,19 @@ class Op(Generic[G]):
         name, kind = (f"{self.name}_list", "Tensor[]") if in_list else (self.name, "Tensor")
         tensors = ", ".join(f"{kind} {tensor}" for tensor in self.tensors)
         arguments = ", ".join(f"{kind} {name}" for name, kind in self._kinds.items())
-        result = self.returns if self.returns != "Tensor" else kind
-        self._define(name, f"({tensors}, {arguments}) -> {result}", in_list, self._implement, self._meta)
+        in_form = functools.partial(functools.partial, in_list=in_list)
+        schema = f"{name}({tensors}, {arguments}) -> {'Tensor[]' if self.has_several else kind}"
+        define(schema, in_form(self._implement), in_form(self._meta))
         if self._check_out and self._with_out:
             rest = "Tensor(a!)[] residual, " if self._residual else ""
-            schema = f"({tensors}, {rest}{kind.replace('Tensor', 'Tensor(b!)')} out, {arguments}) -> ()"
-            self._define(f"{name}_out", schema, in_list, self._implement_out, lambda *_, in_list: None)
-
-        def over(info, dims: Sequence, *values):
-            is_one = self.returns == "Tensor" and not in_list
-            return over_batch(self.name, self.list if in_list else self.one, is_one, info.batch_size, dims, values)
-
-        torch.library.register_vmap(f"graphar::{name}", over, lib=library)
-        if self._rule:
-            self._rule.register(library, name, in_list)
-
-    def _define(self, name: str, schema: str, in_list: bool, implement: Callable, meta: Callable) -> None:
-        library.define(name + schema)
-        for key in ("CPU", "CUDA"):
-            library.impl(name, functools.partial(implement, in_list=in_list), key)
-        torch.library.register_fake(f"graphar::{name}", functools.partial(meta, in_list=in_list), lib=library)
+            out = kind.replace("Tensor", "Tensor(b!)")
+            schema = f"{name}_out({tensors}, {rest}{out} out, {arguments}) -> ()"
+            define(schema, in_form(self._implement_out), lambda *_: None)
+        torch.library.register_vmap(f"graphar::{name}", in_form(self._vmap), lib=library)
+        if self._backward:
+            rule, keep_context = in_form(self._rule), in_form(self._keep_context)
+            rule = _in_stream_order(rule) if in_list else rule
+            torch.library.register_autograd(f"graphar::{name}", rule, setup_context=keep_context, lib=library)
 
     # ---- implementations --------------------------------------------------------------------------------------------
 
@@ -232,17 +228,21 @@ class Op(Generic[G]):
         self._check(engine, *lists, arguments)
         return engine
 
-    def _results(self, lists: Lists, arguments: G, in_list: bool, asked: Asked | None = None) -> list[torch.Tensor]:
-        """Makes a call, and returns new results, rank by rank."""
+    def _results(self, lists: Lists, arguments: G, in_list: bool, asked: Asked | None = None) -> Any:
+        """Makes a call, and returns new results as the schema has them."""
         engine = self._engine(lists, arguments, in_list)
         outs = self._fake(*lists, arguments)
-        self._make(engine, lists, outs, arguments, asked)
-        return outs if self.returns == "Tensor" else [result for results in outs for result in results]
+        self._make(engine, lists, outs, arguments, None if in_list else asked)
+        return self._in_schema(outs, in_list)
 
-    def _implement(self, *call, in_list: bool):
+    def _in_schema(self, outs: list, in_list: bool) -> Any:
+        if self.has_several:
+            return [result for of_rank in outs for result in of_rank]
+        return outs if in_list else outs[0]
+
+    def _implement(self, *call, in_list: bool) -> Any:
         lists, values = self._split(call, in_list)
-        outs = self._results(lists, self.given(*values), in_list)
-        return outs if in_list or self.returns != "Tensor" else outs[0]
+        return self._results(lists, self.given(*values), in_list)
 
     def _implement_out(self, *call, in_list: bool, asked: Asked | None = None) -> None:
         lists, rest = self._split(call, in_list)
@@ -257,10 +257,13 @@ class Op(Generic[G]):
         if residuals and self._residual:
             arguments = self._residual(*lists, residuals, outs, arguments)
         targets = [out if out.is_contiguous() else torch.empty_like(out, memory_format=_contiguous) for out in outs]
-        asked = None if targets[0] is not outs[0] else asked
+        asked = None if in_list or targets[0] is not outs[0] else asked
         self._make(engine, lists, targets, arguments, asked, *([residuals] if residuals else []))
         for target, destination in zip((*targets, *residuals), (*outs, *residuals), strict=True):
-            deliver(target, destination)
+            if target is not destination:
+                destination.copy_(target)
+            else:  # torch does not see that kernels wrote: a backward pass that needs the old content must raise
+                torch.autograd.graph.increment_version(destination)
 
     def _make(self, engine: Engine, lists: Lists, outs: list, arguments: G, asked: Asked | None, *residuals) -> None:
         """Makes a call, and keeps it if calls like it can repeat it."""
@@ -270,14 +273,71 @@ class Op(Generic[G]):
             plan, (operands,) = made
             keep(engine, repeats, self.name, asked, plan, operands, getattr(arguments, "codec", ""))
 
-    def _meta(self, *call, in_list: bool):
+    def _meta(self, *call, in_list: bool) -> Any:
         for callback in when_traced:
             callback()
         lists, values = self._split(call, in_list)
-        results = self._fake(*lists, self.given(*values))
-        if self.returns != "Tensor":
-            return [result for of_rank in results for result in of_rank]
-        return results if in_list else results[0]
+        return self._in_schema(self._fake(*lists, self.given(*values)), in_list)
+
+    def _vmap(self, info, dims: Sequence, *values, in_list: bool) -> tuple:
+        """Makes a call for each slice in order, so that every rank makes the same calls."""
+        if not info.batch_size:
+            raise ValueError(f"{self.name}: vmap over no slices")
+        call = self.list if in_list else self.one
+        results = [call(*_slices(values, dims, at)) for at in range(info.batch_size)]
+        if not (in_list or self.has_several):
+            return torch.stack(results), 0
+        return [torch.stack(of_calls) for of_calls in zip(*results, strict=True)], [0] * len(results[0])
+
+    # ---- gradients --------------------------------------------------------------------------------------------------
+
+    def _keep_context(self, ctx, inputs, output, *, in_list: bool) -> None:
+        lists, values = self._split(inputs, in_list)
+        named = dict(zip(self._kinds, values, strict=True))
+        tensors = named.get("tensors", ())
+        ctx.given = {name: value for name, value in named.items() if self._kinds[name] != "Tensor[]"}
+        ctx.in_list, ctx.ranks = in_list, len(lists[0])
+        ctx.none = [_no_gradient(value) for value in values]
+        ctx.wanted = [tensor.requires_grad for tensor in tensors]
+        saved = [x for at in self._places_saved(ctx) for x in lists[at]]
+        if self._saved_result is not None:
+            saved += output[self._saved_result :: len(output) // ctx.ranks]
+        ctx.save_for_backward(*saved, *tensors)
+        ctx.set_materialize_grads(self._saved_result is None)
+
+    def _rule(self, ctx, gradient, *, in_list: bool) -> tuple:
+        assert self._backward
+        ctx.needs = dict(zip((*self.tensors, *self._kinds), ctx.needs_input_grad, strict=True))
+        *of_lists, of_named = self._backward(ctx, list(gradient) if in_list or self.has_several else [gradient])
+        of_lists = of_lists if in_list else [gradients[0] for gradients in of_lists]
+        return *of_lists, *[of_named.get(name, none) for name, none in zip(self._kinds, ctx.none, strict=True)]
+
+    def saved(self, ctx) -> Saved:
+        """Returns in a backward pass what it needs of the forward pass.
+
+        First a list for each of the op's tensors, and one for ``saved_result`` if there is one. Each has a tensor for
+        each rank of this process, or none if it is not saved. Then the tensors of the epilogue.
+        """
+        places, left, ranks = self._places_saved(ctx), list(ctx.saved_tensors), ctx.ranks
+        lists: list[Sequence[torch.Tensor]] = [()] * len(self.tensors)
+        if self._saved_result is not None:
+            places, lists = [*places, len(lists)], [*lists, ()]
+        for at in places:
+            lists[at], left = left[:ranks], left[ranks:]
+        return lists, left
+
+    def _places_saved(self, ctx) -> list[int]:
+        needed = self._names_saved(ctx.given)
+        return [at for at, name in enumerate(self.tensors) if name in needed]
+
+
+def define(schema: str, implement: Callable, fake: Callable) -> None:
+    """Defines an operator of torch.ops.graphar for CPUs and GPUs. ``fake`` returns tensors like its results."""
+    library.define(schema)
+    name = schema.partition("(")[0]
+    for key in ("CPU", "CUDA"):
+        library.impl(name, implement, key)
+    torch.library.register_fake(f"graphar::{name}", fake, lib=library)
 
 
 def op_of(target: object) -> Op | None:
@@ -301,34 +361,73 @@ def for_ranks(ctx, name: str, *lists: Sequence[torch.Tensor], **named) -> list[t
     if ctx.in_list:
         return op.list(*map(list, lists), *values)
     results = op.one(*[xs[0] for xs in lists], *values)
-    return [results] if op.returns == "Tensor" else results
+    return results if op.has_several else [results]
 
 
-def by_result(flat: Sequence[torch.Tensor], ranks: int | None) -> tuple:
-    """Returns an op's results as users get them. ``flat`` has them rank by rank.
-
-    With ``ranks``, each result becomes a list with one tensor for each rank. Without, the tensors are returned as a
-    tuple.
-    """
-    if ranks is None:
-        return tuple(flat)
-    results = len(flat) // ranks
-    return tuple([list(flat[at::results]) for at in range(results)])
+# ---- values of a call -----------------------------------------------------------------------------------------------
 
 
-def check_input(op: str, x: object) -> None:
-    """Raises unless ``x`` is a tensor of a dtype that graphar sums, or a list with one for each rank."""
-    if isinstance(x, (list, tuple)):
-        tensor_checks.check_list(op, x)
-    else:
-        tensor_checks.check_tensor(op, "x", x)
+def _tensors_in(values: Sequence) -> list[torch.Tensor]:
+    """Returns the tensors among ``values``, and in the lists among them."""
+    flat = [x for value in values for x in (value if isinstance(value, (list, tuple)) else [value])]
+    return [x for x in flat if isinstance(x, torch.Tensor)]
 
 
-def check_output(op: str, xs, outs: Any, name: str = "out") -> None:
-    """Raises unless ``outs`` can take a result like the input, or is a list with a destination for each input."""
-    if not isinstance(xs, (list, tuple)):
-        tensor_checks.check_out(op, xs, outs, name)
+def _check_transform(op: str, tensors: Sequence[torch.Tensor]) -> None:
+    """Raises NotImplementedError if a transform of torch.func, such as grad and jacrev, differentiates a tensor."""
+    if _is_compiling() or (within := _transforms()) is None:
         return
-    tensor_checks.check_one_each(op, name, outs, xs)
-    for x, out in zip(xs, outs, strict=True):
-        tensor_checks.check_out(op, x, out, name)
+    differentiates = within.key() in (_functorch.TransformType.Grad, _functorch.TransformType.Jvp)
+    if differentiates and any(map(_functorch.is_functorch_wrapped_tensor, tensors)):
+        raise NotImplementedError(
+            f"{op}: torch.func.{within.key().name.lower()} cannot differentiate it, nor can vjp, jacrev and the like; "
+            "use torch.autograd.grad() or backward(), and torch.autograd.functional.jacobian() for all rows"
+        )
+
+
+def _slices(values: Sequence, dims: Sequence, at: int) -> list:
+    """Returns slice ``at`` of each tensor that has a batch dimension, and all other values unchanged."""
+    return [
+        _slices(value, dim, at) if isinstance(dim, (list, tuple)) else value if dim is None else value.select(dim, at)
+        for value, dim in zip(values, dims, strict=True)
+    ]
+
+
+def _no_gradient(value: object) -> list | None:
+    # torch treats any empty list as a list of tensors, and expects a list of gradients for it.
+    if isinstance(value, (list, tuple)) and (not value or isinstance(value[0], torch.Tensor)):
+        return [None] * len(value)
+    return None
+
+
+def _with_own_nodes(value: Any) -> Any:
+    """Returns a list of tensors with a view in place of each leaf on a GPU that needs a gradient; else the value.
+
+    torch warns if a leaf's gradient comes from an op on another stream, and therefore also if it is on another device.
+    """
+    if not isinstance(value, (list, tuple)):
+        return value
+    if _is_compiling() or not all(isinstance(x, torch.Tensor) for x in value):
+        return list(value)
+    return [x.view_as(x) if x.requires_grad and x.is_cuda and x.is_leaf else x for x in value]
+
+
+def _in_stream_order(backward: Callable) -> Callable:
+    """Returns ``backward(ctx, gradients)`` of a list form, ordered with the streams of all devices.
+
+    torch tracks one stream of an op, the one on its first tensor's device. That stream has waited for the gradients,
+    and users of the results wait for it. On the other devices the backward pass runs on the default streams, on
+    whichever streams the op was called.
+    """
+
+    def backward_in_order(ctx, gradients):
+        on_gpus = [x for x in gradients if type(x) is torch.Tensor and x.is_cuda]  # excludes fake tensors
+        streams = [torch.cuda.current_stream(x.device) for x in on_gpus]
+        for stream in streams[1:]:
+            stream.wait_stream(streams[0])
+        results = backward(ctx, gradients)
+        for stream in streams[1:]:
+            streams[0].wait_stream(stream)
+        return results
+
+    return backward_in_order

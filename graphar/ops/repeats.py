@@ -99,14 +99,8 @@ def keep(
 ) -> None:
     """Keeps a call, if calls like it can repeat its launch, once it has been made twice.
 
-    Args:
-        repeats: those of the engine's warm plans. The caller read them before it looked up the plan: if another thread
-            drops the plan meanwhile, it drops these as well.
-        op: the name of the op.
-        asked: the first call's ``tensors``, ``options`` and ``epilogue``, as :func:`repeated` takes them.
-        plan: the call's plan.
-        operands: those of the call.
-        codec: the text of the codec on the wire. One with feedback overwrites the second tensor, a residual.
+    The caller read ``repeats`` before it looked up the plan: if another thread drops the plan meanwhile, it drops these
+    as well. A ``codec`` with feedback overwrites the second tensor, a residual.
     """
     (of_rank, options, epilogue), warm = asked, engine.warm
     tensors: tuple[Any, ...] = of_rank
@@ -221,14 +215,3 @@ def _spanned_nbytes(x: torch.Tensor) -> int:
 def _selected(order: Sequence[int]) -> Callable[[Tensors], Tensors]:
     """Returns a function that returns the tensors with these numbers, in this order."""
     return operator.itemgetter(*order) if len(order) > 1 else operator.itemgetter(slice(order[0], order[0] + 1))
-
-
-def deliver(target: torch.Tensor, out: torch.Tensor) -> None:
-    """Copies a result to ``out`` if it is not there already, and tells autograd that ``out`` has changed.
-
-    torch does not see that kernels write to ``out``. A backward pass that needs the old content must raise an error.
-    """
-    if target is not out:
-        out.copy_(target)
-    else:
-        torch.autograd.graph.increment_version(out)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Never
 
 import torch
 
+from graphar.numerics import leaf_tree
 from graphar.numerics.codecs import Codec, CodecName
 from graphar.numerics.epilogues.epilogue import AppliedEpilogue, Epilogue, EpilogueInputs, Pointwise, bind
 from graphar.numerics.epilogues.syntax import parse
@@ -16,7 +17,7 @@ from graphar.numerics.partitions import split
 from graphar.ops import options, parts
 from graphar.ops.epilogue_gradients import of_sums_before_epilogue
 from graphar.ops.options import T
-from graphar.ops.register import Op, check_input, check_output, for_ranks, is_plain
+from graphar.ops.register import Op, for_ranks
 from graphar.ops.repeats import Asked, repeated
 from graphar.plan.algorithms import AllReduceAlgorithm, ReduceScatterAlgorithm
 from graphar.plan.call import Call
@@ -162,14 +163,14 @@ def reducescatter(
 def _call(
     op: Op, x, group: Group, arguments: Arguments | ArgumentsOfParts, codec, residual, epilogue, asked: Asked, out=None
 ) -> Any:
-    """Checks a call's arguments, and makes it through torch's dispatcher if that is needed."""
+    """Checks a call's arguments, and makes it."""
     name, algorithm, in_list = op.name, arguments.algorithm, isinstance(x, (list, tuple))
     options.check_together(name, codec, epilogue, residual)
     if op is SCATTER and codec is not None and algorithm != "auto":
         raise ValueError(f"{name}: takes a codec or an algorithm, not both")
     call_checks.check_call(name, "auto" if codec is not None else algorithm, arguments.timeout_s, name)
     communicator = engine_name(group, name)
-    check_input(name, x)
+    options.check_input(name, x)
     xs = list(x) if in_list else [x]
     part, where = xs[0], {}
     if isinstance(arguments, ArgumentsOfParts):
@@ -180,21 +181,24 @@ def _call(
     followed = options.epilogue_option(name, epilogue, part, len(xs) if in_list else None, where.get("axis"))
     how = {"communicator": communicator, "algorithm": str(algorithm), **where, **followed}
     arguments = replace(arguments, codec=options.codec_option(name, codec, residual), **how)
-    plain = is_plain(x) and not options.needs_gradient(arguments.tensors)
     if out is None and residual is None:
-        return op(x, given=arguments, plain=plain, asked=asked)
-    residuals = []
-    if residual is not None:
-        check_output(name, x, residual, "residual")
-        residuals = list(residual) if in_list else [residual]
+        return op(x, given=arguments, asked=asked)
+    residuals = [] if residual is None else _destinations(name, x, residual, "residual")
     if out is None:
         made = _fake_parts(xs, arguments) if isinstance(arguments, ArgumentsOfParts) else _fake(xs, arguments)
         out = made if in_list else made[0]
     else:
-        check_output(name, x, out)
-    plain = plain and is_plain(out) and all(map(is_plain, residuals))
-    op.into(x, residuals, out, given=arguments, plain=plain, asked=asked)
+        _destinations(name, x, out, "out")
+    op.into(x, residuals, out, given=arguments, asked=asked)
     return list(out) if in_list else out
+
+
+def _destinations(op: str, x, outs, name: str) -> list[torch.Tensor]:
+    """Returns the tensor of each rank that is written, and checks that it is like that rank's ``x``."""
+    ranks = options.by_rank(op, **{"x": x, name: outs})
+    for like, out in ranks:
+        tensor_checks.check_out(op, like, out, name)
+    return [out for _, out in ranks]
 
 
 def _fake(xs, arguments: Arguments) -> list[torch.Tensor]:
@@ -259,11 +263,18 @@ def _applied(arguments: ArgumentsOfParts, rooms: list[torch.Tensor]) -> AppliedE
 # ---- checks ---------------------------------------------------------------------------------------------------------
 
 
+def _check_order(op: str, engine: Engine, xs, arguments: options.Ordered) -> None:
+    """Raises ValueError unless ``xs`` can be added in the order of the call: a tree adds partials in fp32."""
+    if arguments.order == "tree":
+        if xs[0].dtype != torch.float32:
+            raise ValueError(f"{op}: order='tree' adds partials in float32, got {xs[0].dtype}")
+        leaf_tree.check_ranks(op, engine.world_size)
+
+
 def _check_parts(engine: Engine, xs, arguments: ArgumentsOfParts) -> None:
-    axis, sizes = arguments.axis, arguments.sizes
-    parts.check_lengths(REDUCESCATTER, sizes, [x.shape[axis] for x in xs], [sum(sizes)] * len(xs))
-    parts.check_place(REDUCESCATTER, engine, arguments)
-    options.check_order(REDUCESCATTER, engine, xs, arguments)
+    lengths = [x.shape[arguments.axis] for x in xs]
+    parts.check(REDUCESCATTER, engine, arguments, lengths, [sum(arguments.sizes)] * len(xs))
+    _check_order(REDUCESCATTER, engine, xs, arguments)
 
 
 def _check_out(xs, outs, arguments: Arguments) -> None:
@@ -293,7 +304,7 @@ def _backward_of_sum(ctx, gradients):
     call = {name: ctx.given[name] for name in ("communicator", "algorithm", "timeout_s", "codec", "order")}
     (xs,), tensors = SUM.saved(ctx)
     of_sums, rest = of_sums_before_epilogue(ctx, ALLREDUCE, call, gradients, xs, tensors)
-    return for_ranks(ctx, ALLREDUCE, options.gradients_in_order(call["order"], of_sums), **call), rest
+    return for_ranks(ctx, ALLREDUCE, _like_summands(call["order"], of_sums), **call), rest
 
 
 def _backward_of_parts(ctx, gradients):
@@ -302,7 +313,12 @@ def _backward_of_parts(ctx, gradients):
     (xs,), tensors = SCATTER.saved(ctx)
     order = ctx.given["order"]
     of_sums, rest = of_sums_before_epilogue(ctx, REDUCESCATTER, where | {"order": order}, gradients, xs, tensors)
-    return options.gradients_in_order(order, for_ranks(ctx, "allgather", of_sums, **where)), rest
+    return _like_summands(order, for_ranks(ctx, "allgather", of_sums, **where)), rest
+
+
+def _like_summands(order: str, gradients: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Returns ``gradients`` of sums that were added in ``order``, in the dtype of the summands."""
+    return [gradient.float() for gradient in gradients] if order == "tree" else gradients
 
 
 def _saved(arguments: dict) -> tuple[str, ...]:
@@ -315,7 +331,7 @@ SUM = Op(
     Arguments,
     _run_sum,
     _fake,
-    check=partial(options.check_order, ALLREDUCE),
+    check=partial(_check_order, ALLREDUCE),
     check_out=_check_out,
     residual=partial(_with_feedback, ALLREDUCE),
     backward=_backward_of_sum,

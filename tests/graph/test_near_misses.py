@@ -104,7 +104,7 @@ class Alike(Interpreter):
         tensors = [[given.pop(name)] * RANKS for name in op.tensors]
         lists = {name: [one for one in value for _ in range(RANKS)] for name, value in given.items() if _tensors(value)}
         found = op.list(*tensors, *op.arguments(**given | lists | self._of_no_rank(op)))
-        return found[0] if op.returns == "Tensor" else found[: len(found) // RANKS]
+        return found[0] if not op.has_several else found[: len(found) // RANKS]
 
     def _of_no_rank(self, op):
         return {name: one for name, one in {"communicator": "", "rank": -1, "after": []}.items() if op.takes(name)}

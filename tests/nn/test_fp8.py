@@ -294,29 +294,6 @@ def test_layers_of_divided_tokens_have_the_bits_of_those_of_all_tokens(rank, wor
         assert [same_bits(one, expected) for one in mine] == [0, 0]
 
 
-NORMS = {"tensor": {"scale": torch.tensor([0.01])}, "rows": {}, "blocks": {"group_size": 128}}
-
-
-@on_ranks(2, timeout_s=180)
-def test_layers_take_the_rows_and_scales_of_norms(rank, world_size):
-    found = {}
-    x, residual = [torch.randn(8, HIDDEN, generator=torch.Generator().manual_seed(seed)) for seed in (rank, 5)]
-    x, residual, weight = x.to(BF16), residual.to(BF16), torch.ones(HIDDEN, dtype=BF16)
-    for scales, how in NORMS.items():
-        parted = MLP(scales)
-        parted.up = nn.ColumnParallelLinear(parted.up, sequence_dim=0)
-        parted.down = nn.RowParallelLinear(parted.down, sequence_dim=0)
-        own = residual.chunk(world_size)[rank]
-        with torch.no_grad():
-            rows, _, *of_own = graphar.reducescatter_residual_rmsnorm(x, own, weight, out_dtype=FP8, **how)
-            every, _, *of_all = graphar.allreduce_residual_rmsnorm(x, residual, weight, out_dtype=FP8, **how)
-            mine = parted((rows, *(of_own or how.values())))
-            found[scales] = mine, layered(MLP(scales))((every, *(of_all or how.values()))).chunk(world_size)[rank]
-    for mine, expected in found.values():
-        assert same_bits(mine, expected) == 0
-        assert mine.float().norm() > 1
-
-
 def run_layers(rank, world_size):
     """For each format this rank's hidden features and those of the whole layer, and outputs and the expected one."""
     found = {}

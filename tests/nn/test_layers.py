@@ -302,12 +302,6 @@ def test_outputs_have_the_bits_of_allreduce_and_sharded_ones_those_of_reducescat
         assert [same_bits(mine, expected) for mine, expected in pairs] == [0] * 4
 
 
-def test_replicated_outputs_are_the_same_on_every_rank(outputs):
-    for layers, planned in ([pairs[0][0], pairs[1][0]] for pairs, *_ in outputs):
-        assert same_bits(layers, outputs[0][0][0][0]) == 0
-        assert same_bits(planned, outputs[0][0][1][0]) == 0
-
-
 def test_what_cannot_be_sharded_evenly_goes_torchs_way(outputs):
     for _, mine, expected in outputs:
         torch.testing.assert_close(mine, expected, rtol=0.02, atol=0.02)

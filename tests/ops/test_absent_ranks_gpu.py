@@ -45,7 +45,9 @@ CALLS = {
 # Between any number of ranks.
 OF_ONE_WAIT = {
     "all-reduce": sum_of(graphar.allreduce),
+    "all-reduce with a codec": sum_of(graphar.allreduce, codec="int4"),
     "reduce-scatter": sum_of(graphar.reducescatter),
+    "reduce-scatter with a codec": sum_of(graphar.reducescatter, codec="int4"),
     "all-gather": sum_of(graphar.allgather),
     "all-to-all": lambda: partial(graphar.alltoall, ones(6720)),
     "all-to-all of any sizes": lambda: partial(graphar.alltoall, ones(8), sizes=uneven_sizes()),

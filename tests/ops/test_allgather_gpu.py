@@ -65,12 +65,6 @@ def test_parts_of_very_different_sizes(ranks: Ranks, longest):
             assert_joined(gather(ranks, xs), xs, what=f"{longest} on rank {owner}, {others} on others")
 
 
-def test_parts_may_begin_at_any_byte(ranks: Ranks):
-    for shift in range(1, 33):
-        xs = inputs_of([shift, 4096 + shift, 3 * shift, 100][: ranks.world_size])
-        assert_joined(gather(ranks, xs), xs, what=f"shift {shift}")
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_every_16_bit_pattern_and_every_pack_of_equal_bytes_is_moved(ranks: Ranks, dtype):
     patterns = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16)
@@ -105,13 +99,6 @@ def test_the_kernel_runs_once_for_a_call_of_any_size_and_dtype(ranks: Ranks):
 
 
 # ---- any tensor -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("offset", [1, 2, 4, 8])
-def test_misaligned_inputs(ranks: Ranks, offset):
-    for nbytes in (17, 8199, 300_001):
-        xs = [x[offset:] for x in inputs_of([nbytes + offset] * ranks.world_size)]
-        assert_joined(gather(ranks, xs), xs, what=f"{nbytes} bytes")
 
 
 def test_strided_negated_and_conjugated_inputs(ranks: Ranks):

@@ -64,31 +64,3 @@ def test_processes_get_the_specification_while_one_is_late(rank, world_size):
         y = graphar.fused_allgather_matmul(a[rank], w[rank], bias=bias[rank], sizes=counts, partition=partition)
         found.append(same_bits(y, expected))
     assert found == [0] * len(found)
-
-
-@pytest.mark.parametrize("epilogue", [None, "relu(v)"])
-@every_shared_world_size
-@on_ranks(by=run_on_gpus)
-def test_gradients_are_those_of_a_gather_and_matmuls(rank, world_size, epilogue):
-    torch.manual_seed(rank)
-    leaves = [
-        torch.randn(*shape, device="cuda").bfloat16().requires_grad_() for shape in ((64, 256), (128, 256), (256, 128))
-    ]
-
-    def loss(gather, scatter):
-        x, up, down = leaves
-        return scatter(gather(x, up).relu(), down).float().square().mean()
-
-    def fused():
-        tiles = {"partition": "tiles"}
-        return loss(
-            lambda x, w: graphar.fused_allgather_matmul(x, w, epilogue=epilogue, **tiles),
-            lambda x, w: graphar.fused_matmul_reducescatter(x, w, **tiles),
-        )
-
-    def plain():
-        return loss(lambda x, w: graphar.allgather(x) @ w.t(), lambda x, w: graphar.reducescatter(x @ w.t()))
-
-    found, expected = (torch.autograd.grad(one(), leaves) for one in (fused, plain))
-    distances = [float((x - y).norm() / y.norm()) for x, y in zip(found, expected, strict=True)]
-    assert max(distances) < 0.02

@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 import graphar
 from tests.cases import normal, raw, same_bits
-from tests.gpu import Ranks, kernel_calls
+from tests.gpu import Ranks
 from tests.processes import on_ranks, run_on_gpus
 
 pytestmark = pytest.mark.gpu
@@ -157,21 +157,3 @@ def test_fp8_rows_and_scales_of_a_norm_are_gathered_in_a_graph(rank, world_size)
                 ):
                     assert same_bits(y.cpu(), torch.cat(ones)) == 0
     communicator.close()
-
-
-@pytest.mark.gpu(2, shared=True)
-@on_ranks(2, by=run_on_gpus, timeout_s=300)
-def test_torch_compile_takes_a_tuple_whole(rank, world_size):
-    def layer(rows, scales):
-        gathered = graphar.allgather((rows, scales))
-        return gathered[0].float() * gathered[1]
-
-    compiled = torch.compile(layer, fullgraph=True)
-    for tokens in (16, 1024, 7):
-        rows = [normal(r, tokens * 256, torch.float32).view(tokens, 256).to(FP8) for r in range(world_size)]
-        scales = [normal(9 + r, tokens, torch.float32).view(tokens, 1) for r in range(world_size)]
-        expected = torch.cat(rows).float() * torch.cat(scales)
-        before = kernel_calls() if tokens != 16 else 0
-        for call in (layer, compiled):
-            assert torch.equal(call(rows[rank].cuda(), scales[rank].cuda()).cpu(), expected)
-        assert tokens == 16 or kernel_calls() == before + 2

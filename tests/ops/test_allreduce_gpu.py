@@ -10,7 +10,7 @@ from graphar.plan.algorithms import Algorithm
 from graphar.plan.entries import measured_config
 from graphar.plan.tables import shipped_table
 from graphar.runtime.user_tables import find_table
-from tests.cases import integers, negative_zeros, normal, same_bits
+from tests.cases import integers, normal, same_bits
 from tests.gpu import DTYPES, KERNEL_ALGORITHMS, Ranks
 
 pytestmark = pytest.mark.gpu
@@ -71,29 +71,6 @@ def test_auto_runs_what_explain_says(ranks: Ranks):
 
 def test_a_tensor_may_have_no_dimensions(ranks: Ranks):
     ranks.check_parts([normal(rank, 1, torch.bfloat16).view(()) for rank in range(ranks.world_size)], "auto")
-
-
-def test_mixed_sizes_on_one_communicator(ranks: Ranks):
-    for turn in range(4):
-        for numel in (114688, 8, 64):
-            for dtype in DTYPES:
-                ranks.check_parts(negative_zeros_of(ranks, turn, numel, dtype), "one_shot_push")
-    for turn in range(6):
-        ranks.check_on_gpu(4 << 20, torch.bfloat16, seed=turn)
-        ranks.check_on_gpu(8192, torch.bfloat16, seed=turn)
-
-
-def negative_zeros_of(ranks: Ranks, turn: int, numel: int, dtype: torch.dtype) -> list[torch.Tensor]:
-    """Data that differ by turn, so that data left from an earlier call are noticed."""
-    return [negative_zeros(8 * turn + rank, numel, dtype) for rank in range(ranks.world_size)]
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("numel", [8, 64, 8192, 32768, 114688])
-def test_twelve_calls_of_a_size_with_negative_zeros(ranks: Ranks, numel, dtype):
-    for turn in range(12):
-        ranks.check_parts(negative_zeros_of(ranks, turn, numel, dtype), "one_shot_push")
-    assert ranks.scratch_is_as_before("one_shot_push")
 
 
 def test_sizes_algorithms_and_delays_at_random(ranks: Ranks):

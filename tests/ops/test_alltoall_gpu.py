@@ -168,19 +168,3 @@ def late_and_captured(rank, world_size):
 @every_shared_world_size
 def test_a_late_rank_and_replayed_graphs_between_eager_calls(world_size):
     run(late_and_captured, world_size)
-
-
-def differentiated(rank, world_size):
-    def loss(x):
-        y = graphar.alltoall(x * 2, scatter_dim=1, gather_dim=0)
-        return (graphar.alltoall(y.sin(), scatter_dim=0, gather_dim=1) * x).sum()
-
-    x = normal(rank, 6 * 4 * world_size, torch.float32).view(6, -1).cuda().requires_grad_()
-    for function in (loss, torch.compile(loss, fullgraph=True, backend="aot_eager")):
-        (found,) = torch.autograd.grad(function(x), x)
-        torch.testing.assert_close(found, (x * 2).sin() + x * (x * 2).cos() * 2)
-
-
-@pytest.mark.gpu(2, shared=True)
-def test_gradients_go_back_also_compiled():
-    run(differentiated, 2)

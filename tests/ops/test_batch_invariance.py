@@ -47,19 +47,6 @@ def test_norms(rows, out_dtype):
 
 
 @every_window
-@pytest.mark.parametrize("options", [{}, {"group_size": 128}], ids=str)
-def test_norms_of_parts(rows, options):
-    parts, residual, weight = parts_of(), drawn(10), drawn(11)[0]
-    fp8 = {"out_dtype": torch.float8_e4m3fn} if options else {}
-    given = [part[rows] for part in parts], [*residual[rows].tensor_split(RANKS)], [weight] * RANKS
-    found = graphar.reducescatter_residual_rmsnorm(*given, **fp8, **options)
-
-    whole = graphar.allreduce_residual_rmsnorm(parts, [residual] * RANKS, [weight] * RANKS, **fp8, **options)
-    for of_ranks, (of_all, *_) in zip(found, whole, strict=True):
-        assert torch.equal(torch.cat(of_ranks).view(torch.uint8), of_all[rows].view(torch.uint8))
-
-
-@every_window
 @pytest.mark.parametrize("name", NAMES)
 def test_codecs_where_rows_are_whole_buckets(rows, name):
     parts = parts_of(codec(name).bucket_size * 3)

@@ -5,7 +5,6 @@ import torch
 
 import graphar
 from graphar import Scratch
-from graphar.nn.sequence import Tokens
 from graphar.plan.scratch import MAX_BLOCKS, SHARED_NBYTES
 from tests.outside import load
 
@@ -55,18 +54,6 @@ def test_scratch_has_room_for_its_slots_and_no_more():
     for wrong in ({"shared_nbytes": SHARED_NBYTES + 1}, {"fill": 256}, {"fill": -1}):
         with pytest.raises(ValueError, match=r"^Scratch: "):
             Scratch.of_slots(1, 16, **wrong)
-
-
-@pytest.mark.parametrize("axis", [0, 1])
-@pytest.mark.parametrize("ranks", range(2, 9))
-def test_tokens_are_divided_evenly_along_their_own_axis(ranks, axis):
-    tokens = Tokens("", 0, ranks, axis)
-    for length in (0, ranks, 3 * ranks):
-        tokens.check_even(torch.empty((length, ranks + 1) if axis == 0 else (ranks + 1, length)))
-        for beyond in (length + 1, length + ranks - 1):
-            x = torch.empty((beyond, ranks) if axis == 0 else (ranks, beyond))
-            with pytest.raises(ValueError, match=f"{ranks} ranks cannot divide {beyond} tokens evenly"):
-                tokens.check_even(x)
 
 
 def test_what_makes_several_calls_is_explained_by_the_first_and_what_makes_none_is_refused():

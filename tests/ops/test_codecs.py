@@ -68,14 +68,6 @@ def test_processes_get_the_specifications_bits_and_the_same_ones_without_a_seed(
         assert same_bits(unseeded, results[0][1]) == 0
 
 
-def test_what_goes_in_pieces_is_rounded_as_a_whole(trio, parts, monkeypatch):
-    monkeypatch.setattr(fallback, "_CHUNK_NUMEL", 1024)
-
-    results = trio.allreduce(parts, codec=STOCHASTIC)
-
-    assert same_bits(results[2], expected(parts, STOCHASTIC)) == 0
-
-
 def test_each_call_rounds_in_other_directions_and_the_next_communicator_in_the_same(parts):
     rows = []
     for _ in range(2):
@@ -97,12 +89,6 @@ def test_without_a_seed_communicators_differ(parts):
 
 
 # ---- what is chosen -------------------------------------------------------------------------------------------------
-
-
-def test_explain_says_why_no_kernel_runs(trio, parts):
-    said = trio.explain(parts, codec="int4")
-
-    assert (said.algorithm, said.reason) == ("fallback", "the tensor is on the CPU")
 
 
 @pytest.fixture

@@ -30,7 +30,9 @@ from graphar.runtime import engine as engines
 from graphar.runtime import launcher
 from graphar.runtime.bind import collective, copies, launches
 from graphar.runtime.plan import Plan
+from tests.cases import normal
 from tests.fake_gpu import OnGpu
+from tests.ops.conformance import FUSED_ALLREDUCE, FUSED_REDUCESCATTER, PLAIN
 from tests.ops.test_warm_calls import OPS, zeros
 
 OWN = 60.0  # the deadline of a communicator
@@ -67,35 +69,7 @@ def test_a_warm_call_repeats_no_call_with_another_deadline(communicator, monkeyp
 # ---- calls that are made of others ----------------------------------------------------------------------------------
 
 
-def tensor(*shape):
-    return torch.ones(shape, dtype=torch.bfloat16, requires_grad=True)
-
-
-# Calls of two ranks in one process, by the function that makes them from a tensor of each role.
-LISTS = {
-    "allreduce": lambda x, **how: graphar.allreduce(x(4, 16), **how),
-    "reducescatter": lambda x, **how: graphar.reducescatter(x(4, 16), **how),
-    "allgather": lambda x, **how: graphar.allgather(x(4, 16), **how),
-    "allreduce_residual_rmsnorm": lambda x, **how: graphar.allreduce_residual_rmsnorm(x(4, 16), x(4, 16), x(16), **how),
-    "reducescatter_residual_rmsnorm": lambda x, **how: graphar.reducescatter_residual_rmsnorm(
-        x(4, 16), x(2, 16), x(16), **how
-    ),
-    "fused_matmul_allreduce": lambda x, **how: graphar.fused_matmul_allreduce(x(4, 8), x(16, 8), bias=x(16), **how),
-    "fused_matmul_allreduce, split_m": lambda x, **how: graphar.fused_matmul_allreduce(
-        x(4, 8), x(16, 8), partition="split_m", **how
-    ),
-    "fused_matmul_reducescatter": lambda x, **how: graphar.fused_matmul_reducescatter(x(4, 8), x(16, 8), **how),
-    "fused_matmul_reducescatter, split_n": lambda x, **how: graphar.fused_matmul_reducescatter(
-        x(4, 8), x(16, 8), partition="split_n", **how
-    ),
-    "fused_allgather_matmul": lambda x, **how: graphar.fused_allgather_matmul(x(4, 8), x(16, 8), bias=x(16), **how),
-    "fused_matmul_allreduce_residual_rmsnorm": lambda x, **how: graphar.fused_matmul_allreduce_residual_rmsnorm(
-        x(4, 8), x(16, 8), x(4, 16), x(16), **how
-    ),
-    "fused_matmul_reducescatter_residual_rmsnorm": lambda x, **how: graphar.fused_matmul_reducescatter_residual_rmsnorm(
-        x(4, 8), x(16, 8), x(2, 16), x(16), **how
-    ),
-}
+OF_TWO = [form for form in (*PLAIN, *FUSED_ALLREDUCE[2:4], *FUSED_REDUCESCATTER[2:4]) if form.leaves]
 
 
 @pytest.fixture
@@ -112,18 +86,15 @@ def two_ranks(monkeypatch):
         yield communicator, ran
 
 
-def first_of(results):
-    """The first rank's tensor of a call's result, or of its first result."""
-    return first_of(results[0]) if isinstance(results, (list, tuple)) else results
-
-
-@pytest.mark.parametrize("name", LISTS)
-def test_what_a_call_is_made_of_and_its_backward_pass_have_its_deadline(two_ranks, name):
+@pytest.mark.parametrize("form", OF_TWO, ids=str)
+def test_what_a_call_is_made_of_and_its_backward_pass_have_its_deadline(two_ranks, form):
     communicator, ran = two_ranks
-    of_two = lambda *shape: [tensor(*shape), tensor(*shape)]  # noqa: E731
-
     for timeout_s, seconds in zip(ASKED, IN_FORCE, strict=True):
-        first_of(LISTS[name](of_two, group=communicator, timeout_s=timeout_s)).sum().backward()
+        tensors = form.tensors(2, form.small, fill=normal)
+        for name in form.leaves:
+            tensors[name] = [x.requires_grad_() for x in tensors[name]]
+        (first, *_), *_ = form.in_list(tensors, group=communicator, timeout_s=timeout_s)
+        first.float().sum().backward()
 
         assert ran
         assert set(ran) == {seconds}

@@ -8,76 +8,44 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 
 import graphar
+from tests.cases import normal
+from tests.ops.conformance import ALLREDUCE, FUSED_ALLREDUCE, PLAIN
 from tests.processes import run_ranks
 
-X, ROW, WHOLE = torch.ones(8, 8), torch.ones(8), [Replicate()]
+X = torch.ones(8, 8)
 WHAT_TO_DO = "got a DTensor; pass its to_local(), or give parallelize_module a graphar.nn.RowwiseParallel, which sums"
-
-# By the argument that is a DTensor: the op, how that argument is placed, and a call.
-CALLS = {
-    "sharded": ("allreduce: x", [Shard(0)], lambda d: graphar.allreduce(d(X))),
-    "partial": ("allreduce: x", [Partial()], lambda d: graphar.allreduce(d(X))),
-    "in a list": ("allreduce: tensor 1", WHOLE, lambda d: graphar.allreduce([X, d(X)])),
-    "out": ("allreduce: out", WHOLE, lambda d: graphar.allreduce(X, out=d(X))),
-    "with a codec": ("allreduce: x", [Shard(0)], lambda d: graphar.allreduce(d(X), codec="int8")),
-    "residual": ("allreduce: residual", WHOLE, lambda d: graphar.allreduce(X, codec="int8", residual=d(X))),
-    "with an epilogue": ("allreduce: x", [Shard(0)], lambda d: graphar.allreduce(d(X), epilogue="-v")),
-    "an epilogue's": (
-        "allreduce: an epilogue's tensor",
-        WHOLE,
-        lambda d: graphar.allreduce(X, epilogue=graphar.Epilogue("v * scale[col]", scale=d(ROW))),
+PLACEMENTS = Shard(0), Replicate(), Partial()
+# Losses take DTensors of logits. The others are a codec, a residual, an epilogue and a bias.
+FORMS = [form for form in PLAIN if form.op.__name__ not in ("cross_entropy", "allgather_tuple")]
+FORMS += [ALLREDUCE[2], ALLREDUCE[6], ALLREDUCE[9], FUSED_ALLREDUCE[1]]
+CALLS = [(form, argument) for form in FORMS for argument in form.tensors(2, form.small)]
+# By the argument that is a DTensor: a call that takes it from a function.
+OTHERS = {
+    "allreduce: tensor 1": lambda d: graphar.allreduce([X, d(X)]),
+    "allreduce: out": lambda d: graphar.allreduce(X, out=d(X)),
+    "allreduce: x": lambda d: graphar.explain(d(X)),
+    "allreduce: an epilogue's tensor": lambda d: graphar.allreduce(
+        [X, X], epilogue=graphar.Epilogue("v * scale[col]", scale=[X[0], d(X[0])])
     ),
-    "an epilogue's, in a list": (
-        "allreduce: an epilogue's tensor",
-        WHOLE,
-        lambda d: graphar.allreduce([X, X], epilogue=graphar.Epilogue("v * scale[col]", scale=[ROW, d(ROW)])),
-    ),
-    "reducescatter": ("reducescatter: x", [Shard(0)], lambda d: graphar.reducescatter(d(X))),
-    "allgather": ("allgather: x", [Shard(0)], lambda d: graphar.allgather(d(X))),
-    "norm": (
-        "allreduce_residual_rmsnorm: weight",
-        WHOLE,
-        lambda d: graphar.allreduce_residual_rmsnorm(X, X, d(ROW)),
-    ),
-    "norm of parts": (
-        "reducescatter_residual_rmsnorm: residual",
-        [Shard(0)],
-        lambda d: graphar.reducescatter_residual_rmsnorm(X, d(X), ROW),
-    ),
-    "a matmul's weight": ("fused_matmul_allreduce: w", [Shard(1)], lambda d: graphar.fused_matmul_allreduce(X, d(X))),
-    "a matmul's bias": (
-        "fused_matmul_allreduce: bias",
-        WHOLE,
-        lambda d: graphar.fused_matmul_allreduce(X, X, bias=d(ROW)),
-    ),
-    "a matmul's rows": (
-        "fused_matmul_reducescatter: a",
-        WHOLE,
-        lambda d: graphar.fused_matmul_reducescatter(d(X), X),
-    ),
-    "a matmul's before a norm": (
-        "fused_matmul_allreduce_residual_rmsnorm: w",
-        [Shard(1)],
-        lambda d: graphar.fused_matmul_allreduce_residual_rmsnorm(X, d(X), X, ROW),
-    ),
-    "a matmul's before a norm of parts": (
-        "fused_matmul_reducescatter_residual_rmsnorm: residual",
-        [Shard(0)],
-        lambda d: graphar.fused_matmul_reducescatter_residual_rmsnorm(X, X, d(X), X[0]),
-    ),
-    "explain": ("allreduce: x", [Shard(0)], lambda d: graphar.explain(d(X))),
 }
 
 
 def errors_of(rank, world_size):
     """The error of each call, and the sum of an all-reduce after all of them."""
-    mesh, found = init_device_mesh("cpu", (world_size,)), {}
-    for name, (_, placements, call) in CALLS.items():
+    mesh, found = init_device_mesh("cpu", (world_size,)), []
+    calls = list(OTHERS.values())
+    for form, argument in CALLS:
+        tensors = form.tensors(world_size, form.small, fill=normal)
+
+        def call(d, form=form, argument=argument, tensors=tensors):
+            return form.of_rank(rank, tensors | {argument: list(map(d, tensors[argument]))})
+
+        calls.append(call)
+    for at, call in enumerate(calls):
         with pytest.raises((TypeError, ValueError, RuntimeError)) as error:
-            call(lambda x, placements=placements: distribute_tensor(x, mesh, placements))
-        found[name] = type(error.value), str(error.value)
-    local = distribute_tensor(X, mesh, [Shard(0)]).to_local()
-    return found, graphar.allreduce(local).sum().item()
+            call(lambda x, at=at: distribute_tensor(x, mesh, PLACEMENTS[at % 3 : at % 3 + 1]))
+        found.append((type(error.value), str(error.value)))
+    return found, graphar.allreduce(distribute_tensor(X, mesh, [Shard(0)]).to_local()).sum().item()
 
 
 @functools.cache
@@ -85,12 +53,13 @@ def of_two_ranks():
     return run_ranks(errors_of, 2, timeout_s=120)
 
 
-@pytest.mark.parametrize("name", CALLS)
-def test_a_dtensor_is_refused_with_what_to_do(name):
-    where, *_ = CALLS[name]
+def test_a_dtensor_is_refused_with_what_to_do():
+    named = [argument if argument in form.known else "an epilogue's tensor" for form, argument in CALLS]
+    places = [*OTHERS, *(f"{form.op.__name__}: {name}" for (form, _), name in zip(CALLS, named, strict=True))]
 
     for found, _ in of_two_ranks():
-        assert found[name] == (TypeError, f"{where} must be a tensor of this rank's own, {WHAT_TO_DO}")
+        for where, one in zip(places, found, strict=True):
+            assert one == (TypeError, f"{where} must be a tensor of this rank's own, {WHAT_TO_DO}")
 
 
 def test_ranks_are_in_step_after_refusals_and_take_what_they_are_told_to_pass():

@@ -14,8 +14,6 @@ from tests.gpu import DTYPES, Ranks, parts_of
 from tests.ops import specified as by
 from tests.ops.conformance import ALLREDUCE, REDUCESCATTER
 from tests.ops.gpu_cases import EPILOGUE_KERNELS, FOLLOWED, Case, followed, if_not_empty
-from tests.processes import on_ranks, run_on_gpus
-from tests.worlds import SHARED_WORLD_SIZES
 
 pytestmark = pytest.mark.gpu
 
@@ -43,12 +41,6 @@ def test_every_size_gives_the_specification(ranks: Ranks):
 def test_sums_of_any_size_are_negated(ranks: Ranks, dtype):
     for numel in NUMELS:
         auto("-v").check(ranks, (numel,), dtype)
-
-
-def test_a_function_gives_the_bits_of_its_expression(ranks: Ranks):
-    (form,) = [form for form in ALLREDUCE if form.label == "function"]
-
-    Case(form, {}, []).check(ranks, (33, 257))
 
 
 def test_the_fallback_gives_the_kernels_bits(ranks: Ranks):
@@ -110,43 +102,8 @@ def test_another_number_or_tensor_needs_no_other_plan(ranks: Ranks):
     assert len(ranks.communicator.engine.plans) == plans
 
 
-def test_gradients_are_those_of_the_cpu(ranks: Ranks):
-    def gradients(place):
-        parts = [part.requires_grad_() for part in place(parts_of(ranks, normal, (3, 8), torch.float32))]
-        biases = [one.requires_grad_() for one in place([normal(9, 8, torch.float32) for _ in parts])]
-        with graphar.Communicator(devices=[part.device for part in parts]) as communicator:
-            ys = communicator.allreduce(parts, epilogue=Epilogue("v * v * bias[col]", bias=biases))
-            sum((y * (rank + 1)).sum().cpu() for rank, y in enumerate(ys)).backward()
-        return [one.grad.cpu() for one in (*parts, *biases)]
-
-    torch.testing.assert_close(gradients(ranks.place), gradients(lambda parts: [part.clone() for part in parts]))
-
-
 def test_a_tensor_on_another_device_is_refused(ranks: Ranks):
     xs = ranks.place([torch.ones(2, 4)] * ranks.world_size)
 
     with pytest.raises(ValueError, match="b must be on the device of x, cuda:0, got cpu"):
         ranks.communicator.allreduce(xs, epilogue=Epilogue("v + b[col]", b=[torch.ones(4)] * ranks.world_size))
-
-
-# ---- one process a GPU ----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("world_size", SHARED_WORLD_SIZES)
-@on_ranks(by=run_on_gpus)
-def test_compiled_calls_and_the_fallback_have_the_bits_of_an_eager_call(rank, world_size):
-    wrong, bias = {}, normal(9, 128, torch.bfloat16).cuda()
-    x = normal(rank, 65536, torch.bfloat16).view(-1, 128).cuda()
-
-    def biased(v, bias):
-        return torch.relu(v + bias)
-
-    def model(x):
-        return graphar.allreduce(x, epilogue=Epilogue(biased, bias=bias))
-
-    y = model(x)
-    wrong["compiled"] = same_bits(torch.compile(model, fullgraph=True)(x), y)
-    wrong["compiled for CUDA graphs"] = same_bits(torch.compile(model, mode="reduce-overhead")(x), y)
-    again = graphar.allreduce(x, epilogue=Epilogue(biased, bias=bias), algorithm="fallback")
-    wrong = wrong | {"fallback": same_bits(again, y)}
-    assert not any(wrong.values()), wrong

@@ -73,17 +73,6 @@ def test_each_product_is_rounded_first_and_the_bias_enters_once_before_the_last_
     assert reference.fused_matmul_allreduce([one, one * 2**-8], [one, one]).item() == 1
 
 
-# ---- both forms -----------------------------------------------------------------------------------------------------
-
-
-def test_the_parts_joined_are_the_whole():
-    a, w, bias = operands(19, 24, 33, torch.bfloat16, 4, with_bias=True)
-
-    parts = call(graphar.fused_matmul_reducescatter, a, w, bias, partition="split_m")
-
-    assert same_bits(torch.cat(parts), reference.fused_matmul_allreduce(a, w, bias)) == 0
-
-
 # ---- any tensor -----------------------------------------------------------------------------------------------------
 
 
@@ -101,14 +90,6 @@ def test_ranks_may_have_parts_of_k_of_different_lengths_or_none(op):
     w = [normal(rank, 8 * k, torch.float32).view(8, k) for rank, k in enumerate((5, 0, 3))]
 
     assert wrong(op(a, w), specified(op, a, w)) == [0] * 3
-
-
-@every_op
-def test_a_sum_of_no_products_is_zero_and_the_bias(op):
-    a, w, bias = operands(6, 8, 0, torch.float16, with_bias=True)
-
-    assert all(not one.any() for one in op(a, w))
-    assert all(same_bits(one, bias.expand_as(one)) == 0 for one in call(op, a, w, bias))
 
 
 def test_what_is_not_a_number_is_the_canonical_one():
@@ -133,13 +114,6 @@ def test_the_bits_are_those_of_the_products_reduced_with_the_epilogue():
         assert same_bits(one, reference.allreduce(products, "gelu(v) - row")) == 0
     with_bias = reference.fused_matmul_allreduce(a, w, bias, epilogue="relu(v)")
     assert same_bits(with_bias, reference.allreduce(products, Epilogue("relu(v + b[col])", b=bias))) == 0
-
-
-def test_an_epilogue_that_does_nothing_leaves_the_bits_of_the_bias():
-    a, w, bias = operands(9, 16, 12, torch.bfloat16, with_bias=True)
-
-    with_bias = reference.fused_matmul_allreduce(a, w, bias)
-    assert same_bits(reference.fused_matmul_allreduce(a, w, bias, epilogue="v"), with_bias) == 0
 
 
 @every_op

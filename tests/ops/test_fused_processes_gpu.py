@@ -71,50 +71,6 @@ def test_any_sequence_of_calls_with_late_ranks_is_right(rank, world_size):
     assert [layer.wrong(y, op) for layer, op, y in kept] == [0] * 150
 
 
-@every_world_size
-@pytest.mark.parametrize("way", ["none", "split_m", "split_n", "tiles"])
-@on_ranks(by=run_on_gpus)
-def test_graphs_replay(rank, world_size, way):
-    layer = Layer(rank, world_size, 1024, 2048, 256)
-    layer(partition=way)
-    torch.cuda.synchronize()
-    graph, ys = torch.cuda.CUDAGraph(), []
-    with torch.cuda.graph(graph):
-        ys = [layer(partition=way) for _ in range(3)]
-    found = []
-    for turn in range(100):
-        if turn % world_size == rank:
-            torch.cuda._sleep(200_000)
-        graph.replay()
-        if turn % 25 == 0:
-            found.append(layer.wrong(layer(partition=way)))  # an eager call between replays
-    torch.cuda.synchronize()
-    assert found + [layer.wrong(y) for y in ys] == [0] * 7
-
-
-@every_world_size
-@on_ranks(by=run_on_gpus)
-def test_torch_compile_and_gradients(rank, world_size):
-    layer = Layer(rank, world_size, 256, 512, 128)
-
-    def two_layers(a, w):
-        y = graphar.fused_matmul_allreduce(a, w, partition="split_m")
-        return y * 2, graphar.fused_matmul_reducescatter(a, w)
-
-    whole, part = torch.compile(two_layers, fullgraph=True, mode="reduce-overhead")(layer.a, layer.w)
-    found = [same_bits(whole, layer.expected[OPS[0]] * 2), layer.wrong(part, OPS[1])]
-    a, w = layer.a.float().requires_grad_(), layer.w.float().requires_grad_()
-    graphar.fused_matmul_allreduce(a, w).square().sum().backward()
-    gradient = 2 * layer.expected[OPS[0]].float()  # rounded, so compared with a tolerance
-    near = [
-        torch.nn.functional.cosine_similarity(x.flatten(), y.flatten(), 0).item()
-        for x, y in ((a.grad, gradient @ w.detach()), (w.grad, gradient.t() @ a.detach()))
-    ]
-    near = min(near)
-    assert found == [0, 0]
-    assert near > 0.999
-
-
 @pytest.mark.gpu
 @pytest.mark.usefixtures("hopper")
 @on_ranks(2, by=run_on_gpus)

@@ -1,7 +1,5 @@
 """The gradients of residual and RMSNorm: the specification, the kernels' bits, and what a call keeps for them."""
 
-import itertools
-
 import pytest
 import torch
 from torch.nn import functional
@@ -119,25 +117,6 @@ def test_each_gradient_is_rounded_once(dtype, with_summed, device):
     terms = of_normed * unit
     exact = terms.sum(0)
     assert ((of_weight - exact).abs() <= half_a_unit(exact, dtype) + 2**-19 * terms.abs().sum(0)).all()
-
-
-@pytest.mark.parametrize("wanted", list(itertools.product([False, True], repeat=3)), ids=str)
-@pytest.mark.usefixtures("world_of_one")
-def test_a_call_has_the_gradients_of_torch(wanted):
-    x, residual, _, weight = drawn((6, 40), torch.float32)
-    tensors = [one.requires_grad_(need) for one, need in zip((x, residual, weight), wanted, strict=True)]
-    leaves = [one for one in tensors if one.requires_grad]
-    given = [normal(seed, x.numel(), torch.float32).view_as(x) for seed in (7, 8)]
-    total = x + residual
-    expected = functional.rms_norm(total, weight.shape, weight + OFFSET, EPS), total
-
-    found = graphar.allreduce_residual_rmsnorm(*tensors, EPS, weight_offset=OFFSET)
-
-    losses = [sum((y * one).sum() for y, one in zip(ys, given, strict=True)) for ys in (found, expected)]
-    if leaves:
-        torch.testing.assert_close(*(torch.autograd.grad(loss, leaves) for loss in losses))
-    else:
-        assert not found[0].requires_grad
 
 
 @pytest.mark.parametrize("used", [(0,), (1,)], ids=["normed", "residual_out"])

@@ -4,10 +4,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import graphar
-from graphar import Communicator, reference
+from graphar import reference
 from graphar.plan.algorithms import Algorithm
 from graphar.plan.call import Call
 from graphar.plan.config import kernel_of
@@ -110,19 +109,6 @@ def test_a_given_scale_saturates_infinities_and_keeps_what_is_not_a_number():
     assert normed.view(torch.uint8).tolist() == [[0x7E, 0xFE, 0x7F, 0x7F, 0x7E, 0xFE, 0, 0x80]]
 
 
-# ---- the op ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.usefixtures("world_of_one")
-def test_a_call_that_nobody_watches_goes_past_the_dispatcher(monkeypatch):
-    (x,), residual, weight = operands(1, (3, 16), torch.bfloat16)
-    expected = norm(x, residual, weight)
-    monkeypatch.setattr(torch.ops.graphar, "allreduce_residual_rmsnorm", None)
-
-    for one, wanted in zip(norm(x, residual, weight), expected, strict=True):
-        assert same_bits(one, wanted) == 0
-
-
 # ---- the grid -------------------------------------------------------------------------------------------------------
 
 
@@ -151,16 +137,6 @@ def test_rows_of_a_two_shot_have_owners_in_turn_and_fit_their_slots(world_size, 
 
 
 # ---- bad input ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.usefixtures("world_of_one")
-def test_one_rank_norms_its_own():
-    (x,), residual, weight = operands(1, (4, 16), torch.bfloat16)
-    with Communicator(dist.group.WORLD) as communicator:
-        found = norm(x, residual, weight, group=communicator)
-
-    for one, wanted in zip(found, reference.allreduce_residual_rmsnorm([x], residual, weight), strict=True):
-        assert same_bits(one, wanted) == 0
 
 
 def test_a_call_is_planned_with_its_columns():

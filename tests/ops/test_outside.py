@@ -145,13 +145,6 @@ def test_a_codec_or_a_tuple_takes_no_algorithm(xs):
         graphar.allgather((xs, xs), algorithm=load(op="allgather"))
 
 
-def test_a_communicator_takes_it(xs):
-    with graphar.Communicator(devices=["cpu"] * 3) as communicator:
-        found = communicator.allreduce(xs, algorithm=load(specification=in_reverse))
-
-    assert are_equal(found, [in_reverse(xs)] * 3)
-
-
 def test_a_hook_takes_an_all_reduce_alone():
     assert callable(graphar.ddp.exact_hook(algorithm=load()))
     with pytest.raises(ValueError, match=r"^exact_hook: this process has loaded no algorithm 'pushed_sum@\w+' of"):

@@ -81,8 +81,8 @@ def test_the_gradients_of_a_row_parallel_layer_have_the_bits_of_one_rank(ranks, 
     da, dw = torch.autograd.grad(graphar.fused_matmul_allreduce(a, w, partition="tp_invariant"), (a, w), dy)
 
     count = ranks.world_size
-    of_a = torch.cat([linear.of_input(dy, one) for one in w.detach().chunk(count, 1)], 1)
-    of_w = torch.cat([linear.of_weight(dy, one) for one in a.detach().chunk(count, 1)], 1)
+    of_a = torch.cat([linear.of_input("tp_invariant", dy, one) for one in w.detach().chunk(count, 1)], 1)
+    of_w = torch.cat([linear.of_weight("tp_invariant", dy, one) for one in a.detach().chunk(count, 1)], 1)
 
     assert same_bits(of_a, da) == 0
     assert same_bits(of_w, dw) == 0
@@ -100,7 +100,7 @@ def test_a_column_parallel_layer_and_its_gradients_have_the_bits_of_one_rank(ran
     with torch.no_grad():
         count = ranks.world_size
         of_y = torch.cat([graphar.linear(x, one) for one in w.chunk(count)], 1)
-        of_w = torch.cat([linear.of_weight(one, x) for one in dy.chunk(count, 1)])
+        of_w = torch.cat([linear.of_weight("tp_invariant", one, x) for one in dy.chunk(count, 1)])
 
         assert same_bits(of_y, y.detach()) == 0
         assert same_bits(of_w, dw) == 0

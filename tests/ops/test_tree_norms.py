@@ -16,9 +16,8 @@ from graphar.numerics.partitions import split
 from graphar.plan.call import Call, Operands
 from graphar.plan.work import Norm
 from graphar.runtime.bind import residual_norm
-from graphar.runtime.registry import engine_of_group
 from tests.cases import bit_patterns, normal, same_bits
-from tests.processes import on_ranks, run_ranks
+from tests.processes import on_ranks
 
 FP32, BF16 = torch.float32, torch.bfloat16
 DTYPES = (BF16, torch.float16, FP32)
@@ -200,32 +199,6 @@ def test_explain_says_that_a_norm_is_added_as_a_tree(op):
 
     assert explained.reason == "the tensor is on the CPU; added as a tree"
     assert in_order.reason == "the tensor is on the CPU"
-
-
-def answers(rank, world_size):
-    """What this rank gets of both ops, in each dtype."""
-    engine, found = engine_of_group(""), []
-    x = partials(world_size)[rank]
-    for dtype in DTYPES:
-        residual, weight = residual_and_weight(dtype)
-        for op in OPS:
-            own = residual if op == ALLREDUCE_NORM else residual.tensor_split(world_size)[rank]
-            operands = Operands((x, own, weight), (torch.empty_like(own), torch.empty_like(own)))
-            plan = engine.plan(call_of(op, x, world_size, dtype), [operands])
-            plan.run([operands])
-            found.append((op, operands.outputs))
-    return found
-
-
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_processes_get_the_specifications_bits(world_size):
-    by_rank = run_ranks(answers, world_size)
-
-    total = leaf_tree.tree_sum(leaves())
-    expected = [norms.specification(total, *residual_and_weight(dtype), *NUMBERS) for dtype in DTYPES]
-    for at, whole in enumerate(one for one in expected for _ in OPS):
-        (op,) = {found[at][0] for found in by_rank}
-        assert_bits(op, [found[at][1] for found in by_rank], whole)
 
 
 @on_ranks(2)

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from graphar.ops.differentiation import _in_stream_order
+from graphar.ops.register import _in_stream_order
 from graphar.ranks.hierarchical import Hierarchy
 from graphar.runtime.side_stream import SideStream
 
