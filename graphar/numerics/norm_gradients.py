@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from graphar.numerics import leaf_tree, norms
-from graphar.numerics.epilogues.code import nearest_sqrt
+from graphar.numerics.epilogues.operations import nearest_sqrt
 from graphar.numerics.nan import with_canonical_nan
 from graphar.numerics.norms import PACK_NBYTES, fp32, sum_in_slots
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from graphar.numerics import fp8_rows
-from graphar.numerics.epilogues.code import nearest_sqrt
+from graphar.numerics.epilogues.operations import nearest_sqrt
 from graphar.numerics.fp8_rows import FP8, GROUP_COLUMNS
 from graphar.numerics.nan import with_canonical_nan
 
