@@ -10,7 +10,7 @@ from graphar.numerics import leaf_tree, norms, partitions
 from graphar.numerics.codecs import Codec, CodecName
 from graphar.numerics.dtypes import ACCUMULATION_DTYPES
 from graphar.numerics.epilogues.epilogue import Epilogue, EpilogueInputs, Pointwise, as_epilogue, bind
-from graphar.numerics.fp8_products import rank_products, rows_of_scale, scaled_linear
+from graphar.numerics.fp8_products import rows_of_scale, scaled_linear
 from graphar.numerics.nan import with_canonical_nan
 from graphar.numerics.partitions import Partition
 from graphar.reference.sums import (
@@ -23,11 +23,6 @@ from graphar.reference.sums import (
 )
 
 
-def matmul(a: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    """Returns one rank's product ``a @ w.T``, accumulated in fp32 (float64 for float64) and rounded to its dtype."""
-    return linear(a, w)
-
-
 def linear(
     a: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None = None, tp_invariant: bool = False
 ) -> torch.Tensor:
@@ -35,20 +30,7 @@ def linear(
 
     With ``tp_invariant`` it is accumulated in the order of K, 16 columns at a time.
     """
-    product = unrounded_product(a, w, tp_invariant)
-    return with_canonical_nan((product if bias is None else product + bias.to(product.dtype)).to(a.dtype))
-
-
-def linear_with_epilogue(
-    a: torch.Tensor, w: torch.Tensor, form: Pointwise, inputs: EpilogueInputs, tp_invariant: bool = False
-) -> torch.Tensor:
-    """Returns ``a @ w.T``, accumulated as :func:`linear` does, with an epilogue applied before rounding."""
-    return rounded_after(form, inputs, unrounded_product(a, w, tp_invariant), a.dtype)
-
-
-def rounded_after(form: Pointwise, inputs: EpilogueInputs, v: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Returns an epilogue's values for all of the fp32 tensor ``v``, rounded to ``dtype``."""
-    return with_canonical_nan(form.apply_whole(v, inputs).to(dtype))
+    return with_bias(unrounded_product(a, w, tp_invariant), bias, a.dtype)
 
 
 def unrounded_product(a: torch.Tensor, w: torch.Tensor, tp_invariant: bool = False) -> torch.Tensor:
@@ -60,9 +42,14 @@ def unrounded_product(a: torch.Tensor, w: torch.Tensor, tp_invariant: bool = Fal
         return a.to(kind) @ w.to(kind).t()
 
 
-def with_bias(total: torch.Tensor, bias: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Returns ``total + bias`` rounded to ``dtype``; ``total`` is a sum that has not been rounded yet."""
-    return with_canonical_nan((total + bias.to(total.dtype)).to(dtype))
+def with_bias(total: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    """Returns ``total``, a sum that has not been rounded yet, plus the bias, rounded to ``dtype``."""
+    return with_canonical_nan((total if bias is None else total + bias.to(total.dtype)).to(dtype))
+
+
+def rounded_after(form: Pointwise, inputs: EpilogueInputs, v: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Returns an epilogue's values for all of the fp32 tensor ``v``, rounded to ``dtype``."""
+    return with_canonical_nan(form.apply_whole(v, inputs).to(dtype))
 
 
 def fused_matmul_allreduce(
@@ -116,21 +103,16 @@ def fused_matmul_allreduce(
             that is no multiple of 8, with scales, or with a codec.
     """
     products, order, dtype = _products(a, w, tp_invariant, codec, a_scale, w_scale, out_dtype)
-    m, n = products[0].shape
-    if epilogue is not None:
-        parts = [product.view(*a[0].shape[:-1], n) for product in products]
-        return allreduce(parts, _after_bias(epilogue, bias, parts[0]), order, dtype)
-    out, sum_dtype = products[0].new_empty(m, n, dtype=dtype), dtype if bias is None else None
-    for at, panel in enumerate(partitions.panels("reference", partition, num_partitions, [m], n)):
+    (m, n), shape = products[0].shape, a[0].shape[:-1]
+    panels = partitions.panels("reference", partition, num_partitions, [m], n)
+    if not codec:
+        return _summed([product.view(*shape, n) for product in products], bias, epilogue, order, dtype)
+    out = products[0].new_empty(m, n)
+    for at, panel in enumerate(panels):
         place = (*panel.rows, panel.columns)
-        parts = [widened(product[place], bias) for product in products]
-        total = (
-            quantized_allreduce(parts, codec, seed, call + at)
-            if codec
-            else allreduce(parts, order=order, out_dtype=sum_dtype)
-        )
+        total = quantized_allreduce([widened(product[place], bias) for product in products], codec, seed, call + at)
         out[place] = total if bias is None else with_bias(total, bias[panel.columns], dtype)
-    return out.view(*a[0].shape[:-1], n)
+    return out.view(*shape, n)
 
 
 def fused_matmul_allreduce_residual_rmsnorm(
@@ -143,7 +125,7 @@ def fused_matmul_allreduce_residual_rmsnorm(
     tp_invariant: bool = False,
     a_scale: Sequence[torch.Tensor] | None = None,
     w_scale: Sequence[torch.Tensor] | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, ...]:
     """Returns what every rank receives: (normed, residual_out) of :func:`allreduce_residual_rmsnorm` of the products.
 
     Each product ``a[r] @ w[r].T`` is rounded to the dtype of ``residual`` before it is summed. Both results are
@@ -164,13 +146,10 @@ def fused_matmul_allreduce_residual_rmsnorm(
         w_scale: fp32 scales of ``w``, one tensor per rank: of rows [N, 1], [1, N], or one number; of blocks
             [ceil(N / 128), ceil(K / 128)].
     """
-    if tp_invariant:
-        products, order, _ = _products(a, w, tp_invariant, a_scale=a_scale, w_scale=w_scale)
-        total = allreduce(products, order=order).view(residual.shape)
-    else:
-        total = fused_matmul_allreduce(a, w, a_scale=a_scale, w_scale=w_scale, out_dtype=residual.dtype)
-    normed, summed = norms.specification(total, residual, weight, eps, weight_offset)
-    return normed, summed
+    products, order, _ = _products(a, w, tp_invariant, None, a_scale, w_scale, residual.dtype)
+    return norms.specification(
+        allreduce(products, order=order).view(residual.shape), residual, weight, eps, weight_offset
+    )
 
 
 def fused_allgather_matmul(
@@ -206,33 +185,17 @@ def fused_allgather_matmul(
     """
     whole = allgather(a)
     if a_scale is not None or w_scale is not None:
-        of_a = torch.cat([rows_of_scale(*pair) for pair in zip(a, a_scale, strict=True)])
-        return _of_scaled_rows(whole, w, of_a, w_scale, bias, epilogue, out_dtype or torch.bfloat16)
+        dtype, of_a = out_dtype or torch.bfloat16, [rows_of_scale(*pair) for pair in zip(a, a_scale or (), strict=True)]
+        product = scaled_linear(_flat(whole), w, torch.cat(of_a), w_scale, out_dtype=torch.float32)
+        product = product.view(*whole.shape[:-1], len(w))
+    else:
+        dtype, product = whole.dtype, unrounded_product(whole, w, tp_invariant)
     if epilogue is None:
-        return linear(whole, w, bias, tp_invariant)
-    like = whole.new_empty((*whole.shape[:-1], len(w)))
-    return linear_with_epilogue(whole, w, *_bound(epilogue, bias, like), tp_invariant)
-
-
-def _of_scaled_rows(
-    whole: torch.Tensor,
-    w: torch.Tensor,
-    a_scale: torch.Tensor,
-    w_scale: torch.Tensor,
-    bias: torch.Tensor | None,
-    epilogue: object,
-    dtype: torch.dtype,
-) -> torch.Tensor:
-    rows, like = _flat(whole), whole.new_empty((*whole.shape[:-1], len(w)), dtype=dtype)
-    if epilogue is None:
-        return scaled_linear(rows, w, a_scale, w_scale, bias, dtype).view_as(like)
-    product = scaled_linear(rows, w, a_scale, w_scale, out_dtype=torch.float32)
-    return rounded_after(*_bound(epilogue, bias, like), product.view_as(like), dtype)
-
-
-def _bound(epilogue: object, bias: torch.Tensor | None, like: torch.Tensor) -> tuple[Pointwise, EpilogueInputs]:
+        return with_bias(product, bias, dtype)
+    like = product.new_empty(product.shape, dtype=dtype)
     wanted = _after_bias(epilogue, bias, like)
-    return bind("fused_allgather_matmul", wanted.text(like), like, *wanted.arguments())
+    form, inputs = bind("fused_allgather_matmul", wanted.text(like), like, *wanted.arguments())
+    return rounded_after(form, inputs, product, dtype)
 
 
 def fused_matmul_reducescatter(
@@ -280,41 +243,26 @@ def fused_matmul_reducescatter(
         ``out_dtype``.
     """
     products, order, dtype = _products(a, w, tp_invariant, codec, a_scale, w_scale, out_dtype)
-    beside = a[0].shape[1:-1]
-    if epilogue is not None:
-        return _parts_with_epilogue(products, a[0].shape[:-1], order, dtype, as_epilogue(epilogue), bias)
-    lengths = [len(part) for part in torch.empty(len(a[0]), device="meta").tensor_split(len(a))]
+    n, shape = len(w[0]), a[0].shape[:-1]
+    lengths, beside = partitions.split(len(a[0]), len(a)), shape[1:]
     sizes = [rows * beside.numel() for rows in lengths]
-    n, sum_dtype = products[0].shape[1], dtype if bias is None else None
-    received = [products[0].new_empty(rows, n, dtype=dtype) for rows in sizes]
-    for at, panel in enumerate(partitions.panels("reference", partition, num_partitions, sizes, n)):
+    panels = partitions.panels("reference", partition, num_partitions, sizes, n)
+    if not codec:
+        of_ranks = zip(*(product.view(*shape, n).split(lengths) for product in products), strict=True)
+        return [
+            _summed(parts, bias, None if epilogue is None else as_epilogue(epilogue).of_rank(rank), order, dtype)
+            for rank, parts in enumerate(of_ranks)
+        ]
+    received = [products[0].new_empty(rows, n) for rows in sizes]
+    for at, panel in enumerate(panels):
         parts = [torch.cat([product[rows, panel.columns] for rows in panel.rows]) for product in products]
-        parts, rows = [widened(part, bias) for part in parts], [partitions.length(one) for one in panel.rows]
-        shares = (
-            quantized_reducescatter(parts, codec, seed, call + at, sizes=rows)
-            if codec
-            else [share.contiguous() for share in allreduce(parts, order=order, out_dtype=sum_dtype).split(rows)]
-        )
+        rows = list(map(partitions.length, panel.rows))
+        shares = quantized_reducescatter([widened(part, bias) for part in parts], codec, seed, call + at, sizes=rows)
         for rank, share in enumerate(shares):
             begin = panel.rows[rank].start - sum(sizes[:rank])
             total = share if bias is None else with_bias(share, bias[panel.columns], dtype)
             received[rank][begin : begin + len(share), panel.columns] = total
-    return [one.view(rows, *beside, n) for one, rows in zip(received, lengths, strict=True)]
-
-
-def _parts_with_epilogue(
-    products: Sequence[torch.Tensor],
-    rows: torch.Size,
-    order: Order,
-    dtype: torch.dtype,
-    epilogue: Epilogue,
-    bias: torch.Tensor | None,
-) -> list[torch.Tensor]:
-    of_ranks = zip(*(one.view(*rows, one.shape[1]).tensor_split(len(products)) for one in products), strict=True)
-    return [
-        allreduce(parts, _after_bias(epilogue.of_rank(rank), bias, parts[0]), order, dtype)
-        for rank, parts in enumerate(of_ranks)
-    ]
+    return [part.view(rows, *beside, n) for part, rows in zip(received, lengths, strict=True)]
 
 
 def fused_matmul_reducescatter_residual_rmsnorm(
@@ -327,7 +275,7 @@ def fused_matmul_reducescatter_residual_rmsnorm(
     tp_invariant: bool = False,
     a_scale: Sequence[torch.Tensor] | None = None,
     w_scale: Sequence[torch.Tensor] | None = None,
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
+) -> list[tuple[torch.Tensor, ...]]:
     """Returns what each rank receives: the results of :func:`reducescatter_residual_rmsnorm` of the products.
 
     Each product ``a[r] @ w[r].T`` is rounded to the dtype of the residuals before it is summed. With ``tp_invariant``
@@ -347,14 +295,12 @@ def fused_matmul_reducescatter_residual_rmsnorm(
         w_scale: fp32 scales of ``w``, one tensor per rank: of rows [N, 1], [1, N], or one number; of blocks
             [ceil(N / 128), ceil(K / 128)].
     """
-    if tp_invariant:
-        products, order, _ = _products(a, w, tp_invariant, a_scale=a_scale, w_scale=w_scale)
-        sums = reducescatter([one.view(*a[0].shape[:-1], len(w[0])) for one in products], order=order)
-    else:
-        scaled = {"a_scale": a_scale, "w_scale": w_scale, "out_dtype": residuals[0].dtype}
-        sums = fused_matmul_reducescatter(a, w, **scaled)
-    pairs = (norms.specification(*pair, weight, eps, weight_offset) for pair in zip(sums, residuals, strict=True))
-    return [(normed, summed) for normed, summed in pairs]
+    products, order, _ = _products(a, w, tp_invariant, None, a_scale, w_scale, residuals[0].dtype)
+    sums = reducescatter([product.view(*a[0].shape[:-1], len(w[0])) for product in products], order=order)
+    return [
+        norms.specification(total, residual, weight, eps, weight_offset)
+        for total, residual in zip(sums, residuals, strict=True)
+    ]
 
 
 def _products(
@@ -368,19 +314,32 @@ def _products(
 ) -> tuple[list[torch.Tensor], Order, torch.dtype]:
     """Returns each rank's product [rows, N], the order in which they are added, and the dtype of the result.
 
-    Products are partials of a tree, or rounded.
+    The products are rounded, or with ``tp_invariant`` fp32 nodes of the tree of leaves.
     """
+    flat = list(map(_flat, a))
     if a_scale is not None or w_scale is not None:
         if tp_invariant:
             raise ValueError("reference: takes scales or tp_invariant, not both")
-        return rank_products(a, w, a_scale, w_scale, out_dtype), "rank", out_dtype or torch.bfloat16
-    dtype, a = a[0].dtype, [_flat(one) for one in a]
+        dtype, of_a = out_dtype or torch.bfloat16, [rows_of_scale(*pair) for pair in zip(a, a_scale or (), strict=True)]
+        operands = zip(flat, w, of_a, w_scale or (), strict=True)
+        return [scaled_linear(*of_rank, out_dtype=dtype) for of_rank in operands], "rank", dtype
     if not tp_invariant:
-        return [matmul(*pair) for pair in zip(a, w, strict=True)], "rank", dtype
+        return list(map(linear, flat, w)), "rank", a[0].dtype
     if codec is not None:
         raise ValueError("reference: takes a codec or tp_invariant, not both")
-    leaf_tree.check_operands("reference", a)
-    return [leaf_tree.partial(*pair, len(a)) for pair in zip(a, w, strict=True)], "tree", dtype
+    leaf_tree.check_operands("reference", flat)
+    return [leaf_tree.partial(*pair, len(a)) for pair in zip(flat, w, strict=True)], "tree", a[0].dtype
+
+
+def _summed(
+    products: Sequence[torch.Tensor], bias: torch.Tensor | None, epilogue: object, order: Order, dtype: torch.dtype
+) -> torch.Tensor:
+    """Returns the sum of the ranks' products, with the bias and the epilogue, rounded once."""
+    if epilogue is not None:
+        return allreduce(products, _after_bias(epilogue, bias, products[0]), order, dtype)
+    if bias is None:
+        return allreduce(products, order=order, out_dtype=dtype)
+    return with_bias(allreduce([widened(product, bias) for product in products], order=order), bias, dtype)
 
 
 def _flat(a: torch.Tensor) -> torch.Tensor:
