@@ -168,11 +168,25 @@ class GroupCalls:
 
     def failure(self, call: OneCall, error: GroupFailed | RanksAbsent, took_s: float) -> CollectiveTimeout:
         """Returns the error that tells users of ``error``, which ended a call after so many seconds."""
-        waited_s = getattr(error, "waited_s", None)
+        waited_s, sequence = getattr(error, "waited_s", None), self._current[1]
         broken = (took_s if waited_s is None else waited_s) < call.timeout_s
         words = self._last_words(broken, None if call.notes else error.absent or ())
+        at_fault = [rank for rank, word in enumerate(words) if word.behind or word.ended]
+        # A rank that gave up waited for another rank, so it is not the cause.
+        missing = [rank for rank in at_fault if not words[rank].gave_up] or at_fault
+        what = f"{call.op} call {sequence}"
+        with contextlib.suppress(CommunicatorError):  # the store may have ended with the rank that served it
+            waited = f"waited for rank(s) {missing} in vain" if missing else "gave up, with no rank known to be missing"
+            self._rendezvous.note(f"{what}, in which it {waited}", gave_up=True)
+        dead = [rank for rank in missing if words[rank].ended]
+        peer = next(iter(dead + missing), None)
+        named = f"rank(s) {missing} failed, or did not take part" if missing else "a rank failed, or was not done"
         when = f"after {took_s:.1f} s" if broken else f"within {call.timeout_s:g} s"
-        return self._timeout(call.op, call.by, self._current[1], when, words, str(error))
+        return CollectiveTimeout(
+            f"{what} over torch.distributed: {named} {when} ({error}); close this communicator, and make another in a "
+            "new process group",
+            TimeoutRecord(call.op, call.by, sequence, self._rendezvous.rank, peer, tuple(map(str, words))),
+        )
 
     def _compare(self, op: str, what: str, timeout_s: float) -> None:
         try:
@@ -184,25 +198,6 @@ class GroupCalls:
             if op != "allgather" or len(said) > 1:
                 raise
             raise CommunicatorError(f"{error}\nParts of different lengths need sizes=, equal on all ranks.") from None
-
-    def _timeout(
-        self, op: str, by: str, sequence: int, when: str, words: list[LastWord], reason: str
-    ) -> CollectiveTimeout:
-        what = f"{op} call {sequence}"
-        at_fault = [rank for rank, word in enumerate(words) if word.behind or word.ended]
-        # A rank that gave up waited for another rank, so it is not the cause.
-        missing = [rank for rank in at_fault if not words[rank].gave_up] or at_fault
-        with contextlib.suppress(CommunicatorError):  # the store may have ended with the rank that served it
-            waited = f"waited for rank(s) {missing} in vain" if missing else "gave up, with no rank known to be missing"
-            self._rendezvous.note(f"{what}, in which it {waited}", gave_up=True)
-        dead = [rank for rank in missing if words[rank].ended]
-        peer = next(iter(dead + missing), None)
-        named = f"rank(s) {missing} failed, or did not take part" if missing else "a rank failed, or was not done"
-        return CollectiveTimeout(
-            f"{what} over torch.distributed: {named} {when} ({reason}); close this "
-            "communicator, and make another in a new process group",
-            TimeoutRecord(op, by, sequence, self._rendezvous.rank, peer, tuple(map(str, words))),
-        )
 
     def _last_words(self, broken: bool, absent: Collection[int] | None) -> list[LastWord]:
         """Returns what every rank did last. If a connection is ``broken``, waits a moment for a process to end.

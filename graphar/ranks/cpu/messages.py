@@ -34,33 +34,28 @@ _KEPT_VIEWS = 64
 
 
 class Pending:
-    """Messages that are under way: waits as torch.distributed's Work does.
+    """The headers that are under way to and from each other rank."""
 
-    Args:
-        receives: the messages to this rank, by the rank that sends.
-        failure: the error by which a message could not be started.
-    """
-
-    def __init__(
-        self, receives: dict[int, dist.Work], sends: Sequence[dist.Work], failure: RuntimeError | None = None
-    ) -> None:
-        self._receives, self._sends, self._failure = receives, sends, failure
+    def __init__(self) -> None:
+        self.receives: dict[int, dist.Work] = {}  # by the rank that sends
+        self.sends: list[dist.Work] = []
+        self.failure: RuntimeError | None = None  # by which a message could not be started
         self.arrived: set[int] = set()  # the ranks whose messages have come
 
     def wait(self, timeout: timedelta) -> None:
         """Waits for all messages; RuntimeError if a rank failed, or was not done in time."""
-        if self._failure:
-            raise self._failure
+        if self.failure:
+            raise self.failure
         end = time.monotonic() + timeout.total_seconds()
-        for peer, work in self._receives.items():
+        for peer, work in self.receives.items():
             work.wait(deadline(end - time.monotonic()))
             self.arrived.add(peer)
-        for work in self._sends:
+        for work in self.sends:
             work.wait(deadline(end - time.monotonic()))
 
     def look(self) -> None:
         """Finds after a failure which other messages had come."""
-        for peer, work in self._receives.items():
+        for peer, work in self.receives.items():
             if peer not in self.arrived:
                 with contextlib.suppress(RuntimeError):
                     work.wait(deadline(0.0))
@@ -142,11 +137,18 @@ class Messages:
         self._tag_of_call = zlib.crc32(self._sent, self._tag) >> 1
         mine = self._own[: _HEADER_NBYTES + nbytes]
         letters = {peer: torch.cat([mine, parts[peer]]) if parts else mine for peer in self.peers}
-        self._pending = self._start(self._incoming, letters, self._tag)
+        self._pending = pending = Pending()
+        try:
+            for peer, letter in self._incoming.items():
+                pending.receives[peer] = self._gloo.recv([letter], peer, self._tag)
+            for peer, letter in letters.items():
+                pending.sends.append(self._gloo.send([letter], peer, self._tag))
+        except RuntimeError as error:  # a connection is broken
+            pending.failure = error
 
     def await_headers(self, timeout_s: float) -> None:
         """Returns once all ranks are known to have announced this call; raises what :meth:`agree` raises."""
-        pending, self._pending = self._pending or Pending({}, []), None
+        pending, self._pending = self._pending or Pending(), None
         under_way, self._under_way = self._under_way, []
         begin = time.monotonic()
         try:
@@ -175,8 +177,10 @@ class Messages:
         if self._header:
             self.agree(timeout_s)
         received = [mine if rank == self._rank else mine.new_empty(length) for rank, length in enumerate(lengths)]
-        full = {peer: received[peer] for peer in self.peers if lengths[peer]}
-        self._finish(full, dict.fromkeys(self.peers if mine.numel() else (), mine), timeout_s)
+        gloo, tag = self._gloo, self._tag
+        moves = [self._post(gloo.recv, received[peer], peer, tag) for peer in self.peers if lengths[peer]]
+        moves += [self._post(gloo.send, mine, peer, tag) for peer in self.peers if mine.numel()]
+        wait(moves, timeout_s)
         return [received]
 
     def exchange(
@@ -250,24 +254,6 @@ class Messages:
         if self._pending:
             self._under_way.append((peer, work))
         return work
-
-    def _finish(self, received: dict[int, torch.Tensor], sent: dict[int, torch.Tensor], timeout_s: float) -> None:
-        begin, pending = time.monotonic(), self._start(received, sent, self._tag)
-        try:
-            pending.wait(deadline(timeout_s))
-        except RuntimeError as error:
-            raise GroupFailed(str(error), begin=begin) from error
-
-    def _start(self, received: dict[int, torch.Tensor], sent: dict[int, torch.Tensor], tag: int) -> Pending:
-        gloo, receives, sends = self._gloo, {}, []
-        try:
-            for peer, one in received.items():
-                receives[peer] = gloo.recv([one], peer, tag)
-            for peer, one in sent.items():
-                sends.append(gloo.send([one], peer, tag))
-        except RuntimeError as error:  # a connection is broken
-            return Pending(receives, sends, error)
-        return Pending(receives, sends)
 
 
 def hash_of(words: str) -> bytes:
