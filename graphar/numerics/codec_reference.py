@@ -170,10 +170,10 @@ def random_halves(numel: int, noise: Noise, device: torch.device | None = None) 
     return torch.stack([words & 0xFFFF, words >> 16], 2).view(-1)
 
 
-def philox(counter: list[Tensor], key_low: int, key_high: int, rounds: int = 7) -> list[Tensor]:
-    """Returns Philox-4x32 of a counter of four 32-bit words, each in an int64 tensor, as four such words."""
+def philox(counter: list[Tensor], key_low: int, key_high: int) -> list[Tensor]:
+    """Returns Philox-4x32-7 of a counter of four 32-bit words, each in an int64 tensor, as four such words."""
     c0, c1, c2, c3 = counter
-    for _ in range(rounds):
+    for _ in range(7):
         high0, low0 = _multiply(c0, 0xD2511F53)
         high1, low1 = _multiply(c2, 0xCD9E8D57)
         c0, c1, c2, c3 = high1 ^ c1 ^ key_low, low1, high0 ^ c3 ^ key_high, low0

@@ -137,7 +137,7 @@ def check_operands(
         raise ValueError(f"{op}: a and w must have equally many columns, got {list(a.shape)} and {list(w.shape)}")
     if out_dtype not in RESULT_DTYPES:
         raise TypeError(f"{op}: out_dtype must be one of {RESULT_DTYPES}, got {out_dtype}")
-    if bias is None or out_dtype is None:
+    if bias is None:
         return
     if out_dtype == torch.float32:
         raise ValueError(f"{op}: a bias is added to rounded results only, got out_dtype=torch.float32")

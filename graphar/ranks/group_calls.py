@@ -7,7 +7,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -19,7 +19,7 @@ from graphar.plan.call import Call, Operands
 from graphar.ranks import agreement
 from graphar.ranks.cpu.messages import Messages, hash_of, messages_of
 from graphar.ranks.cpu.transport import GroupFailed
-from graphar.ranks.rendezvous import LastWord, RanksAbsent, StoreRendezvous, at_once
+from graphar.ranks.rendezvous import LastWord, RanksAbsent, StoreRendezvous
 
 _GRACE_S = 1.0  # the time until a killed process is seen as ended
 _CROSSED = (
@@ -29,37 +29,36 @@ _CROSSED = (
 _PARTS = re.compile(r"^allgather of parts of \[[^]]*\]")  # as agreement.words begins
 
 
+@dataclass
 class OneCall:
     """The context of a call, which gives its number. It raises CollectiveTimeout for GroupFailed and RanksAbsent.
 
     Two threads that are inside at the same time get ConcurrentCallError, and so do all later calls.
-
-    Args:
-        agreed: the call in words.
-        by: the algorithm, or the backend that makes the call.
-        notes: whether to record the call for other ranks. Without, GroupFailed knows which ranks have not made it.
     """
 
-    def __init__(self, calls: GroupCalls, op: str, agreed: str, by: str, timeout_s: float, notes: bool) -> None:
-        self._calls, self.op, self.agreed, self.by = calls, op, agreed, by
-        self.timeout_s, self.notes = timeout_s, notes
+    calls: GroupCalls
+    op: str
+    agreed: str  # the call in words
+    by: str  # the algorithm, or the backend that makes the call
+    timeout_s: float
+    notes: bool  # whether to record the call for other ranks. Without, GroupFailed knows which ranks have not made it
 
     def __enter__(self) -> int:
-        sequence, self._begin = self._calls.enter(self), time.monotonic()
+        sequence, self._begin = self.calls.enter(self), time.monotonic()
         if self.notes:
             try:
-                self._calls.note()
+                self.calls.note()
             except BaseException:
-                self._calls.leave(self.op)
+                self.calls.leave(self.op)
                 raise
         return sequence
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         try:
             if isinstance(error, (GroupFailed, RanksAbsent)):
-                raise self._calls.failure(self, error, time.monotonic() - self._begin) from error
+                raise self.calls.failure(self, error, time.monotonic() - self._begin) from error
         finally:
-            self._calls.leave(self.op)
+            self.calls.leave(self.op)
 
 
 class GroupCalls:
@@ -83,7 +82,7 @@ class GroupCalls:
         """Drops the process group and its store. No call follows."""
         if self.messages:
             self.messages.let_go_of_group()
-        self.messages, self._rendezvous.beside_meeting = None, at_once
+        self.messages, self._rendezvous.beside_meeting = None, None
 
     def bind(self, call: Call, x: torch.Tensor, timeout_s: float, run: Callable, algorithm: Algorithm) -> Callable:
         """Returns ``run``, a function of the call's operands, wrapped to compare calls and to name absent ranks.

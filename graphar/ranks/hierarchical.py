@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from itertools import repeat
-from typing import Protocol
+from typing import Protocol, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -69,14 +69,15 @@ def check_hosts(hosts: object, world_size: int | None) -> list[list[int]] | None
         return None
     if world_size is None:
         raise ValueError("Communicator: hosts needs a process group; the devices of one process are on one host")
-    if isinstance(hosts, str) or not isinstance(hosts, Sequence):
+    if not _is_list(hosts) or any(not _is_list(of_host) or {*map(type, of_host)} - {int} for of_host in hosts):
         raise TypeError(f"Communicator: hosts must be a list with each host's ranks, got {hosts!r}")
-    for one in hosts:
-        if isinstance(one, str) or not isinstance(one, Sequence) or any(type(rank) is not int for rank in one):
-            raise TypeError(f"Communicator: hosts must be a list with each host's ranks, got {hosts!r}")
     if sorted(rank for one in hosts for rank in one) != list(range(world_size)) or not all(hosts):
         raise ValueError(f"Communicator: hosts must have each of {world_size} ranks once, got {hosts!r}")
     return [sorted(one) for one in hosts]
+
+
+def _is_list(value: object) -> TypeGuard[Sequence]:
+    return isinstance(value, Sequence) and not isinstance(value, str)
 
 
 class Hierarchy:
@@ -124,11 +125,11 @@ class Hierarchy:
         if not self._hosts:
             said = json.dumps([self._given, host()]).encode()
             words = [json.loads(word) for word in self._communicator.rendezvous().exchange("finding hosts", said)]
-            if any(given != self._given for given, _ in words):
-                raise CommunicatorError(f"ranks were given different hosts: {[given for given, _ in words]}")
-            names = [name for _, name in words]
-            found = [[rank for rank, one in enumerate(names) if one == name] for name in dict.fromkeys(names)]
-            self._hosts = self._given or found
+            all_given, names = zip(*words, strict=True)
+            if any(given != self._given for given in all_given):
+                raise CommunicatorError(f"ranks were given different hosts: {[*all_given]}")
+            by_name = [[rank for rank, one in enumerate(names) if one == name] for name in dict.fromkeys(names)]
+            self._hosts = self._given or by_name
         if len({len(one) for one in self._hosts}) > 1:
             raise UnsupportedError(
                 "allreduce: hierarchical cannot serve this call: hosts must have equally many ranks, got "
@@ -200,8 +201,7 @@ class Hierarchy:
         """Writes what graphar.reference.hierarchical_allreduce of contiguous tensors gives into ``out``.
 
         Inside a host ``x`` is summed in fp32. That sends twice the bytes of bf16 over NVLink, but needs no kernel of
-        its own. ``codec`` is the format across hosts; it rounds to nearest. It raises
-        what a transport does.
+        its own. ``codec`` is the format across hosts.
         """
         check_backend(x.device, known_group(self._communicator.group))
         source, target, waiting = x.view(-1), out.view(-1), None

@@ -97,11 +97,6 @@ class Alone:
         pass
 
 
-def at_once(what: str, timeout_s: float) -> contextlib.AbstractContextManager[None]:
-    """Does nothing beside a meeting: see :attr:`StoreRendezvous.beside_meeting`."""
-    return contextlib.nullcontext()
-
-
 class StoreRendezvous:
     """The rendezvous of a process group's ranks through torch.distributed's store.
 
@@ -113,7 +108,7 @@ class StoreRendezvous:
     Attributes:
         prefix: the prefix of all keys.
         beside_meeting: takes the purpose of an exchange and its limit in seconds, and returns the context in which
-            ranks meet: for ranks that may make a call elsewhere in place of the exchange.
+            ranks meet: for ranks that may make a call elsewhere in place of the exchange. None: there is no such call.
         waited_s: how long all meetings together have waited for ranks to come, in seconds.
         has_met: whether all ranks have come to a meeting.
         is_served: whether the store can still be expected to answer.
@@ -136,15 +131,15 @@ class StoreRendezvous:
         self.waited_s, self.has_met = 0.0, False
         self.is_served: Callable[[], bool] = lambda: True
         self._keys: set[str] = set()  # of this rank, in the store
-        self.beside_meeting: Callable[[str, float], contextlib.AbstractContextManager[None]] = at_once
+        self.beside_meeting: Callable[[str, float], contextlib.AbstractContextManager[None]] | None = None
         self._identity = identify()
         self._set(self._key("process", rank), self._identity)
 
     def exchange(self, what: str, payload: bytes, timeout_s: float | None = None) -> list[bytes]:
-        """Returns every rank's payload, in rank order, once all ranks have come.
+        """Returns every rank's payload, in rank order, once all ranks have come. Of an empty one it is a zero byte.
 
-        An empty payload is returned as one zero byte. ``what`` is the purpose of the meeting, equal on every rank. The
-        meeting may take ``timeout_s`` seconds; None: the rendezvous's own limit.
+        ``what`` is the purpose of the meeting, equal on every rank. It may take ``timeout_s`` seconds; None: the limit
+        of the rendezvous.
 
         Raises:
             RanksAbsent: ranks did not come in time, or have ended. The message names them. A rank that comes after
@@ -152,7 +147,7 @@ class StoreRendezvous:
             CommunicatorError: on every rank, if purposes differ. The message has the purpose of each rank.
         """
         limit_s = timeout_s or self._timeout_s
-        with self.beside_meeting(what, limit_s):
+        with self.beside_meeting(what, limit_s) if self.beside_meeting else contextlib.nullcontext():
             return self.exchange_at_once(what, payload, limit_s)
 
     def exchange_at_once(self, what: str, payload: bytes, timeout_s: float) -> list[bytes]:
