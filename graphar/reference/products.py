@@ -1,4 +1,8 @@
-"""The specification of matmuls whose products are summed, or whose rows are gathered, in plain torch."""
+"""The specification of fused matmuls in plain torch: sums of the ranks' products, and products of gathered rows.
+
+An op has three steps, and each function here is made of them: the products of the ranks (:func:`_products`), their sum
+(:func:`_summed`), and what follows it before the only rounding of the result: a bias, an epilogue or a norm.
+"""
 
 from __future__ import annotations
 
@@ -26,15 +30,15 @@ from graphar.reference.sums import (
 def linear(
     a: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None = None, tp_invariant: bool = False
 ) -> torch.Tensor:
-    """Returns ``a @ w.T + bias``, accumulated in fp32 (float64 for float64) and rounded once to its dtype.
+    """Returns ``a @ w.T + bias``, computed in fp32 (float64 for float64) and rounded once to the dtype of ``a``.
 
-    With ``tp_invariant`` it is accumulated in the order of K, 16 columns at a time.
+    With ``tp_invariant`` the products are added in the order of K, 16 columns at a time.
     """
     return with_bias(unrounded_product(a, w, tp_invariant), bias, a.dtype)
 
 
 def unrounded_product(a: torch.Tensor, w: torch.Tensor, tp_invariant: bool = False) -> torch.Tensor:
-    """Returns ``a @ w.T``, accumulated as :func:`linear` does, before it is rounded."""
+    """Returns the ``a @ w.T`` of :func:`linear` before it is rounded."""
     if tp_invariant:
         return leaf_tree.product(_flat(a), w).view(*a.shape[:-1], len(w))
     kind = ACCUMULATION_DTYPES[a.dtype]
@@ -43,12 +47,12 @@ def unrounded_product(a: torch.Tensor, w: torch.Tensor, tp_invariant: bool = Fal
 
 
 def with_bias(total: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-    """Returns ``total``, a sum that has not been rounded yet, plus the bias, rounded to ``dtype``."""
+    """Returns ``total + bias`` rounded to ``dtype``, for a sum that has not been rounded yet."""
     return with_canonical_nan((total if bias is None else total + bias.to(total.dtype)).to(dtype))
 
 
 def rounded_after(form: Pointwise, inputs: EpilogueInputs, v: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Returns an epilogue's values for all of the fp32 tensor ``v``, rounded to ``dtype``."""
+    """Returns the values of an epilogue for the fp32 tensor ``v``, rounded to ``dtype``."""
     return with_canonical_nan(form.apply_whole(v, inputs).to(dtype))
 
 
@@ -69,23 +73,32 @@ def fused_matmul_allreduce(
 ) -> torch.Tensor:
     """Returns what every rank receives: the sum of ``a[r] @ w[r].T`` over all ranks r, plus the bias.
 
-    Each product is rounded to its dtype before it is summed. The bias is added once, before the sum is rounded. Without
-    a codec, partitions change no bit. With a codec, each partition is encoded separately, in order.
+        product[r] = round(a[r] @ w[r].T)
+        result     = round((product[0] + product[1] + ...) + bias)
 
-    With ``tp_invariant`` K over all ranks is cut into 8 leaves of equal length, which are added in fp32 as a binary
-    tree. The result is rounded once. It has the same bits for 1, 2, 4 and 8 ranks, and each element depends on its row
-    of ``a`` and its row of ``w`` alone. A leaf is added in the order of K, 16 columns at a time.
+    Additions are in fp32, in rank order. Both roundings are to the dtype of the result.
+
+    With ``codec`` the sum is that of :func:`quantized_allreduce`, for each partition on its own, in their order. The
+    partition changes no bit without a codec.
+
+    With ``tp_invariant`` the result has the same bits for 1, 2, 4 and 8 ranks. K over all ranks is cut into 8 leaves of
+    equal length. The products of a leaf are added in the order of K, 16 columns at a time, and the leaves as a tree:
+
+        result = round((((leaf[0] + leaf[1]) + (leaf[2] + leaf[3])) + ((leaf[4] + leaf[5]) + ...)) + bias)
+
+    Nothing else is rounded. Each rank has 8 / N adjacent leaves, so its partial sum is a node of that tree, whatever
+    the number N of ranks. Each element depends on its row of ``a`` and its row of ``w`` alone.
 
     Args:
         a: one tensor per rank, in rank order: [..., K]. Shapes may differ in K only.
         w: one tensor per rank: [N, K], as torch.nn.Linear stores it.
         bias: [N], equal on all ranks. None: no bias.
-        partition: "split_m" cuts the rows of ``a``, and "split_n" the rows of ``w``. The others make one partition.
+        partition: "split_m" cuts the rows of ``a``, "split_n" the rows of ``w``. All others make one partition.
         num_partitions: how many partitions "split_m" and "split_n" make. None: at most 4.
-        codec: the format on the wire, or its name. None: the elements themselves.
+        codec: the format on the wire, or its name. None: no codec.
         seed: the 64-bit seed of stochastic rounding.
         call: how many calls came before. Stochastic rounding draws other random numbers in each call.
-        epilogue: elementwise work on the sum and the bias before they are rounded: an Epilogue, an expression, or a
+        epilogue: elementwise work on ``sum + bias`` in fp32, before the rounding: an Epilogue, an expression, or a
             function without arguments. Not with a codec.
         tp_invariant: whether leaves are added as a tree: bf16, fp16 or fp32, without a codec.
         a_scale: fp32 scales of ``a`` in torch.float8_e4m3fn, one tensor per rank: of rows [..., 1], or one number; of
@@ -99,7 +112,7 @@ def fused_matmul_allreduce(
 
     Raises:
         TypeError, ValueError: operands and scales do not fit together: see :func:`scaled_linear`.
-        ValueError: ``tp_invariant`` with 3, 5, 6 or 7 ranks, with columns of unequal number, with K over all ranks
+        ValueError: ``tp_invariant`` with 3, 5, 6 or 7 ranks, with a K that differs between ranks, with K over all ranks
             that is no multiple of 8, with scales, or with a codec.
     """
     products, order, dtype = _products(a, w, tp_invariant, codec, a_scale, w_scale, out_dtype)
@@ -128,10 +141,14 @@ def fused_matmul_allreduce_residual_rmsnorm(
 ) -> tuple[torch.Tensor, ...]:
     """Returns what every rank receives: (normed, residual_out) of :func:`allreduce_residual_rmsnorm` of the products.
 
-    Each product ``a[r] @ w[r].T`` is rounded to the dtype of ``residual`` before it is summed. Both results are
-    [..., N], with that dtype.
-    With ``tp_invariant`` the residual is added to the fp32 sum of :func:`fused_matmul_allreduce`, before the only
-    rounding of ``residual_out``.
+        product[r]   = round(a[r] @ w[r].T)
+        residual_out = round(round(product[0] + product[1] + ...) + residual)
+
+    With ``tp_invariant`` there is one rounding. ``tree`` is the sum of the leaves in :func:`fused_matmul_allreduce`:
+
+        residual_out = round(tree + residual)
+
+    All roundings are to the dtype of ``residual``. Both results are [..., N], with that dtype.
 
     Args:
         a: one tensor per rank, in rank order: [..., K]. Shapes may differ in K only.
@@ -162,16 +179,16 @@ def fused_allgather_matmul(
     w_scale: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Returns what a rank with the weight ``w`` receives: ``allgather(a) @ w.T``, plus the bias.
+    """Returns what a rank with the weight ``w`` receives: ``allgather(a) @ w.T + bias``, in fp32 and rounded once.
 
-    With ``tp_invariant`` products are added in fp32 in the order of K, 16 columns at a time. Each element then depends
-    on its row of ``a`` and its row of ``w`` alone, however ranks divide rows and features.
+    With ``tp_invariant`` products are added in the order of K, 16 columns at a time. Each element then depends on its
+    row of ``a`` and its row of ``w`` alone, however rows and features are divided between ranks.
 
     Args:
         a: one tensor per rank, in rank order: [M_r, ..., K]. Shapes may differ in M_r only.
         w: the rank's [N, K], as torch.nn.Linear stores it.
         bias: the rank's [N], added before the product is rounded. None: no bias.
-        epilogue: elementwise work on the fp32 product and the bias before they are rounded: an Epilogue with the rank's
+        epilogue: elementwise work on ``product + bias`` in fp32, before the rounding: an Epilogue with the rank's
             tensors, an expression, or a function without arguments.
         tp_invariant: whether products are added in the order of K. Not with scales.
         a_scale: fp32 scales of ``a`` in torch.float8_e4m3fn, one tensor per rank: of rows [M_r, ..., 1], or one number;
@@ -213,23 +230,21 @@ def fused_matmul_reducescatter(
     w_scale: Sequence[torch.Tensor] | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> list[torch.Tensor]:
-    """Returns what each rank receives: its part of the sum of ``a[r] @ w[r].T`` over all ranks r, plus the bias.
+    """Returns what each rank receives: its rows of the sum of ``a[r] @ w[r].T`` over all ranks r, plus the bias.
 
-    The sum is split along the first dimension as torch.tensor_split does. Each product is rounded to its dtype before
-    it is summed. The bias is added once, before the sum is rounded. Without a codec the result has the bits of
-    :func:`fused_matmul_allreduce`. A codec rounds the products as :func:`quantized_reducescatter` does, and
-    encodes each partition separately, in order.
+    The result is that of :func:`fused_matmul_allreduce`, split along the first dimension as torch.tensor_split does.
+    With ``codec`` the sum is that of :func:`quantized_reducescatter`, for each partition on its own, in their order.
 
     Args:
         a: one tensor per rank, in rank order: [..., K], of at least two dimensions. Shapes may differ in K only.
         w: one tensor per rank: [N, K], as torch.nn.Linear stores it.
         bias: [N], equal on all ranks. None: no bias.
-        partition: "split_m" cuts the rows of ``a``, and "split_n" the rows of ``w``. The others make one partition.
+        partition: "split_m" cuts the rows of ``a``, "split_n" the rows of ``w``. All others make one partition.
         num_partitions: how many partitions "split_m" and "split_n" make. None: at most 4.
         codec: the format on the wire, or its name. None: the elements themselves.
         seed: the 64-bit seed of stochastic rounding.
         call: how many calls came before. Stochastic rounding draws other random numbers in each call.
-        epilogue: elementwise work on each part of the sum and the bias before they are rounded: an Epilogue, whose
+        epilogue: elementwise work on ``sum + bias`` of each part in fp32, before the rounding: an Epilogue whose
             tensors are lists with one per rank, an expression, or a function without arguments. Not with a codec.
         tp_invariant: whether leaves are added as a tree, as in :func:`fused_matmul_allreduce`.
         a_scale: fp32 scales of ``a`` in torch.float8_e4m3fn, one tensor per rank: of rows [..., 1], or one number; of
@@ -276,10 +291,7 @@ def fused_matmul_reducescatter_residual_rmsnorm(
     a_scale: Sequence[torch.Tensor] | None = None,
     w_scale: Sequence[torch.Tensor] | None = None,
 ) -> list[tuple[torch.Tensor, ...]]:
-    """Returns what each rank receives: the results of :func:`reducescatter_residual_rmsnorm` of the products.
-
-    Each product ``a[r] @ w[r].T`` is rounded to the dtype of the residuals before it is summed. With ``tp_invariant``
-    each rank receives its rows of :func:`fused_matmul_allreduce_residual_rmsnorm`.
+    """Returns what each rank receives: its rows of the results of :func:`fused_matmul_allreduce_residual_rmsnorm`.
 
     Args:
         a: one tensor per rank, in rank order: [M, ..., K]. Shapes may differ in K only.
@@ -307,10 +319,10 @@ def _products(
     a: Sequence[torch.Tensor],
     w: Sequence[torch.Tensor],
     tp_invariant: bool,
-    codec: object = None,
-    a_scale: Sequence[torch.Tensor] | None = None,
-    w_scale: Sequence[torch.Tensor] | None = None,
-    out_dtype: torch.dtype | None = None,
+    codec: object,
+    a_scale: Sequence[torch.Tensor] | None,
+    w_scale: Sequence[torch.Tensor] | None,
+    out_dtype: torch.dtype | None,
 ) -> tuple[list[torch.Tensor], Order, torch.dtype]:
     """Returns each rank's product [rows, N], the order in which they are added, and the dtype of the result.
 
@@ -351,5 +363,5 @@ def _after_bias(epilogue: object, bias: torch.Tensor | None, x: torch.Tensor) ->
 
 
 def widened(product: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """Returns the product that is summed: with a bias in its accumulation dtype, so that the sum is not rounded."""
+    """Returns the product as it is summed: before a bias in fp32 (or float64), so that the sum is not rounded yet."""
     return product if bias is None else product.to(ACCUMULATION_DTYPES[product.dtype])
