@@ -14,7 +14,6 @@ are four such runs.
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Iterator
 
@@ -34,21 +33,12 @@ _DOUBT = 2.0**-13  # above the errors of two additions in fp32 to a code below 2
 class _Room(threading.local):
     """Memory for the temporaries of a chunk, which each thread keeps: new pages would take as long as the work."""
 
-    @functools.cached_property
-    def floats(self) -> tuple[Tensor, ...]:
-        return self._new(3, _CHUNK_TILES * TILE_NUMEL, torch.float32).unbind()
-
-    @functools.cached_property
-    def codes(self) -> Tensor:
-        return self._new(1, _CHUNK_TILES * TILE_NUMEL, torch.int8)[0]
-
-    @functools.cached_property
-    def random(self) -> tuple[Tensor, ...]:
-        return self._new(8, _CHUNK_TILES * TILE_NUMEL // RUN, torch.int64).view(4, 2, -1).unbind()
-
-    def _new(self, count: int, numel: int, dtype: torch.dtype) -> Tensor:
+    def __init__(self) -> None:
+        numel = _CHUNK_TILES * TILE_NUMEL
         with torch.inference_mode(False):
-            return torch.empty(count, numel, dtype=dtype)
+            self.floats = torch.empty(3, numel).unbind()
+            self.codes = torch.empty(numel, dtype=torch.int8)
+            self.random = torch.empty(4, 2, numel // RUN, dtype=torch.int64).unbind()
 
 
 _room = _Room()

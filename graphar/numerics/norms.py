@@ -78,8 +78,6 @@ def specification(
         total: [..., columns]: the sum over the ranks, rounded to the dtype of ``residual`` or still in fp32.
         residual: [..., columns], bf16, fp16 or fp32.
         weight: [columns], of the dtype of ``residual``.
-        eps: added to the mean square.
-        weight_offset: added to the weight.
         output: the format of normed, one of NORM_OUTPUTS.
         scale: for "static_fp8" one fp32 number; else None.
     """

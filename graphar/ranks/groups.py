@@ -10,15 +10,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 
 def process_group(group: dist.ProcessGroup | DeviceMesh | None, instead: str = "") -> dist.ProcessGroup:
-    """Returns ``group``, the group of a mesh, or the default group for None.
+    """Returns ``group``, the group of a mesh of one dimension, or the default group for None.
 
-    Args:
-        group: a process group, a mesh of one dimension, or None.
-        instead: what a caller without a default group may do instead, for the error's text; empty for nothing.
-
-    Raises:
-        TypeError: ``group`` is no process group.
-        ValueError: there is no default group, this rank is not in ``group``, or a mesh has several dimensions.
+    ``instead`` is what a caller without a default group may do instead, for the text of the ValueError.
     """
     if isinstance(group, DeviceMesh):
         return group_of_mesh(group)

@@ -61,9 +61,7 @@ class Kernels(Protocol):
 def check_hosts(hosts: object, world_size: int | None) -> list[list[int]] | None:
     """Returns the argument ``hosts`` of Communicator in a canonical form: the sorted ranks of each host, or None.
 
-    Raises:
-        TypeError: it is not a list of lists of ints.
-        ValueError: there is no group (``world_size`` is None), or the hosts do not have each rank once.
+    TypeError or ValueError unless each rank is in it once; ``world_size`` is None where there is no group.
     """
     if hosts is None:
         return None
@@ -106,9 +104,7 @@ class Hierarchy:
     def set_up(self, x: torch.Tensor) -> str:
         """Makes what calls with tensors like ``x`` need, and returns a description. The first call is collective.
 
-        Raises:
-            UnsupportedError: on every rank, if the algorithm cannot serve these ranks.
-            RanksAbsent: a rank did not come in time.
+        UnsupportedError on every rank if the algorithm cannot serve these ranks.
         """
         if self._communicator.devices:
             raise UnsupportedError("allreduce: hierarchical cannot serve this call: devices are of one host")

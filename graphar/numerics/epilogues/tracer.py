@@ -40,15 +40,10 @@ def trace(
     kinds: tuple[tuple[str, torch.dtype], ...],
     scalars: tuple[str, ...],
 ) -> str:
-    """Returns the text of the expression that a function computes.
+    """Returns the text of the expression that a function computes; ValueError, which says why, if there is none.
 
-    Args:
-        function: takes the sum ``v``, and by name the tensors, and 0-d tensors in place of the numbers.
-        ndim: dimensions of the sum; at most 8.
-        kinds: for each tensor how it broadcasts (``_kind`` in graphar/numerics/epilogues/epilogue.py), and its dtype.
-
-    Raises:
-        ValueError: the function cannot become an expression. The message names the operation and the reason.
+    The function takes the sum ``v`` of ``ndim`` dimensions, and by name the tensors, and 0-d tensors for the numbers.
+    ``kinds`` says of each tensor how it broadcasts (``_kind`` in epilogue.py), and its dtype.
     """
     if ndim > len(_SIZES[0]):
         raise ValueError(f"epilogue: functions are traced for tensors of at most {len(_SIZES[0])} dimensions")

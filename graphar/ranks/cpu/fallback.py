@@ -37,13 +37,10 @@ def bind(
     calls: Iterator[int],
     coder: Coder | None = None,
 ) -> Run:
-    """Returns the function of a call. It raises what the transport does: GroupFailed or UnsupportedError.
+    """Returns the function of a call; UnsupportedError if the call has an option that only kernels know.
 
     ``timeout_s`` is the deadline of each wait on another rank. ``calls`` counts the calls with a codec, equally on all
     ranks. ``coder`` encodes; None: torch does.
-
-    Raises:
-        UnsupportedError: the call has an option that only kernels know.
     """
     if call.algorithm != "auto" and (specification := Algorithm(call.algorithm).row.specification):
         return partial(_by_specification, call, specification, transport, timeout_s)

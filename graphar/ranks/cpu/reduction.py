@@ -68,11 +68,8 @@ def reduction_of(
 ) -> Callable[[], Reduction]:
     """Returns a function that begins a call, and returns its reduction.
 
-    ``calls`` counts the calls with a codec. With ``tells_seed`` ranks send the seed of stochastic rounding,
-    since all encode the sum with rank 0's. ``coder`` encodes; None: torch does.
-
-    Raises:
-        UnsupportedError: the work has an option that is not known here.
+    ``calls`` counts the calls with a codec. With ``tells_seed`` ranks send the seed of stochastic rounding, since all
+    encode the sum with that of rank 0. ``coder`` encodes; None: torch does.
     """
     work, codec = call.work, call.wire
     known = work._replace(codec="") if codec else work._replace(epilogue=None, order="rank", out_dtype=None)
