@@ -138,10 +138,10 @@ def _pack_scales(wire: Tensor, scale: Tensor, zero: Tensor | None, bad: Tensor |
 def _codes(x: Tensor, inverse: Tensor, codec: Codec, halves: Tensor | None) -> Tensor:
     """Returns the codes of ``x`` as bytes."""
     size = x.numel()
-    _, products, rounded = (one[:size] for one in _room.floats)
+    _, products, rounded = (memory[:size] for memory in _room.floats)
     codes = _room.codes[:size]
-    by_bucket = [one.view(-1, codec.bucket_size) for one in (x, products)]
-    torch.mul(by_bucket[0], inverse[:, None], out=by_bucket[1])
+    buckets = x.view(-1, codec.bucket_size)
+    torch.mul(buckets, inverse[:, None], out=products.view(buckets.shape))
     if codec.is_float:
         return _e4m3_codes(products, halves, codes)
     if halves is not None:
@@ -153,8 +153,8 @@ def _codes(x: Tensor, inverse: Tensor, codec: Codec, halves: Tensor | None) -> T
     if again.numel():
         noise = None if halves is None else halves.view(-1, _CHECKED)[again].long() + (1 << 15)
         of_buckets = inverse[again * _CHECKED // codec.bucket_size, None]
-        found = specification._integer_codes(x.view(-1, _CHECKED)[again], of_buckets, codec, noise)
-        rounded.view(-1, _CHECKED)[again] = (found - (codec.largest_code if codec.scheme == "absmax" else 0)).float()
+        exact = specification._integer_codes(x.view(-1, _CHECKED)[again], of_buckets, codec, noise)
+        rounded.view(-1, _CHECKED)[again] = (exact - (codec.largest_code if codec.scheme == "absmax" else 0)).float()
     if codec.scheme == "absmax":
         return codes.copy_(rounded).add_(codec.largest_code)
     return codes.copy_(rounded.sub_(128)).add_(-128)  # bytes wrap: these codes reach 255, beyond int8
@@ -246,7 +246,7 @@ def _unpack_codes(wire: Tensor, codec: Codec) -> Tensor:
 def _random_halves(numel: int, noise: Noise) -> Tensor:
     """Returns codec_reference.random_halves less 2^15, as int16."""
     first, count = noise.first // RUN, numel // RUN
-    words, others, products, halves = (one[:, :count] for one in _room.random)
+    words, others, products, halves = (memory[:, :count] for memory in _room.random)
     torch.arange(first, first + count, out=words[0])  # word 0 of the counter; words[1] is 2, and others are 3 and 1
     torch.bitwise_right_shift(words[0], 32, out=others[1])
     words[0].bitwise_and_(WORD)

@@ -78,7 +78,7 @@ def check_ranks(op: str, world_size: int) -> None:
 def check_operands(op: str, operands: Sequence[torch.Tensor]) -> None:
     """Raises ValueError, which names ``op``, unless the ranks' columns of an operand [..., K] are whole leaves."""
     check_ranks(op, len(operands))
-    columns = [one.shape[-1] for one in operands]
+    columns = [operand.shape[-1] for operand in operands]
     if operands[0].dtype not in TYPE_NAMES:
         raise ValueError(f"{op}: leaves are of bfloat16, float16 or float32, got {operands[0].dtype}")
     if len(set(columns)) > 1:

@@ -56,7 +56,7 @@ def specification(
         weight: [columns], of the same dtype.
     """
     dtype, shape, columns = summed.dtype, summed.shape, summed.shape[-1]
-    g, r = (one.float().reshape(-1, columns) for one in (of_normed, summed))
+    g, r = (rows.float().reshape(-1, columns) for rows in (of_normed, summed))
     scaled = g * (weight.float() + fp32(weight_offset))
     pack = PACK_NBYTES // summed.element_size()
     squares, products = sum_in_slots(r * r, pack), sum_in_slots(scaled * r, pack)
@@ -96,8 +96,8 @@ def _sum_over_rows(rows: torch.Tensor, groups: int) -> torch.Tensor:
     for parts in (max(groups, 1), LANES, 1):
         padded = torch.nn.functional.pad(rows, (0, 0, 0, -len(rows) % parts))
         rows = rows.new_zeros(parts, columns)
-        for one in padded.view(-1, parts, columns):
-            rows = rows + one
+        for of_parts in padded.view(-1, parts, columns):
+            rows = rows + of_parts
     return rows[0]
 
 

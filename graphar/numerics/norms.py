@@ -38,8 +38,8 @@ def output_of(
     if out_dtype != FP8:
         if out_dtype not in (None, dtype):
             raise ValueError(f"{op}: out_dtype must be {FP8}, or the dtype of x, {dtype}, got {out_dtype}")
-        for name, given in (("scale", scale), ("group_size", group_size)):
-            if given is not None:
+        for name, value in (("scale", scale), ("group_size", group_size)):
+            if value is not None:
                 raise ValueError(f"{op}: {name} is for out_dtype={FP8}, got {out_dtype}")
         return "like_input"
     if group_size is None:

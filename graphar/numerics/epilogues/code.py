@@ -61,7 +61,7 @@ def _printed(node: Node, whole: Expression) -> str:
         case Operand():
             return f"operand[{whole.operands.index(node)}]"
         case Apply(operation, of):
-            return OPERATIONS[operation][0].format(*(_printed(one, whole) for one in of))
+            return OPERATIONS[operation][0].format(*(_printed(argument, whole) for argument in of))
     raise AssertionError(node)
 
 

@@ -145,7 +145,7 @@ def replaced(tree: Node, old: Node, new: Node) -> Node:
     if tree == old:
         return new
     if isinstance(tree, Apply):
-        return Apply(tree.operation, tuple(replaced(one, old, new) for one in tree.of))
+        return Apply(tree.operation, tuple(replaced(argument, old, new) for argument in tree.of))
     return tree
 
 

@@ -109,7 +109,9 @@ class _Callers(TorchFunctionMode):
 def _shape_of(kind: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     if kind == LIKE_X:
         return shape
-    return tuple(1 if one == "1" else size for one, size in zip(kind, shape[len(shape) - len(kind) :], strict=True))
+    return tuple(
+        1 if letter == "1" else size for letter, size in zip(kind, shape[len(shape) - len(kind) :], strict=True)
+    )
 
 
 class _Translation:
@@ -257,7 +259,7 @@ def _softplus(a: Node, beta: Node | None = None, threshold: Node | None = None) 
 
 
 def _elu(a: Node, alpha: Node | None = None, scale: Node | None = None, input_scale: Node | None = None) -> Node:
-    alpha, scale, input_scale = (one or _ONE for one in (alpha, scale, input_scale))
+    alpha, scale, input_scale = (factor or _ONE for factor in (alpha, scale, input_scale))
     if alpha == input_scale == _ONE:
         return _times(Apply("elu", (a,)), scale)
     below = _times(Apply("elu", (_times(a, input_scale),)), alpha)
