@@ -32,13 +32,13 @@ def words(call: Call) -> str:
     return ", ".join([f"{call.op} of {call.work.amount(call.dtype)}", *outside, *call.work.options])
 
 
-def words_of_launch(call: Call, config: Config, one: Slice) -> str:
+def words_of_launch(call: Call, config: Config, part: Slice) -> str:
     """Returns in words what one launch of a call must have alike on all ranks."""
     grid = f" in {config.blocks} blocks of {config.threads} threads"
     columns = call.work.epilogue.columns if call.work.epilogue else 1
     wide = f", {columns} columns" if columns > 1 else ""
     direct = ", in symmetric memory" if config.direct else ""
-    offset = f", from {call.work.unit[:-1]} {one.offset} of each part on" if one.offset else ""
+    offset = f", from {call.work.unit[:-1]} {part.offset} of each part on" if part.offset else ""
     return f"{words(call)} by {config.algorithm.value}{grid}{wide}{direct}{offset}"
 
 
@@ -59,19 +59,19 @@ def words_of_tile(algorithm: Algorithm, dtype: torch.dtype, tile: object, work: 
     return f"{algorithm.value} for {dtype}, {tile}{epilogue}{codec}{factors}"
 
 
-def words_of_matmul_launch(call: Call, algorithm: Algorithm, one: Slice, k: int | None = None) -> str:
+def words_of_matmul_launch(call: Call, algorithm: Algorithm, part: Slice, k: int | None = None) -> str:
     """Returns in words what one launch of a fused matmul must have alike on all ranks.
 
     ``k`` are the columns of each rank's operands; None if ranks may differ in them.
     """
-    offset = f", from row {one.offset} of each part on" if one.offset else ""
+    offset = f", from row {part.offset} of each part on" if part.offset else ""
     products = "" if k is None else f", products of {k} columns"
     return f"{words(call)} by {algorithm.value}{products}{offset}"
 
 
 def words_with_numbers(words: str, numbers: Sequence[float]) -> str:
     """Returns the words of a launch with the numbers of its epilogue, if there are any, which kernels take in fp32."""
-    said = ", ".join(f"{ctypes.c_float(one).value:.9g}" for one in numbers)
+    said = ", ".join(f"{ctypes.c_float(number).value:.9g}" for number in numbers)
     return f"{words}, numbers {said}" if numbers else words
 
 

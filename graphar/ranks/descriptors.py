@@ -106,11 +106,11 @@ class Channel:
         received: dict[int, list[int]] = {}
         try:
             for rank, peer in self._sockets.items():
-                received[rank] = own = []
-                while len(own) < count:
-                    own += self._next(exchange, rank, peer)
+                received[rank] = []
+                while len(received[rank]) < count:
+                    received[rank] += self._next(exchange, rank, peer)
         except BaseException:
-            close_all([one for own in received.values() for one in own])
+            close_all([descriptor for of_rank in received.values() for descriptor in of_rank])
             raise
         return received
 
@@ -120,8 +120,8 @@ class Channel:
             header, descriptors, _, _ = socket.recv_fds(peer, _HEADER.size, _MOST_A_MESSAGE)
         if not header:
             raise OSError(f"receiving file descriptors of rank {rank}: it has closed its socket")
-        found, sent = _HEADER.unpack(header)
-        if found < exchange:
+        its_exchange, sent = _HEADER.unpack(header)
+        if its_exchange < exchange:
             close_all(descriptors)
             return []
         if len(descriptors) < sent:
@@ -132,8 +132,8 @@ class Channel:
     def close(self) -> None:
         """Closes all sockets."""
         self._end_listening()
-        for one in self._sockets.values():
-            one.close()
+        for connected in self._sockets.values():
+            connected.close()
         self._sockets = {}
 
 
@@ -146,8 +146,8 @@ def directory() -> Path:
         OSError: it cannot be made, or another user may enter it. The message says what to do.
     """
     user = os.geteuid()
-    given = os.environ.get(DIRECTORY_SWITCH)
-    path = Path(given).absolute() if given else Path(tempfile.gettempdir(), f"graphar-{user}")
+    named = os.environ.get(DIRECTORY_SWITCH)
+    path = Path(named).absolute() if named else Path(tempfile.gettempdir(), f"graphar-{user}")
     with _told(f"user {user} cannot make or find a directory of sockets", f"; name another in {DIRECTORY_SWITCH}"):
         path.mkdir(mode=0o700, exist_ok=True)
         status = path.lstat()
@@ -167,8 +167,8 @@ def _place_here(address: str) -> str:
 
 def close_all(descriptors: Sequence[int]) -> None:
     """Closes file descriptors."""
-    for one in descriptors:
-        os.close(one)
+    for descriptor in descriptors:
+        os.close(descriptor)
 
 
 @contextlib.contextmanager

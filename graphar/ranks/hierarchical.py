@@ -69,9 +69,9 @@ def check_hosts(hosts: object, world_size: int | None) -> list[list[int]] | None
         raise ValueError("Communicator: hosts needs a process group; the devices of one process are on one host")
     if not _is_list(hosts) or any(not _is_list(of_host) or {*map(type, of_host)} - {int} for of_host in hosts):
         raise TypeError(f"Communicator: hosts must be a list with each host's ranks, got {hosts!r}")
-    if sorted(rank for one in hosts for rank in one) != list(range(world_size)) or not all(hosts):
+    if sorted(rank for of_host in hosts for rank in of_host) != list(range(world_size)) or not all(hosts):
         raise ValueError(f"Communicator: hosts must have each of {world_size} ranks once, got {hosts!r}")
-    return [sorted(one) for one in hosts]
+    return [sorted(of_host) for of_host in hosts]
 
 
 def _is_list(value: object) -> TypeGuard[Sequence]:
@@ -124,18 +124,18 @@ class Hierarchy:
             all_given, names = zip(*words, strict=True)
             if any(given != self._given for given in all_given):
                 raise CommunicatorError(f"ranks were given different hosts: {[*all_given]}")
-            by_name = [[rank for rank, one in enumerate(names) if one == name] for name in dict.fromkeys(names)]
+            by_name = [[rank for rank, its in enumerate(names) if its == name] for name in dict.fromkeys(names)]
             self._hosts = self._given or by_name
-        if len({len(one) for one in self._hosts}) > 1:
+        sizes = [len(ranks) for ranks in self._hosts]
+        if len(set(sizes)) > 1:
             raise UnsupportedError(
-                "allreduce: hierarchical cannot serve this call: hosts must have equally many ranks, got "
-                f"{[len(one) for one in self._hosts]}"
+                f"allreduce: hierarchical cannot serve this call: hosts must have equally many ranks, got {sizes}"
             )
 
     def _make_groups(self) -> None:
         meet = self._communicator.rendezvous()
-        inside = next(one for one in self._hosts if meet.rank in one)
-        across = [one[inside.index(meet.rank)] for one in self._hosts]
+        inside = next(ranks for ranks in self._hosts if meet.rank in ranks)
+        across = [ranks[inside.index(meet.rank)] for ranks in self._hosts]
         try:
             for what, ranks in (("inside", inside), ("across", across)):
                 make = partial(_new_group, self._communicator, what, ranks)

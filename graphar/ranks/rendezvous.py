@@ -329,8 +329,8 @@ class StoreRendezvous:
 
     def _look(self, key: str) -> bytes | None:
         # get() waits for a key that another rank deletes after a check. This sets nothing, and answers at once.
-        found = self._ask(lambda store: store.compare_set(key, _NOTHING, _NOTHING))
-        return None if found == _NOTHING.encode() else found
+        value = self._ask(lambda store: store.compare_set(key, _NOTHING, _NOTHING))
+        return None if value == _NOTHING.encode() else value
 
     def _delete(self, key: str) -> None:
         self._keys.discard(key)
