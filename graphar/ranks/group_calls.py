@@ -44,14 +44,8 @@ class OneCall:
     notes: bool  # whether to record the call for other ranks. Without, GroupFailed knows which ranks have not made it
 
     def __enter__(self) -> int:
-        sequence, self._begin = self.calls.enter(self), time.monotonic()
-        if self.notes:
-            try:
-                self.calls.note()
-            except BaseException:
-                self.calls.leave(self.op)
-                raise
-        return sequence
+        self._begin = time.monotonic()
+        return self.calls.enter(self)
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         try:
@@ -153,11 +147,13 @@ class GroupCalls:
             raise ConcurrentCallError(_CROSSED.format(op=call.op))
         sequence, self._made = self._made, self._made + 1
         self._previous, self._current = self._current, (call.agreed, sequence)
+        if call.notes:
+            try:
+                self._rendezvous.note(_words_of(self._current))
+            except BaseException:
+                self.leave(call.op)
+                raise
         return sequence
-
-    def note(self) -> None:
-        """Records this call for other ranks."""
-        self._rendezvous.note(_words_of(self._current))
 
     def leave(self, op: str) -> None:
         """Ends a call; ConcurrentCallError if another thread has begun one meanwhile."""
