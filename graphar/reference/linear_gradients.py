@@ -21,17 +21,12 @@ def row_parallel(
 ) -> tuple[list[torch.Tensor], list[torch.Tensor], torch.Tensor]:
     """Returns the gradients of a layer whose products ``a[r] @ w[r].T`` are summed over ranks: (da, dw, dbias).
 
-    Every rank has all of N, so ``da[r] = dy @ w[r]`` is added in the order of N, and ``dw[r] = dy.T @ a[r]`` in the
-    order of tokens, both as :func:`leaf_tree.product` adds. All results are rounded once.
+        da[r] = dy @ w[r]      [tokens, K / ranks], added in the order of N, which every rank has whole
+        dw[r] = dy.T @ a[r]    [N, K / ranks], added in the order of tokens
+        dbias                  [N], equal on all ranks: :func:`bias_partial` of a single rank
 
-    Args:
-        dy: [tokens, N], bf16, fp16 or fp32: the gradient of the sum, of all tokens. With a reduce-scatter it is
-            gathered first.
-        a: each rank's input [tokens, K / ranks], of the same dtype.
-        w: each rank's weight [N, K / ranks], of the same dtype.
-
-    Returns:
-        The gradients of each rank's ``a``, of each rank's ``w``, and of the bias [N], equal on all ranks.
+    Products are added as :func:`leaf_tree.product` adds them, and each result is rounded once. ``dy`` [tokens, N] is
+    the gradient of the sum, of all tokens: after a reduce-scatter it is gathered first. All are bf16, fp16 or fp32.
     """
     of_a = [linear(dy, of_rank.t(), tp_invariant=True) for of_rank in w]
     return of_a, [_of_weight(dy, of_rank) for of_rank in a], _of_bias(dy)
@@ -42,17 +37,13 @@ def column_parallel(
 ) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
     """Returns the gradients of a layer whose output features ``x @ w[r].T`` are divided between ranks: (dx, dw, dbias).
 
-    ``dx`` is the sum of ``dy[r] @ w[r]`` over ranks. It sums over N, which is cut into 8 leaves. Each ``dy[r].T @ x``
-    is added in the order of tokens, as :func:`leaf_tree.product` adds. All results are rounded once.
+        dx    = the sum of dy[r] @ w[r] over ranks    [tokens, K], N is cut into 8 leaves, which are added as a tree
+        dw[r] = dy[r].T @ x                           [N / ranks, K], added in the order of tokens
+        dbias[r]                                      [N / ranks]: :func:`bias_partial` of a single rank
 
-    Args:
-        dy: each rank's gradient [tokens, N / ranks], bf16, fp16 or fp32.
-        x: [tokens, K], of the same dtype: the input of all tokens. With an all-gather it is the gathered input, and
-            each rank gets its rows of ``dx``.
-        w: each rank's weight [N / ranks, K], of the same dtype.
-
-    Returns:
-        The gradients of ``x``, of each rank's ``w``, and of each rank's bias [N / ranks].
+    Products are added as :func:`leaf_tree.product` adds them, and each result is rounded once. ``dy[r]`` is a rank's
+    gradient [tokens, N / ranks], and ``x`` [tokens, K] the input of all tokens: after an all-gather it is the gathered
+    input, and each rank gets its rows of ``dx``. All are bf16, fp16 or fp32.
 
     Raises:
         ValueError: 3, 5, 6 or 7 ranks, features of unequal number, or N that is no multiple of 8.
