@@ -13,6 +13,7 @@ from graphar import reference
 from graphar.numerics.exact_fma import fma
 from graphar.numerics.fp8_products import BLOCK, FP8, checked_scales, product
 from tests.cases import HALVES, far_apart, normal, same_bits
+from tests.numerics.test_leaf_tree import by_numpy, slices
 
 M, N, K = 5, 300, 400  # the last block of N and of K is short
 FORMATS = ("rows", "blocks")
@@ -62,16 +63,11 @@ def test_integers_with_scales_that_are_powers_of_two_give_the_exact_result(form)
     assert found.double().equal(in_float64(a, w, a_scale, w_scale))
 
 
-def by_numpy(a, w, a_scale, w_scale, in_blocks):
+def with_scales(a, w, a_scale, w_scale, in_blocks):
     """One element, one operation at a time; a fused multiply-add rounds an exact fraction."""
     total = np.float32(0)
     for number, first in enumerate(range(0, len(a), BLOCK)):
-        block = np.float32(0)
-        for begin in range(first, min(first + BLOCK, len(a)), 32):
-            step = np.float32(0)
-            for x, y in zip(a[begin : begin + 32][: first + BLOCK - begin], w[begin : begin + 32], strict=False):
-                step = step + x * y
-            block = block + step
+        block = by_numpy(a[first : first + BLOCK], w[first : first + BLOCK], step=32)
         if in_blocks:
             exact = Fraction(float(block)) * Fraction(float(a_scale[number] * w_scale[number])) + Fraction(float(total))
             total = rounded(exact)
@@ -100,7 +96,7 @@ def test_an_element_is_what_numpy_gives_one_operation_at_a_time(form, fill):
     of_w = w_scale if form == "rows" else w_scale.expand(5, -1)
     expected = [
         [
-            by_numpy(*map(torch.Tensor.numpy, (x, y, p, q)), form == "blocks")
+            with_scales(*map(torch.Tensor.numpy, (x, y, p, q)), form == "blocks")
             for y, q in zip(w.float(), of_w, strict=True)
         ]
         for x, p in zip(a.float(), a_scale, strict=True)
@@ -176,10 +172,6 @@ def test_products_of_no_columns_are_zero(form):
 
     assert found.shape == (M, N)
     assert not found.any()
-
-
-def slices(length):
-    return st.tuples(*[st.integers(0, length)] * 2).map(lambda ends: slice(*sorted(ends)))
 
 
 @settings(max_examples=20, deadline=None, derandomize=True)

@@ -32,14 +32,14 @@ def invariant(a, w, world_size=1):
 # ---- a product in the order of K ------------------------------------------------------------------------------------
 
 
-def by_numpy(a, w):
+def by_numpy(a, w, step=16):
     """The product of two rows, one operation at a time."""
     total = np.float32(0)
-    for first in range(0, len(a), 16):
-        step = np.float32(0)
-        for x, y in zip(a[first : first + 16], w[first : first + 16], strict=True):
-            step = step + x * y
-        total = total + step
+    for first in range(0, len(a), step):
+        added = np.float32(0)
+        for x, y in zip(a[first : first + step], w[first : first + step], strict=True):
+            added = added + x * y
+        total = total + added
     return total
 
 
