@@ -19,7 +19,6 @@ import hashlib
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -31,35 +30,6 @@ from graphar.ranks.cpu.transport import ROW_UNIT, GroupFailed, deadline, pipelin
 SMALL_NBYTES = 256 << 10  # of a tensor that travels behind the header
 _HEADER_NBYTES = 64  # a multiple of every dtype's size, so that the tensor behind it is aligned
 _KEPT_VIEWS = 64
-
-
-class Pending:
-    """The headers that are under way to and from each other rank."""
-
-    def __init__(self) -> None:
-        self.receives: dict[int, dist.Work] = {}  # by the rank that sends
-        self.sends: list[dist.Work] = []
-        self.failure: RuntimeError | None = None  # by which a message could not be started
-        self.arrived: set[int] = set()  # the ranks whose messages have come
-
-    def wait(self, timeout: timedelta) -> None:
-        """Waits for all messages; RuntimeError if a rank failed, or was not done in time."""
-        if self.failure:
-            raise self.failure
-        end = time.monotonic() + timeout.total_seconds()
-        for peer, work in self.receives.items():
-            work.wait(deadline(end - time.monotonic()))
-            self.arrived.add(peer)
-        for work in self.sends:
-            work.wait(deadline(end - time.monotonic()))
-
-    def look(self) -> None:
-        """Finds after a failure which other messages had come."""
-        for peer, work in self.receives.items():
-            if peer not in self.arrived:
-                with contextlib.suppress(RuntimeError):
-                    work.wait(deadline(0.0))
-                    self.arrived.add(peer)
 
 
 class Messages:
@@ -86,7 +56,8 @@ class Messages:
         self._incoming = {peer: self._tensors[peer] for peer in self.peers}
         self._views: dict[tuple, list[torch.Tensor]] = {}  # of data behind headers, by dtype and lengths
         self._scratch = [torch.empty(0, dtype=torch.uint8), torch.empty(0, dtype=torch.uint8)]
-        self._pending: Pending | None = None  # the headers
+        # The headers that are under way: receives by rank, sends, and the error by which one could not be started.
+        self._pending: tuple[dict[int, dist.Work], list[dist.Work], RuntimeError | None] | None = None
         self._under_way: list[tuple[int, dist.Work]] = []  # with the rank of each; sent before the headers came
         self._header, self._sequence = b"", 0  # of a call that has sent none
         self._if_unlike: Callable[[int], None] = lambda sequence: None
@@ -137,26 +108,36 @@ class Messages:
         self._tag_of_call = zlib.crc32(self._sent, self._tag) >> 1
         mine = self._own[: _HEADER_NBYTES + nbytes]
         letters = {peer: torch.cat([mine, parts[peer]]) if parts else mine for peer in self.peers}
-        self._pending = pending = Pending()
+        receives, sends, failure = {}, [], None
         try:
             for peer, letter in self._incoming.items():
-                pending.receives[peer] = self._gloo.recv([letter], peer, self._tag)
+                receives[peer] = self._gloo.recv([letter], peer, self._tag)
             for peer, letter in letters.items():
-                pending.sends.append(self._gloo.send([letter], peer, self._tag))
+                sends.append(self._gloo.send([letter], peer, self._tag))
         except RuntimeError as error:  # a connection is broken
-            pending.failure = error
+            failure = error
+        self._pending = receives, sends, failure
 
     def await_headers(self, timeout_s: float) -> None:
         """Returns once all ranks are known to have announced this call; raises what :meth:`agree` raises."""
-        pending, self._pending = self._pending or Pending(), None
-        under_way, self._under_way = self._under_way, []
-        begin = time.monotonic()
+        receives, sends, failure = self._pending or ({}, [], None)
+        under_way, self._under_way, self._pending = self._under_way, [], None
+        begin, arrived = time.monotonic(), set()
+        end = begin + timeout_s
         try:
-            pending.wait(deadline(timeout_s))
+            if failure:
+                raise failure
+            for peer, work in receives.items():
+                work.wait(deadline(end - time.monotonic()))
+                arrived.add(peer)
+            for work in sends:
+                work.wait(deadline(end - time.monotonic()))
         except RuntimeError as error:
-            pending.look()
-            absent = [peer for peer in self.peers if peer not in pending.arrived]
-            raise GroupFailed(str(error), absent, begin) from error
+            for peer in receives.keys() - arrived:
+                with contextlib.suppress(RuntimeError):
+                    receives[peer].wait(deadline(0.0))
+                    arrived.add(peer)
+            raise GroupFailed(str(error), [peer for peer in self.peers if peer not in arrived], begin) from error
         unlike = [peer for peer in self.peers if not self._letters[peer].startswith(self._sent)]
         if unlike:
             # What began between ranks that agree must end: gloo cannot take back half a message.
