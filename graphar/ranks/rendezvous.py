@@ -62,7 +62,6 @@ class Ranks(Protocol):
     timeout_s: float
 
     def rendezvous(self) -> StoreRendezvous: ...
-    def keeping_failure(self) -> contextlib.AbstractContextManager[None]: ...
 
 
 class Alone:
@@ -136,7 +135,7 @@ class StoreRendezvous:
         self._set(self._key("process", rank), self._identity)
 
     def exchange(self, what: str, payload: bytes, timeout_s: float | None = None) -> list[bytes]:
-        """Returns every rank's payload, in rank order, once all ranks have come. Of an empty one it is a zero byte.
+        """Returns every rank's payload, in rank order, once all ranks have come. An empty payload comes as a zero byte.
 
         ``what`` is the purpose of the meeting, equal on every rank. It may take ``timeout_s`` seconds; None: the limit
         of the rendezvous.

@@ -31,7 +31,7 @@ Run = Callable[[Sequence[Operands]], None]  # takes the operands of this process
 
 
 def bind(
-    call: Call[Sum | Parts | Exchange],
+    call: Call,
     transport: Transport,
     timeout_s: float,
     calls: Iterator[int],
