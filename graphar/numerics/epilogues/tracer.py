@@ -192,7 +192,7 @@ class _Translation:
 
 
 def _unfusable(node, why: str) -> ValueError:
-    return ValueError(f"epilogue: {node.meta['caller']} cannot be fused: {why}")
+    return ValueError(f"epilogue: {node.meta.get('caller', node.target)} cannot be fused: {why}")
 
 
 _FUSED = ", ".join(
