@@ -1,15 +1,15 @@
-"""The codecs on the CPU, at a few passes over memory: the bits of codec_reference, which is their text.
+"""The codecs on the CPU, in a few passes over memory, with the bits of their specification in codec_reference.py.
 
-A tensor is encoded and decoded in chunks whose temporaries stay in the cache. No operation makes bools of elements, or
-reduces over few elements in steps: torch's take ten times as long as its arithmetic.
+A tensor is encoded and decoded in chunks whose temporaries stay in the cache. Operations that give a bool for each
+element, and reductions over few elements, are avoided: in torch they take ten times as long as arithmetic.
 
-Rounding. The reference rounds an exact product, or an exact product and a random number, once. Here the product is
-rounded to fp32 before, which can change a code only if it lies beside the middle of two codes. Runs of 32 elements with
-such a product are rounded again as the reference does.
+Rounding. The specification rounds once: an exact product, or its exact sum with a random number. Here the product is
+first rounded to fp32. That can change a code only where the product is close to the middle between two codes. Runs of
+32 elements with such a product are rounded again as the specification does.
 
-Packing. Eight codes of ``bits`` bits lie in the bytes of an int64. Three steps bring them together, since each second
-one of them moves by the same distance: bytes into pairs, pairs into fours, fours into ``bits`` bytes. A lane's 32 codes
-are four such runs.
+Packing. Eight codes of ``bits`` bits lie in the bytes of an int64. They are packed in three steps: codes into pairs,
+pairs into fours, and fours into eight codes in ``bits`` bytes. In each step every second group moves by the same
+distance. A lane's 32 codes are four such runs.
 """
 
 from __future__ import annotations
@@ -70,9 +70,9 @@ def encode(values: Tensor, codec: Codec, noise: Noise | None = None) -> Tensor:
 
 
 def decode(wire: Tensor, codec: Codec, target: Tensor, *, adds: bool = False) -> None:
-    """Writes the first elements that codec_reference.decode gives into ``target``, or adds them to it.
+    """Writes what codec_reference.decode gives for the elements of ``target`` into it, or adds it to them.
 
-    ``target`` is 1-D and contiguous, of any floating-point dtype. Its NaNs are canonical unless it is added to.
+    ``target`` is 1-D and contiguous, of any floating-point dtype. NaNs that are written are canonical; sums are not.
     """
     if wire.storage_offset() % 8:
         wire = wire.clone()  # words of 64 bits are read from it

@@ -1,4 +1,4 @@
-"""Partitions of a fused matmul: its result is cut into panels, and each panel is multiplied and then summed."""
+"""Partitions of a fused matmul: the result is cut into panels. Each panel is multiplied, and then summed."""
 
 from __future__ import annotations
 

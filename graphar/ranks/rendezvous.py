@@ -25,8 +25,8 @@ _SEPARATOR = b"\0"  # between a message's purpose and its payload
 _LONGEST_PAUSE_S = 0.02  # between two polls of the store
 _LIVENESS_S = 0.5  # between two checks whether an absent rank's process still runs
 _NOTHING = "\1"  # what the store answers for a key that it does not have
-# The number of rendezvous in a store by group and ranks: each has separate keys. A process may have met others in an
-# earlier store, which are new processes in this one.
+# How many rendezvous a group's ranks have made in a store: each has keys of its own. The counts of a store end with it,
+# since its processes may have met others in an earlier store.
 _made: weakref.WeakKeyDictionary[Store, Counter[str]] = weakref.WeakKeyDictionary()
 _MET = "met"  # the outcome of a meeting to which all ranks came in time
 
