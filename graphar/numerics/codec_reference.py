@@ -47,7 +47,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from graphar.numerics.codecs import TILE_NUMEL, WORD_NBYTES, Codec
+from graphar.numerics.codecs import TILE_NUMEL, Codec
 from graphar.numerics.exact_fma import fma
 from graphar.numerics.nan import SAME_SIZE_INTEGER, with_canonical_nan
 
@@ -170,10 +170,10 @@ def random_halves(numel: int, noise: Noise, device: torch.device | None = None) 
     return torch.stack([words & 0xFFFF, words >> 16], 2).view(-1)
 
 
-def philox(counter: list[Tensor], key_low: int, key_high: int, rounds: int = 7) -> list[Tensor]:
-    """Returns Philox-4x32 of a counter of four 32-bit words, each in an int64 tensor, as four such words."""
+def philox(counter: list[Tensor], key_low: int, key_high: int) -> list[Tensor]:
+    """Returns Philox-4x32-7 of a counter of four 32-bit words, each in an int64 tensor, as four such words."""
     c0, c1, c2, c3 = counter
-    for _ in range(rounds):
+    for _ in range(7):
         high0, low0 = _multiply(c0, 0xD2511F53)
         high1, low1 = _multiply(c2, 0xCD9E8D57)
         c0, c1, c2, c3 = high1 ^ c1 ^ key_low, low1, high0 ^ c3 ^ key_high, low0
@@ -209,13 +209,14 @@ def _pack_codes(codes: Tensor, codec: Codec) -> Tensor:
     words = codes.new_zeros(len(shifted), LANES, bits + 1)  # one spare word, which stays zero
     words.index_add_(2, word, shifted & WORD).index_add_(2, word + 1, shifted >> 32)  # no two codes share a bit
     planes = [plane.flatten(1) for plane in words[..., :bits].split(_pieces(bits), 2)]
-    return _bytes(torch.cat(planes, 1), WORD_NBYTES)
+    return torch.cat(planes, 1).int().view(torch.uint8).view(-1)
 
 
 def _unpack_codes(wire: Tensor, codec: Codec) -> Tensor:
     bits = codec.code_bits
     pieces = _pieces(bits)
-    planes = _integers(wire, WORD_NBYTES).view(-1, LANES * bits).split([LANES * piece for piece in pieces], 1)
+    words = wire.clone().view(torch.int32).long() & WORD
+    planes = words.view(-1, LANES * bits).split([LANES * piece for piece in pieces], 1)
     words = torch.cat([plane.view(-1, LANES, piece) for plane, piece in zip(planes, pieces, strict=True)], 2)
     words = torch.nn.functional.pad(words, (0, 1))
     word, shift = _places(bits, words)
@@ -230,7 +231,7 @@ def _pack_scales(scale: Tensor, zero: Tensor, codec: Codec) -> Tensor:
     bits = torch.where(numbers.isnan(), torch.iinfo(bits.dtype).max, bits)
     in_order = bits.view(-1, *_rows_and_buckets(codec), bits.shape[1]).transpose(1, 2).reshape(-1, bits.shape[1])
     held = TILE_NUMEL // codec.bucket_size * bits.shape[1] * codec.scale_dtype.itemsize
-    wire = _bytes(in_order, codec.scale_dtype.itemsize).view(-1, held)
+    wire = in_order.view(torch.uint8).view(-1, held)
     return torch.nn.functional.pad(wire, (0, codec.tile_scales_nbytes - held)).view(-1)
 
 
@@ -250,19 +251,6 @@ def _rows_and_buckets(codec: Codec) -> tuple[int, int]:
     """
     row = TILE_NUMEL // ROWS
     return (ROWS, row // codec.bucket_size) if codec.bucket_size <= row else (1, TILE_NUMEL // codec.bucket_size)
-
-
-def _bytes(integers: Tensor, nbytes: int) -> Tensor:
-    """Returns the low ``nbytes`` bytes of each integer, little-endian, one integer after another."""
-    return (integers.long().reshape(-1, 1) >> 8 * _upto(nbytes, integers) & 0xFF).to(torch.uint8).view(-1)
-
-
-def _integers(wire: Tensor, nbytes: int) -> Tensor:
-    return (wire.view(-1, nbytes).long() << 8 * _upto(nbytes, wire)).sum(1)
-
-
-def _upto(end: int, like: Tensor) -> Tensor:
-    return torch.arange(end, device=like.device)
 
 
 # ---- sums of wires --------------------------------------------------------------------------------------------------

@@ -62,9 +62,8 @@ _NAMED = {
 
 def _check(name: str, value: object, allowed: tuple) -> None:
     # Compare types too: True and 4.0 equal integers, and would name another kernel.
-    if not any(value == one and type(value) is type(one) for one in allowed):
-        listed = ", ".join(repr(one) for one in allowed)
-        raise ValueError(f"Codec: {name} must be one of {listed}, got {value!r}")
+    if not any(value == choice and type(value) is type(choice) for choice in allowed):
+        raise ValueError(f"Codec: {name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
 
 
 @dataclass(frozen=True)
@@ -115,12 +114,12 @@ class Codec:
         object.__setattr__(self, "text", self._text())
 
     def _text(self) -> str:
-        given = {one.name: getattr(self, one.name) for one in fields(self) if one.init}
+        values = {name: getattr(self, name) for name in _DEFAULTS}
         for name, arguments in _NAMED.items():
-            if given == _DEFAULTS | arguments:
+            if values == _DEFAULTS | arguments:
                 return name
-        given["scale_dtype"] = str(self.scale_dtype).removeprefix("torch.")
-        return ", ".join(f"{name}={value}" for name, value in given.items() if value not in (None, False))
+        values["scale_dtype"] = str(self.scale_dtype).removeprefix("torch.")
+        return ", ".join(f"{name}={value}" for name, value in values.items() if value not in (None, False))
 
     @property
     def is_float(self) -> bool:
@@ -185,7 +184,7 @@ class Codec:
         return self.tiles(numel) * self.tile_nbytes
 
 
-_DEFAULTS = {one.name: one.default for one in fields(Codec) if one.init}
+_DEFAULTS = {argument.name: argument.default for argument in fields(Codec) if argument.init}
 
 
 @functools.cache
@@ -200,9 +199,9 @@ def codec(text: str) -> Codec:
     words = dict(part.split("=", 1) for part in text.split(", ") if "=" in part)
     if words.keys() < {"bits", "bucket_size", "rounding", "scheme", "scale_dtype"} or words.keys() - _DEFAULTS.keys():
         raise ValueError(f"codec must be a graphar.Codec or one of {', '.join(NAMES)}, got {text!r}")
-    given: dict[str, Any] = {name: int(value) if value.isdecimal() else value for name, value in words.items()}
-    given |= {"scale_dtype": getattr(torch, words["scale_dtype"], None), "feedback": words.get("feedback") == "True"}
-    return Codec(**given)
+    values: dict[str, Any] = {name: int(word) if word.isdecimal() else word for name, word in words.items()}
+    values |= {"scale_dtype": getattr(torch, words["scale_dtype"], None), "feedback": words.get("feedback") == "True"}
+    return Codec(**values)
 
 
 def as_codec(op: str, wanted: object) -> Codec:

@@ -1,20 +1,19 @@
-"""The codecs on the CPU, at a few passes over memory: the bits of codec_reference, which is their text.
+"""The codecs on the CPU, in a few passes over memory, with the bits of their specification in codec_reference.py.
 
-A tensor is encoded and decoded in chunks whose temporaries stay in the cache. No operation makes bools of elements, or
-reduces over few elements in steps: torch's take ten times as long as its arithmetic.
+A tensor is encoded and decoded in chunks whose temporaries stay in the cache. Operations that give a bool for each
+element, and reductions over few elements, are avoided: in torch they take ten times as long as arithmetic.
 
-Rounding. The reference rounds an exact product, or an exact product and a random number, once. Here the product is
-rounded to fp32 before, which can change a code only if it lies beside the middle of two codes. Runs of 32 elements with
-such a product are rounded again as the reference does.
+Rounding. The specification rounds once: an exact product, or its exact sum with a random number. Here the product is
+first rounded to fp32. That can change a code only where the product is close to the middle between two codes. Runs of
+32 elements with such a product are rounded again as the specification does.
 
-Packing. Eight codes of ``bits`` bits lie in the bytes of an int64. Three steps bring them together, since each second
-one of them moves by the same distance: bytes into pairs, pairs into fours, fours into ``bits`` bytes. A lane's 32 codes
-are four such runs.
+Packing. Eight codes of ``bits`` bits lie in the bytes of an int64. They are packed in three steps: codes into pairs,
+pairs into fours, and fours into eight codes in ``bits`` bytes. In each step every second group moves by the same
+distance. A lane's 32 codes are four such runs.
 """
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Iterator
 
@@ -34,21 +33,12 @@ _DOUBT = 2.0**-13  # above the errors of two additions in fp32 to a code below 2
 class _Room(threading.local):
     """Memory for the temporaries of a chunk, which each thread keeps: new pages would take as long as the work."""
 
-    @functools.cached_property
-    def floats(self) -> tuple[Tensor, ...]:
-        return self._new(3, _CHUNK_TILES * TILE_NUMEL, torch.float32).unbind()
-
-    @functools.cached_property
-    def codes(self) -> Tensor:
-        return self._new(1, _CHUNK_TILES * TILE_NUMEL, torch.int8)[0]
-
-    @functools.cached_property
-    def random(self) -> tuple[Tensor, ...]:
-        return self._new(8, _CHUNK_TILES * TILE_NUMEL // RUN, torch.int64).view(4, 2, -1).unbind()
-
-    def _new(self, count: int, numel: int, dtype: torch.dtype) -> Tensor:
+    def __init__(self) -> None:
+        numel = _CHUNK_TILES * TILE_NUMEL
         with torch.inference_mode(False):
-            return torch.empty(count, numel, dtype=dtype)
+            self.floats = torch.empty(3, numel).unbind()
+            self.codes = torch.empty(numel, dtype=torch.int8)
+            self.random = torch.empty(4, 2, numel // RUN, dtype=torch.int64).unbind()
 
 
 _room = _Room()
@@ -80,9 +70,9 @@ def encode(values: Tensor, codec: Codec, noise: Noise | None = None) -> Tensor:
 
 
 def decode(wire: Tensor, codec: Codec, target: Tensor, *, adds: bool = False) -> None:
-    """Writes the first elements that codec_reference.decode gives into ``target``, or adds them to it.
+    """Writes what codec_reference.decode gives for the elements of ``target`` into it, or adds it to them.
 
-    ``target`` is 1-D and contiguous, of any floating-point dtype. Its NaNs are canonical unless it is added to.
+    ``target`` is 1-D and contiguous, of any floating-point dtype. NaNs that are written are canonical; sums are not.
     """
     if wire.storage_offset() % 8:
         wire = wire.clone()  # words of 64 bits are read from it
@@ -148,10 +138,10 @@ def _pack_scales(wire: Tensor, scale: Tensor, zero: Tensor | None, bad: Tensor |
 def _codes(x: Tensor, inverse: Tensor, codec: Codec, halves: Tensor | None) -> Tensor:
     """Returns the codes of ``x`` as bytes."""
     size = x.numel()
-    _, products, rounded = (one[:size] for one in _room.floats)
+    _, products, rounded = (memory[:size] for memory in _room.floats)
     codes = _room.codes[:size]
-    by_bucket = [one.view(-1, codec.bucket_size) for one in (x, products)]
-    torch.mul(by_bucket[0], inverse[:, None], out=by_bucket[1])
+    buckets = x.view(-1, codec.bucket_size)
+    torch.mul(buckets, inverse[:, None], out=products.view(buckets.shape))
     if codec.is_float:
         return _e4m3_codes(products, halves, codes)
     if halves is not None:
@@ -163,8 +153,8 @@ def _codes(x: Tensor, inverse: Tensor, codec: Codec, halves: Tensor | None) -> T
     if again.numel():
         noise = None if halves is None else halves.view(-1, _CHECKED)[again].long() + (1 << 15)
         of_buckets = inverse[again * _CHECKED // codec.bucket_size, None]
-        found = specification._integer_codes(x.view(-1, _CHECKED)[again], of_buckets, codec, noise)
-        rounded.view(-1, _CHECKED)[again] = (found - (codec.largest_code if codec.scheme == "absmax" else 0)).float()
+        exact = specification._integer_codes(x.view(-1, _CHECKED)[again], of_buckets, codec, noise)
+        rounded.view(-1, _CHECKED)[again] = (exact - (codec.largest_code if codec.scheme == "absmax" else 0)).float()
     if codec.scheme == "absmax":
         return codes.copy_(rounded).add_(codec.largest_code)
     return codes.copy_(rounded.sub_(128)).add_(-128)  # bytes wrap: these codes reach 255, beyond int8
@@ -256,7 +246,7 @@ def _unpack_codes(wire: Tensor, codec: Codec) -> Tensor:
 def _random_halves(numel: int, noise: Noise) -> Tensor:
     """Returns codec_reference.random_halves less 2^15, as int16."""
     first, count = noise.first // RUN, numel // RUN
-    words, others, products, halves = (one[:, :count] for one in _room.random)
+    words, others, products, halves = (memory[:, :count] for memory in _room.random)
     torch.arange(first, first + count, out=words[0])  # word 0 of the counter; words[1] is 2, and others are 3 and 1
     torch.bitwise_right_shift(words[0], 32, out=others[1])
     words[0].bitwise_and_(WORD)

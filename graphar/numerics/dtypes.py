@@ -19,3 +19,8 @@ ACCUMULATION_DTYPES = {
     torch.int32: torch.int32,
     torch.int64: torch.int64,
 }
+
+
+def fp32(number: float) -> float:
+    """Returns a number rounded to fp32."""
+    return torch.tensor(number, dtype=torch.float32).item()

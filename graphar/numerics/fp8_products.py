@@ -10,7 +10,6 @@ longer. An element depends on its row of ``a``, its row of ``w`` and their scale
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -96,26 +95,6 @@ def rounded_product(
     return with_canonical_nan((total if bias is None else total + bias.float()).to(out_dtype))
 
 
-def rank_products(
-    a: Sequence[torch.Tensor],
-    w: Sequence[torch.Tensor],
-    a_scale: Sequence[torch.Tensor],
-    w_scale: Sequence[torch.Tensor],
-    out_dtype: torch.dtype | None,
-) -> list[torch.Tensor]:
-    """Returns each rank's scaled product [rows, N], rounded to ``out_dtype``; None: to bf16."""
-    return [
-        scaled_linear(
-            one.flatten(0, -2),  # a reshape to -1 rows refuses columns of length 0
-            weight,
-            rows_of_scale(one, of_a),
-            of_w,
-            out_dtype=out_dtype or torch.bfloat16,
-        )
-        for one, weight, of_a, of_w in zip(a, w, a_scale, w_scale, strict=True)
-    ]
-
-
 def rows_of_scale(a: torch.Tensor, a_scale: torch.Tensor) -> torch.Tensor:
     """Returns the scales of ``a`` [..., K] as a matrix with a row for each of its rows: [rows, 1 or blocks of K]."""
     if a_scale.numel() == 1:
@@ -158,7 +137,7 @@ def check_operands(
         raise ValueError(f"{op}: a and w must have equally many columns, got {list(a.shape)} and {list(w.shape)}")
     if out_dtype not in RESULT_DTYPES:
         raise TypeError(f"{op}: out_dtype must be one of {RESULT_DTYPES}, got {out_dtype}")
-    if bias is None or out_dtype is None:
+    if bias is None:
         return
     if out_dtype == torch.float32:
         raise ValueError(f"{op}: a bias is added to rounded results only, got out_dtype=torch.float32")

@@ -24,25 +24,17 @@ STEP = 16  # columns that a wgmma instruction multiplies
 
 
 def product(a: torch.Tensor, w: torch.Tensor, step: int = STEP) -> torch.Tensor:
-    """Returns ``a @ w.T`` in fp32, added in the order of K, ``step`` columns at a time.
+    """Returns ``a @ w.T`` in fp32, added in the order of K, ``step`` columns at a time: [M, N].
 
-    An element begins as zero. The products of ``step`` columns are added to each other, from zero and in order. Their
-    sum is added to the element. Each product and each sum is rounded to nearest in fp32. The products of bf16 and fp16
-    are exact, unless they leave the range of normal fp32 numbers. The bits of an element therefore depend on its row of
-    ``a`` and its row of ``w`` alone. torch's matmul on the CPU does not promise that: its order depends on the shape.
+    An element begins as zero. The products of ``step`` columns, those of one instruction, are added to each other, from
+    zero and in order. Their sum is added to the element. Each product and each sum is rounded to nearest in fp32. So
+    the bits of an element depend on its row of ``a`` [M, K] and its row of ``w`` [N, K] alone. torch's matmul on the
+    CPU does not promise that: its order depends on the shape.
 
     Kernels executed on the host (tests/host) give the bits of this function. A tensor core does not: it adds the
-    products of a step and the element in one operation, whose intermediate results have other roundings. So
-    products have one set of bits on all CPUs, and another on all GPUs with the same tensor cores. What is added to
-    equal products, such as partials and biases, has the same bits on both.
-
-    Args:
-        a: [M, K], bf16, fp16 or fp32.
-        w: [N, K], of the same dtype.
-        step: columns whose products are added before they meet the element: those of one instruction.
-
-    Returns:
-        A new tensor [M, N].
+    products of a step and the element in one operation, whose intermediate results have other roundings. So products
+    have one set of bits on all CPUs, and another on all GPUs with the same tensor cores. What is added to equal
+    products, such as partials and biases, has the same bits on both.
     """
     a, w = a.float().t().contiguous(), w.float().t().contiguous()
     total = a.new_zeros(a.shape[1], w.shape[1])
@@ -55,15 +47,9 @@ def product(a: torch.Tensor, w: torch.Tensor, step: int = STEP) -> torch.Tensor:
 
 
 def partial(a: torch.Tensor, w: torch.Tensor, world_size: int) -> torch.Tensor:
-    """Returns one rank's partial of a product: the sum of the rank's leaves, in fp32.
+    """Returns a rank's partial of a product, which :func:`tree_sum` adds to those of other ranks: [M, N] in fp32.
 
-    Args:
-        a: the rank's columns [M, K / world_size], bf16, fp16 or fp32.
-        w: the rank's columns [N, K / world_size], of the same dtype.
-        world_size: 1, 2, 4 or 8.
-
-    Returns:
-        A new tensor [M, N], which :func:`tree_sum` adds to the partials of other ranks.
+    ``a`` [M, K / world_size] and ``w`` [N, K / world_size] are the columns of a rank of 1, 2, 4 or 8.
     """
     return in_leaves(a, w, LEAVES // world_size)
 
@@ -74,11 +60,7 @@ def in_leaves(a: torch.Tensor, w: torch.Tensor, leaves: int) -> torch.Tensor:
 
 
 def tree_sum(nodes: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Returns the sum of adjacent nodes of the tree: neighbours are added, then their sums, until one is left.
-
-    Args:
-        nodes: 1, 2, 4 or 8 fp32 tensors of one shape.
-    """
+    """Returns the sum of 1, 2, 4 or 8 adjacent nodes: neighbours are added, then their sums, until one is left."""
     while len(nodes) > 1:
         nodes = [left + right for left, right in zip(nodes[::2], nodes[1::2], strict=True)]
     return nodes[0]
@@ -96,7 +78,7 @@ def check_ranks(op: str, world_size: int) -> None:
 def check_operands(op: str, operands: Sequence[torch.Tensor]) -> None:
     """Raises ValueError, which names ``op``, unless the ranks' columns of an operand [..., K] are whole leaves."""
     check_ranks(op, len(operands))
-    columns = [one.shape[-1] for one in operands]
+    columns = [operand.shape[-1] for operand in operands]
     if operands[0].dtype not in TYPE_NAMES:
         raise ValueError(f"{op}: leaves are of bfloat16, float16 or float32, got {operands[0].dtype}")
     if len(set(columns)) > 1:

@@ -58,10 +58,10 @@ def decode(wire: Tensor, numel: int) -> Tensor:
     tiles = len(wire) // (_TILE_NBYTES + _HEADER_NBYTES)
     data = wire[: tiles * _TILE_NBYTES].view(tiles, _TILE_NBYTES)
     headers = wire[tiles * _TILE_NBYTES :].view(torch.int32).view(tiles, HEADER_WORDS)
-    found = data.clone().view(torch.int16).view(tiles, TILE_NUMEL)
+    elements = data.clone().view(torch.int16).view(tiles, TILE_NUMEL)
     for tile in (headers[:, 1] != _UNCOMPRESSED).nonzero().flatten().tolist():
-        found[tile] = _decode_tile(data[tile, :_CODES_NBYTES], headers[tile])
-    return found.flatten()[:numel].view(torch.bfloat16)
+        elements[tile] = _decode_tile(data[tile, :_CODES_NBYTES], headers[tile])
+    return elements.flatten()[:numel].view(torch.bfloat16)
 
 
 def odd_elements(x: Tensor) -> Tensor:

@@ -9,9 +9,9 @@ from __future__ import annotations
 import torch
 
 from graphar.numerics import leaf_tree, norms
-from graphar.numerics.epilogues.code import nearest_sqrt
+from graphar.numerics.dtypes import fp32
 from graphar.numerics.nan import with_canonical_nan
-from graphar.numerics.norms import PACK_NBYTES, fp32, sum_in_slots
+from graphar.numerics.norms import PACK_NBYTES, inverse_rms, sum_in_slots
 
 LANES = 64  # `group_lanes` in cuda_src/norm/residual_rmsnorm_backward.cu
 _LEAST_GROUPS = 128
@@ -44,27 +44,24 @@ def specification(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the exact bits that the kernel gives: the gradients of the rows that were normed, and of the weight.
 
-    For a row r of ``summed``, the gradient g of its norm, w = weight + weight_offset and
-    s = 1 / sqrt(mean(r * r) + eps), the row's gradient is s (g w) - r (mean((g w) r) s s s) + of_summed, and the
-    weight's the sum of g (r s) over rows, which :func:`row_groups` add. Every operation is in fp32, and each result is
-    rounded once. Every NaN is the canonical one.
+    With r the rows that were normed, g the gradient of the normed rows, w = weight + weight_offset and
+    s = 1 / sqrt(mean(r * r) + eps), the gradient of a row is s (g w) - r (mean((g w) r) s s s) + of_summed. That of the
+    weight is the sum of g (r s) over rows, in the groups of :func:`row_groups`. Every operation is in fp32, and each
+    result is rounded once. Every NaN is the canonical one.
 
     Args:
         of_normed: [..., columns], bf16, fp16 or fp32: the gradient of the normed rows.
         of_summed: like ``of_normed``: the gradient of ``summed``. None: zeros.
         summed: like ``of_normed``: the rows that were normed.
         weight: [columns], of the same dtype.
-        eps: added to the mean square.
-        weight_offset: added to the weight.
     """
     dtype, shape, columns = summed.dtype, summed.shape, summed.shape[-1]
-    g, r = (one.float().reshape(-1, columns) for one in (of_normed, summed))
+    g, r = (rows.float().reshape(-1, columns) for rows in (of_normed, summed))
     scaled = g * (weight.float() + fp32(weight_offset))
     pack = PACK_NBYTES // summed.element_size()
     squares, products = sum_in_slots(r * r, pack), sum_in_slots(scaled * r, pack)
-    count = torch.full_like(squares, columns)
-    s = _inverse_rms(squares, count, eps)
-    common = (products / count).unsqueeze(-1) * s * s * s
+    s = inverse_rms(squares, columns, eps)
+    common = (products / torch.full_like(products, columns)).unsqueeze(-1) * s * s * s
     more = torch.zeros_like(r) if of_summed is None else of_summed.float().reshape(-1, columns)
     of_rows = (s * scaled - r * common) + more
     of_weight = _sum_over_rows(g * (r * s), row_groups(len(r), columns * summed.element_size()))
@@ -74,15 +71,12 @@ def specification(
 def weight_partial(of_normed: torch.Tensor, summed: torch.Tensor, eps: float, world_size: int) -> torch.Tensor:
     """Returns one rank's partial of the weight's gradient, the sum over the rank's rows, in fp32.
 
-    All rows are cut into 8 leaves, and :func:`row_groups` add the rows of a leaf. The gradient is the sum of all ranks'
-    partials as a tree, rounded once: the same bits for 1, 2, 4 and 8 ranks. A rank that has all rows is a single rank.
-    The weight's gradient of :func:`specification` has other bits, since its groups are of all rows.
+    All rows are cut into 8 leaves, and the rows of a leaf are added in groups. The sum of all ranks' partials as a
+    tree has the same bits for 1, 2, 4 and 8 ranks. :func:`specification` has others, since its groups are of all rows.
 
     Args:
         of_normed: [rows / world_size, columns], bf16, fp16 or fp32: the gradient of the rank's normed rows.
         summed: like ``of_normed``: the rows that were normed.
-        eps: added to the mean square.
-        world_size: 1, 2, 4 or 8.
 
     Raises:
         ValueError: 3, 5, 6 or 7 ranks, or several with rows that are no multiple of 8 / world_size.
@@ -90,15 +84,10 @@ def weight_partial(of_normed: torch.Tensor, summed: torch.Tensor, eps: float, wo
     leaf_tree.check_rows("weight_partial", len(summed), world_size)
     r = summed.float()
     squares = sum_in_slots(r * r, PACK_NBYTES // summed.element_size())
-    s = _inverse_rms(squares, torch.full_like(squares, r.shape[-1]), eps)
+    s = inverse_rms(squares, r.shape[-1], eps)
     leaves = (of_normed.float() * (r * s)).tensor_split(leaf_tree.LEAVES // world_size)
     row_nbytes = r.shape[-1] * summed.element_size()
     return leaf_tree.tree_sum([_sum_over_rows(leaf, row_groups(len(leaf), row_nbytes)) for leaf in leaves])
-
-
-def _inverse_rms(squares: torch.Tensor, count: torch.Tensor, eps: float) -> torch.Tensor:
-    """Returns 1 / sqrt(mean square + eps) of each row [rows, 1], from the sum of its squares and their number."""
-    return (torch.ones_like(squares) / nearest_sqrt(squares / count + fp32(eps))).unsqueeze(-1)
 
 
 def _sum_over_rows(rows: torch.Tensor, groups: int) -> torch.Tensor:
@@ -107,8 +96,8 @@ def _sum_over_rows(rows: torch.Tensor, groups: int) -> torch.Tensor:
     for parts in (max(groups, 1), LANES, 1):
         padded = torch.nn.functional.pad(rows, (0, 0, 0, -len(rows) % parts))
         rows = rows.new_zeros(parts, columns)
-        for one in padded.view(-1, parts, columns):
-            rows = rows + one
+        for of_parts in padded.view(-1, parts, columns):
+            rows = rows + of_parts
     return rows[0]
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 
 from graphar.numerics import fp8_rows
-from graphar.numerics.epilogues.code import nearest_sqrt
+from graphar.numerics.dtypes import fp32
+from graphar.numerics.epilogues.operations import nearest_sqrt
 from graphar.numerics.fp8_rows import FP8, GROUP_COLUMNS
 from graphar.numerics.nan import with_canonical_nan
 
@@ -37,8 +38,8 @@ def output_of(
     if out_dtype != FP8:
         if out_dtype not in (None, dtype):
             raise ValueError(f"{op}: out_dtype must be {FP8}, or the dtype of x, {dtype}, got {out_dtype}")
-        for name, given in (("scale", scale), ("group_size", group_size)):
-            if given is not None:
+        for name, value in (("scale", scale), ("group_size", group_size)):
+            if value is not None:
                 raise ValueError(f"{op}: {name} is for out_dtype={FP8}, got {out_dtype}")
         return "like_input"
     if group_size is None:
@@ -77,32 +78,27 @@ def specification(
         total: [..., columns]: the sum over the ranks, rounded to the dtype of ``residual`` or still in fp32.
         residual: [..., columns], bf16, fp16 or fp32.
         weight: [columns], of the dtype of ``residual``.
-        eps: added to the mean square.
-        weight_offset: added to the weight.
         output: the format of normed, one of NORM_OUTPUTS.
         scale: for "static_fp8" one fp32 number; else None.
     """
-    normed, summed = _add_and_norm(total, residual, weight, eps, weight_offset)
+    summed = (total.float() + residual.float()).to(residual.dtype)
+    rows = summed.float()
+    squares = sum_in_slots(rows * rows, PACK_NBYTES // residual.element_size())
+    normed = (rows * inverse_rms(squares, rows.shape[-1], eps)) * (weight.float() + fp32(weight_offset))
     summed = with_canonical_nan(summed)
     if output == "like_input":
         return with_canonical_nan(normed.to(residual.dtype)), summed
     if scale is not None:
         return fp8_rows.to_fp8(normed, scale.view(())), summed
-    rows, scales = fp8_rows.quantized(normed, GROUP_COLUMNS if output == "grouped_fp8" else None)
-    return rows, summed, scales
+    quantized, scales = fp8_rows.quantized(normed, GROUP_COLUMNS if output == "grouped_fp8" else None)
+    return quantized, summed, scales
 
 
-def _add_and_norm(
-    total: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, weight_offset: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns (normed, summed): normed in fp32, summed with the dtype of ``residual``."""
-    summed = (total.float() + residual.float()).to(residual.dtype)
-    rows = summed.float()
-    squares = sum_in_slots(rows * rows, PACK_NBYTES // residual.element_size())
+def inverse_rms(squares: torch.Tensor, columns: int, eps: float) -> torch.Tensor:
+    """Returns 1 / sqrt(mean square + eps) of each row [..., 1], from the sums of squares [...] of its columns."""
     # Divide by a tensor: torch may turn a division by a number into a multiplication by its inverse.
-    mean = squares / torch.full_like(squares, rows.shape[-1])
-    inverse = torch.ones_like(mean) / nearest_sqrt(mean + fp32(eps))
-    return (rows * inverse.unsqueeze(-1)) * (weight.float() + fp32(weight_offset)), summed
+    mean = squares / torch.full_like(squares, columns)
+    return (torch.ones_like(mean) / nearest_sqrt(mean + fp32(eps))).unsqueeze(-1)
 
 
 def sum_in_slots(rows: torch.Tensor, pack: int) -> torch.Tensor:
@@ -117,7 +113,3 @@ def sum_in_slots(rows: torch.Tensor, pack: int) -> torch.Tensor:
     while total.shape[-1] > 1:
         total = total[..., 0::2] + total[..., 1::2]
     return total[..., 0]
-
-
-def fp32(number: float) -> float:
-    return torch.tensor(number, dtype=torch.float32).item()

@@ -1,4 +1,4 @@
-"""Partitions of a fused matmul: its result is cut into panels, and each panel is multiplied and then summed."""
+"""Partitions of a fused matmul: the result is cut into panels. Each panel is multiplied, and then summed."""
 
 from __future__ import annotations
 
@@ -38,17 +38,13 @@ def length(part: slice) -> int:
 
 
 def panels(op: str, partition: str, count: int | None, parts: Sequence[int], columns: int) -> list[Panel]:
-    """Returns the panels of C = A W^T, in the order of the calls that sum them.
+    """Returns the panels of C = A W^T, in the order of the calls that sum them. Errors name ``op``.
 
     Args:
-        partition: "split_m" cuts the rows of A, and "split_n" the rows of W. The others make one panel.
+        partition: "split_m" cuts the rows of A, and "split_n" the rows of W. All others make one panel.
         count: how many panels. None: at most 4.
         parts: rows of A, in parts that are cut alike: the rows of each rank for a reduce-scatter, all rows as one part
             for an all-reduce.
-
-    Raises:
-        TypeError: ``count`` is not an int.
-        ValueError: the partition is unknown or takes no ``count``, or ``count`` is below 1 or larger than what is cut.
     """
     _check(op, partition, count)
     begins = [sum(parts[:at]) for at in range(len(parts))]

@@ -1,26 +1,32 @@
-"""Sums of exponentials over a vocabulary that ranks divide, with one set of bits on 1, 2, 4 and 8 ranks.
+"""Softmax over a vocabulary that ranks divide, with one set of bits on 1, 2, 4 and 8 ranks.
 
-The vocabulary is cut into 8 leaves of equal length, as leaf_tree.py cuts K. A leaf has 64 lanes. Lane (i // 8) % 64
-has element i of its leaf. It takes its elements in order, in steps of 32. The sums of a leaf's lanes are added by
-halves: those of lanes 0 to 31 and 32 to 63, then of 0 to 15 and 16 to 31, and so on. Leaves are merged as a binary tree
-over their numbers. A rank's partial is a node of that tree. All arithmetic is fp32, each operation rounded once to
-nearest, unless stated otherwise.
+A row of logits x is reduced to a node: its maximum m and s, the sum of exp(x - m). If they are asked for, a node also
+has sum_x, the sum of x; sum_xe, the sum of exp(x - m) (x - m); and top1, the lowest column whose logit is m.
 
-    node            m: the maximum; s: the sum of exp(x - m). An empty one has m = -inf and s = 0
-    move to m'      delta = m - m'; sum_xe = fma(s, delta, sum_xe) x exp(delta); s = s x exp(delta)
-    step of a lane  move to the maximum of m and the step's elements; then each element, in order:
-                    s = s + exp(x - m), sum_xe = fma(exp(x - m), x - m, sum_xe)
-    lanes of a leaf move to the maximum of all lanes; then s and sum_xe are added by halves
-    merge           delta = smaller m - larger m: s = fma(smaller s, exp(delta), larger s)
-                    sum_xe = fma(fma(smaller s, delta, smaller sum_xe), exp(delta), larger sum_xe)
-                    the maxima are equal: s and sum_xe of both are added
+The order of additions is fixed, and does not depend on the number of ranks:
 
-`sum_x` is the sum of x, by lanes, halves and trees too. `x - m` and `delta` count as -88 if they are less, and where
-both numbers are -inf. `top1` is the lowest index of a maximum, and -1 if that is NaN. A NaN makes m and s NaN. Every
-NaN that is stored is the canonical one. Padding columns count as -inf, and as 0 in `sum_x`.
+    1  The vocabulary is cut into 8 leaves of equal length. Each rank has 8 / ranks adjacent leaves.
+    2  Element i of a leaf belongs to lane (i // 8) % 64. A lane adds its elements in order, in steps of 32.
+    3  The 64 lanes of a leaf are added by halves: lane i and lane i + 32, then i and i + 16, down to i and i + 1.
+    4  Neighbouring leaves are merged, then neighbouring pairs, as a binary tree. What a rank merges of its own leaves,
+       its partial, is a node of that tree.
 
-    exp(d), d <= 0  n = d x log2(e) rounded to an integer; f = d x log2(e) - n by fma; p = a polynomial of f by fma from
-                    the highest coefficient on; the result is p x 2^n, where 2^-127 counts as 0. NaN if d is NaN.
+All arithmetic is fp32. Each operation is rounded once, to nearest; fma is one operation.
+
+    empty node      m = -inf, s = 0, sum_x = 0, sum_xe = 0
+    rescale to m'   d = m - m';  sum_xe = fma(s, d, sum_xe) x exp(d);  s = s x exp(d)
+    step of a lane  rescale to the maximum of m and the step's elements, then for each element in order:
+                    d = x - m;  s = s + exp(d);  sum_xe = fma(exp(d), d, sum_xe)
+    lanes           rescale each lane to the maximum of its leaf, then add s and sum_xe by halves
+    merge           of `low` and `high`, where low.m < high.m:  d = low.m - high.m
+                    s = fma(low.s, exp(d), high.s)
+                    sum_xe = fma(fma(low.s, d, low.sum_xe), exp(d), high.sum_xe)
+                    of equal maxima: s and sum_xe are added
+    exp(d), d <= 0  n = d x log2(e), rounded to an integer;  f = d x log2(e) - n, by fma
+                    p = a polynomial of f, by fma from the highest coefficient on;  the result is p x 2^n
+
+A d below -88 counts as -88, and so does -inf - -inf; a 2^n of 2^-127 counts as 0. Padding columns count as -inf, and as
+0 in sum_x. A NaN among the logits makes m and s NaN, and top1 -1. Every NaN that is stored is the canonical one.
 """
 
 from __future__ import annotations
@@ -31,12 +37,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from graphar.numerics.dtypes import fp32
 from graphar.numerics.exact_fma import fma, fma_in_doubles
 from graphar.numerics.nan import with_canonical_nan
 
 PREPARED = ("cross_entropy", "log_probs")  # names under which the kernels of both are prepared
 LANES, PACK, PACKS_OF_STEP = 64, 8, 4
-LARGEST = 88.0  # its exp(-d) is 0
 LOG2E = float.fromhex("0x1.715476p+0")
 COEFFICIENTS = [
     float.fromhex(f"0x1.{digits}") for digits in ("5bba14p-10", "3cea88p-7", "c6b752p-5", "ebf9bcp-3", "62e42ap-1")
@@ -45,7 +51,7 @@ _CHUNK_NUMEL, _PIECE_NUMEL = 1 << 18, 1 << 15  # elements of whole rows, and of 
 
 
 class Terms(NamedTuple):
-    """What is computed of each row, beside the sizes."""
+    """What is computed of each row."""
 
     vocab_size: int  # the columns of all ranks that are no padding
     result: str = "none"  # of losses the reduction: "mean", "sum" or "none"; or "log_probs"
@@ -68,21 +74,17 @@ class Terms(NamedTuple):
     @property
     def inverse_temperature(self) -> float:
         """The fp32 number by which logits are multiplied."""
-        return _rounded(1 / self.temperature)
+        return fp32(1 / self.temperature)
 
 
 class Node(NamedTuple):
-    """A node of the tree: fp32 tensors of one shape. None: not asked for."""
+    """A node of the tree for each row: fp32 tensors of one shape, or None for what is not asked for."""
 
     m: Tensor
     s: Tensor
     sum_x: Tensor | None = None
     sum_xe: Tensor | None = None
     top1: Tensor | None = None  # whole numbers
-
-
-def _rounded(number: float) -> float:
-    return torch.tensor(number, dtype=torch.float32).item()
 
 
 # ---- functions ------------------------------------------------------------------------------------------------------
@@ -94,7 +96,7 @@ def exp(d: Tensor) -> Tensor:
     for piece, into in zip(d.reshape(-1).split(_PIECE_NUMEL), result.view(-1).split(_PIECE_NUMEL), strict=True):
         product = _clamped(piece).double().mul_(LOG2E)  # exact: 24 bits each
         n = product.round()
-        f = product.sub_(n).float().double()  # the difference is exact, so this is the fma
+        f = product.sub_(n).float().double()  # the difference is exact in fp64, so this rounds once, as fma does
         p = torch.full_like(f, COEFFICIENTS[0])
         for coefficient in (*COEFFICIENTS[1:], 1.0):
             p = fma_in_doubles(p, f, coefficient)
@@ -104,8 +106,8 @@ def exp(d: Tensor) -> Tensor:
 
 
 def _clamped(d: Tensor) -> Tensor:
-    """Returns ``d``, or -88 if it is less: exp(d) is then 0, and so are its products with ``d``."""
-    return d.clamp(min=-LARGEST)  # a NaN stays
+    """Returns ``d``, or -88 if it is less: exp(d) is then 0, and its product with ``d`` is 0 and no NaN."""
+    return d.clamp(min=-88.0)  # a NaN stays
 
 
 def log(s: Tensor) -> Tensor:
@@ -131,34 +133,34 @@ def merge(a: Node, b: Node) -> Node:
     b_is_larger, equal = b.m > a.m, a.m == b.m
 
     def ordered(of_a: Tensor, of_b: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the numbers of the node with the lower maximum, and those of the other."""
         return torch.where(b_is_larger, of_a, of_b), torch.where(b_is_larger, of_b, of_a)
 
-    (small_m, large_m), (small_s, large_s) = ordered(a.m, b.m), ordered(a.s, b.s)
-    m, delta = torch.maximum(a.m, b.m), small_m - large_m
-    factor = exp(delta)
-    s = torch.where(equal, a.s + b.s, fma(small_s, factor, large_s))
+    (low_m, high_m), (low_s, high_s) = ordered(a.m, b.m), ordered(a.s, b.s)
+    m, d = torch.maximum(a.m, b.m), low_m - high_m
+    factor = exp(d)
+    s = torch.where(equal, a.s + b.s, fma(low_s, factor, high_s))
     sum_x = sum_xe = top1 = None
     if a.sum_x is not None and b.sum_x is not None:
         sum_x = a.sum_x + b.sum_x
     if a.sum_xe is not None and b.sum_xe is not None:
-        small, large = ordered(a.sum_xe, b.sum_xe)
-        moved = fma(fma(small_s, _clamped(delta), small), factor, large)
-        sum_xe = torch.where(equal, a.sum_xe + b.sum_xe, moved)
+        low, high = ordered(a.sum_xe, b.sum_xe)
+        sum_xe = torch.where(equal, a.sum_xe + b.sum_xe, fma(fma(low_s, _clamped(d), low), factor, high))
     if a.top1 is not None and b.top1 is not None:
         top1 = torch.where(m.isnan(), -1.0, torch.where(b_is_larger, b.top1, a.top1))
     return Node(m, s, sum_x, sum_xe, top1)
 
 
 def tree(nodes: Node) -> Node:
-    """Returns the node of neighbours: the last dimension of ``nodes``, a power of two, is merged and gone."""
+    """Returns the root of a binary tree over the last dimension of ``nodes``, whose length is a power of two."""
     while nodes.m.shape[-1] > 1:
         nodes = merge(_at(nodes, slice(0, None, 2)), _at(nodes, slice(1, None, 2)))
     return _at(nodes, 0)
 
 
 def _at(nodes: Node, place: int | slice) -> Node:
-    m, s, *rest = nodes
-    return Node(m[..., place], s[..., place], *[None if numbers is None else numbers[..., place] for numbers in rest])
+    m, s, *others = nodes
+    return Node(m[..., place], s[..., place], *[None if x is None else x[..., place] for x in others])
 
 
 def tree_sum(x: Tensor) -> Tensor:
@@ -171,7 +173,7 @@ def tree_sum(x: Tensor) -> Tensor:
 
 
 def leaves(x: Tensor, present: Tensor, terms: Terms) -> Node:
-    """Returns the nodes [rows, leaves], without top1, of ``x`` [rows, leaves, columns of a leaf], fp32.
+    """Returns the nodes [rows, leaves], without top1, of fp32 logits ``x`` [rows, leaves, columns of a leaf].
 
     ``present`` [leaves, columns] says which columns are no padding.
     """
@@ -180,7 +182,7 @@ def leaves(x: Tensor, present: Tensor, terms: Terms) -> Node:
     lanes = Node(zeros - math.inf, zeros, None, zeros if terms.entropy else None)
     for step in steps:
         lanes = _after_step(lanes, step)
-    lanes = _moved(lanes, lanes.m.amax(-1, keepdim=True).expand_as(zeros))
+    lanes = _rescaled(lanes, lanes.m.amax(-1, keepdim=True).expand_as(zeros))
     if terms.label_smoothing:
         sum_x = zeros
         for step in _steps(torch.where(present, x, 0.0), 0.0):
@@ -191,7 +193,7 @@ def leaves(x: Tensor, present: Tensor, terms: Terms) -> Node:
 
 
 def _by_halves(x: Tensor) -> Tensor:
-    """Returns the sum over the last dimension, a power of two, of which the second half is added to the first."""
+    """Returns the sum over the last dimension, a power of two: its halves are added until one number is left."""
     while x.shape[-1] > 1:
         left, right = x.chunk(2, -1)
         x = left + right
@@ -199,37 +201,39 @@ def _by_halves(x: Tensor) -> Tensor:
 
 
 def _steps(x: Tensor, padding: float) -> list[Tensor]:
-    """Returns the elements [32, rows, leaves, lanes] of each step; elements of a lane that do not exist are padding.
+    """Returns the elements of each step: [32, rows, leaves, lanes], with ``padding`` past the end of a leaf.
 
-    Lanes without an element are left out, but for a power of two: they are empty nodes, which change no bits.
+    A leaf of fewer elements than lanes x 32 has fewer lanes, a power of two, and shorter steps. The lanes that are left
+    out are empty, so that no bit changes.
     """
     packs = -(-x.shape[-1] // PACK)
     lanes = min(LANES, 1 << (packs - 1).bit_length())
-    each = min(PACKS_OF_STEP, -(-packs // lanes))  # of small leaves
-    whole = torch.nn.functional.pad(x, (0, -x.shape[-1] % (lanes * PACK * each)), value=padding)
-    whole = whole.unflatten(-1, (whole.shape[-1] // (lanes * PACK * each), each, lanes, PACK)).permute(2, 3, 5, 0, 1, 4)
-    return list(whole.reshape(len(whole), each * PACK, *x.shape[:2], lanes))
+    packs_of_step = min(PACKS_OF_STEP, -(-packs // lanes))
+    whole = torch.nn.functional.pad(x, (0, -x.shape[-1] % (lanes * PACK * packs_of_step)), value=padding)
+    steps = whole.unflatten(-1, (-1, packs_of_step, lanes, PACK)).permute(2, 3, 5, 0, 1, 4)
+    return list(steps.reshape(len(steps), packs_of_step * PACK, *x.shape[:2], lanes))
 
 
-def _moved(node: Node, m: Tensor) -> Node:
+def _rescaled(node: Node, m: Tensor) -> Node:
     """Returns the node with the maximum ``m``, which is not smaller than its own."""
-    delta = _below(node.m, m)
-    factor = exp(delta)
-    sum_xe = None if node.sum_xe is None else fma(node.s, delta, node.sum_xe) * factor
+    d = _below(node.m, m)
+    factor = exp(d)
+    sum_xe = None if node.sum_xe is None else fma(node.s, d, node.sum_xe) * factor
     return Node(m, node.s * factor, None, sum_xe)
 
 
 def _below(x: Tensor, m: Tensor) -> Tensor:
+    """Returns x - m, where -inf - -inf is -inf and everything below -88 is -88."""
     return _clamped(torch.where(m == -math.inf, -math.inf, x - m))
 
 
 def _after_step(node: Node, step: Tensor) -> Node:
-    m, s, _, sum_xe, _ = _moved(node, torch.maximum(node.m, step.amax(0)))
-    d = _below(step, m)
-    for of_element, e in zip(d, exp(d), strict=True):
+    m, s, _, sum_xe, _ = _rescaled(node, torch.maximum(node.m, step.amax(0)))
+    differences = _below(step, m)
+    for d, e in zip(differences, exp(differences), strict=True):
         s = s + e
         if sum_xe is not None:
-            sum_xe = fma(e, of_element, sum_xe)
+            sum_xe = fma(e, d, sum_xe)
     return Node(m, s, None, sum_xe)
 
 
@@ -239,11 +243,12 @@ def _after_step(node: Node, step: Tensor) -> Node:
 def partial(logits: Tensor, target: Tensor, first: int, leaves_of_rank: int, terms: Terms) -> Tensor:
     """Returns a rank's partial of each row: fp32 [rows, ``terms.width``], in the order that ``width`` names.
 
-    The x of a target that is among this rank's columns, and no padding; otherwise 0.
+    The target's x is 0 if another rank has that column, or if it is padding.
 
     Args:
-        logits: [..., columns] of this rank, bf16, fp16 or fp32. Its first column is ``first`` of the vocabulary.
+        logits: [..., columns] of this rank, bf16, fp16 or fp32.
         target: [...], int64, columns of the whole vocabulary.
+        first: the column of the vocabulary that is this rank's first.
         leaves_of_rank: 8 / the number of ranks.
     """
     columns = logits.shape[-1]
@@ -271,27 +276,28 @@ def _scaled(logits: Tensor, terms: Terms) -> Tensor:
 
 def node_of(partials: Tensor, terms: Terms) -> Node:
     """Returns the node of partials [..., width]."""
-    m, s, _, *rest = partials.unbind(-1)
-    asked = terms.label_smoothing != 0, terms.entropy, terms.top1
-    left = iter(rest)
-    return Node(m, s, *[next(left) if is_asked else None for is_asked in asked])
+    m, s, _, *others = partials.unbind(-1)
+    remaining = iter(others)
+    asked_for = terms.label_smoothing != 0, terms.entropy, terms.top1
+    return Node(m, s, *[next(remaining) if asked else None for asked in asked_for])
 
 
 def finish(partials: Tensor, target: Tensor, columns: int, terms: Terms) -> tuple[Tensor, ...]:
-    """Returns the results of all rows: (result, state), then the entropy and top1 that ``terms`` asks for.
+    """Returns the results of all rows: (result, state), then the entropy and top1 if ``terms`` asks for them.
 
-    Logarithms and what follows them are in fp64, each operation rounded, and results are rounded once:
+    Logarithms and what follows them are computed in fp64, and each result is rounded once to fp32:
 
         lse = m + log s        log_prob = (x of the target - m) - log s        entropy = log s - sum_xe / s
         loss = (1 - label_smoothing) x -log_prob
                - label_smoothing x (sum_x / vocab_size - lse) + lse_square_scale x (lse x lse)
 
-    The sum over rows is :func:`tree_sum`, and the mean is that divided by the number of rows that are not ignored. A
-    target that is no column, and not ignored, makes its row NaN.
+    Ignored rows have the loss 0. A row whose target is no column of the vocabulary, and that is not ignored, has NaN.
+    The losses of rows are added by :func:`tree_sum`. The mean divides their sum by the number of rows that are not
+    ignored.
 
     Args:
-        partials: [ranks, rows, width]: those of all ranks, in rank order.
-        target: [...], int64, of so many rows.
+        partials: [ranks, rows, width], in rank order.
+        target: [...], int64: a column for each row.
         columns: of each rank.
 
     Returns:
@@ -342,12 +348,13 @@ def gradient(
 ) -> None:
     """Writes the gradient of a rank's logits into ``out``, which may be ``logits``.
 
-    In fp32, each operation rounded, g is the gradient of the row: ``upstream``, divided by the number of rows for a
-    mean, and negated for log-probabilities.
+    g is the gradient of a row: ``upstream``, divided by the number of rows that are not ignored for a mean, and negated
+    for log-probabilities. Constants are rounded to fp32. Each operation is rounded to fp32, and the sum to the dtype:
 
-        factor = 1 + 2 lse_square_scale x lse, in fp64, rounded once         scale = g x factor / s
-        gradient = exp(x - m) x scale, - g x (label_smoothing / vocab_size), and at the target - g x (1 -
-        label_smoothing); times 1 / temperature. Rounded once to the dtype. Constants are rounded to fp32 first.
+        factor = 1 + 2 lse_square_scale x lse, in fp64, rounded once to fp32
+        gradient = ( exp(x - m) x (g x factor / s)
+                     - g x (label_smoothing / vocab_size)
+                     - g x (1 - label_smoothing), at the target ) x (1 / temperature)
 
     The gradient of padding and of ignored rows is +0.
 
@@ -376,9 +383,9 @@ def gradient(
         x, of_row = _scaled(logits[window], terms), g[window, None]
         gradients = exp(x - m[window, None]) * scale[window, None]
         if terms.label_smoothing:
-            gradients = gradients - of_row * _rounded(terms.label_smoothing / terms.vocab_size)
+            gradients = gradients - of_row * fp32(terms.label_smoothing / terms.vocab_size)
         is_target = torch.arange(first, first + columns, device=logits.device) == target[window, None]
-        gradients = torch.where(is_target, gradients - of_row * _rounded(1 - terms.label_smoothing), gradients)
+        gradients = torch.where(is_target, gradients - of_row * fp32(1 - terms.label_smoothing), gradients)
         if terms.temperature != 1:
             gradients = gradients * terms.inverse_temperature
         gradients = torch.where(present & ~ignored[window, None], gradients, 0.0)

@@ -10,7 +10,6 @@ import ctypes
 import time
 import zlib
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 
@@ -20,6 +19,7 @@ from graphar.plan.call import Call
 from graphar.plan.config import Config, Kernel
 from graphar.plan.slices import Slice
 from graphar.plan.work import Product
+from graphar.ranks.rendezvous import Alone, StoreRendezvous
 
 _POLL_S = 0.01
 _KEPT_CALLS = 1024  # the calls that other ranks can look up in words; later ones take the place of the first
@@ -32,13 +32,13 @@ def words(call: Call) -> str:
     return ", ".join([f"{call.op} of {call.work.amount(call.dtype)}", *outside, *call.work.options])
 
 
-def words_of_launch(call: Call, config: Config, one: Slice) -> str:
+def words_of_launch(call: Call, config: Config, part: Slice) -> str:
     """Returns in words what one launch of a call must have alike on all ranks."""
     grid = f" in {config.blocks} blocks of {config.threads} threads"
     columns = call.work.epilogue.columns if call.work.epilogue else 1
     wide = f", {columns} columns" if columns > 1 else ""
     direct = ", in symmetric memory" if config.direct else ""
-    offset = f", from {call.work.unit[:-1]} {one.offset} of each part on" if one.offset else ""
+    offset = f", from {call.work.unit[:-1]} {part.offset} of each part on" if part.offset else ""
     return f"{words(call)} by {config.algorithm.value}{grid}{wide}{direct}{offset}"
 
 
@@ -59,35 +59,27 @@ def words_of_tile(algorithm: Algorithm, dtype: torch.dtype, tile: object, work: 
     return f"{algorithm.value} for {dtype}, {tile}{epilogue}{codec}{factors}"
 
 
-def words_of_matmul_launch(call: Call, algorithm: Algorithm, one: Slice, k: int | None = None) -> str:
+def words_of_matmul_launch(call: Call, algorithm: Algorithm, part: Slice, k: int | None = None) -> str:
     """Returns in words what one launch of a fused matmul must have alike on all ranks.
 
     ``k`` are the columns of each rank's operands; None if ranks may differ in them.
     """
-    offset = f", from row {one.offset} of each part on" if one.offset else ""
+    offset = f", from row {part.offset} of each part on" if part.offset else ""
     products = "" if k is None else f", products of {k} columns"
     return f"{words(call)} by {algorithm.value}{products}{offset}"
 
 
 def words_with_numbers(words: str, numbers: Sequence[float]) -> str:
     """Returns the words of a launch with the numbers of its epilogue, if there are any, which kernels take in fp32."""
-    said = ", ".join(f"{ctypes.c_float(one).value:.9g}" for one in numbers)
+    said = ", ".join(f"{ctypes.c_float(number).value:.9g}" for number in numbers)
     return f"{words}, numbers {said}" if numbers else words
-
-
-class Store(Protocol):
-    """The part of a rendezvous by which ranks look up each other's words."""
-
-    def publish(self, name: str, words: str) -> None: ...
-    def published(self, name: str, rank: int) -> str | None: ...
-    def withdraw(self, name: str) -> None: ...
 
 
 class Fingerprints:
     """Numbers that stand for words: kernels compare numbers, and errors look up the words of other ranks."""
 
-    def __init__(self, store: Store) -> None:
-        self._store = store
+    def __init__(self, rendezvous: StoreRendezvous | Alone) -> None:
+        self._rendezvous = rendezvous
         self._words: dict[int, str] = {}  # that other ranks can look up
         self._untold: dict[int, str] = {}  # kept apart: they may change in each call, and touch no store
 
@@ -101,10 +93,10 @@ class Fingerprints:
             oldest = next(iter(kept))
             del kept[oldest]
             if tells:
-                self._store.withdraw(_name(oldest))
+                self._rendezvous.withdraw(_name(oldest))
         kept[number] = said
         if tells:
-            self._store.publish(_name(number), said)
+            self._rendezvous.publish(_name(number), said)
         return number
 
     def tell(self, number: int) -> None:
@@ -115,13 +107,13 @@ class Fingerprints:
     def words(self, number: int, rank: int, patience_s: float = 0.0) -> str:
         """Returns the words of a rank that have this number, which the rank may tell within so many seconds."""
         deadline = time.monotonic() + patience_s
-        if own := self._words.get(number) or self._untold.get(number):
-            return own
-        while not (found := self._store.published(_name(number), rank)):
+        if said := self._words.get(number) or self._untold.get(number):
+            return said
+        while not (said := self._rendezvous.published(_name(number), rank)):
             if time.monotonic() >= deadline:
                 return "another call"
             time.sleep(_POLL_S)
-        return found
+        return said
 
 
 def _name(number: int) -> str:

@@ -40,30 +40,24 @@ class Channel:
         self._sockets: dict[int, socket.socket] = {}  # by rank
         self.address = str(directory() / f"{os.getpid()}-{secrets.token_hex(8)}")
         self._listener = _socket()
-        try:
+        what, advice = f"no socket can be made in {Path(self.address).parent}", "name another directory in"
+        with contextlib.ExitStack() as failing, _told(what, f"; {advice} {DIRECTORY_SWITCH}"):
+            failing.callback(self._listener.close)
             with _reachable(self.address) as path:
                 self._listener.bind(path)
             self._listener.listen(world_size)
-        except OSError as error:
-            self._listener.close()
-            raise OSError(
-                f"no socket can be made in {Path(self.address).parent}: {error}; name another directory in "
-                f"{DIRECTORY_SWITCH}"
-            ) from error
+            failing.pop_all()
 
     def connect(self, addresses: Sequence[str]) -> None:
         """Connects to the ranks above this one, whose sockets are bound. Does not wait for them."""
         for rank in range(self._rank + 1, self._world_size):
             made = self._sockets[rank] = _socket()
-            try:
+            what = f"the socket of rank {rank}, {addresses[rank]}, cannot be reached"
+            advice = "ranks in containers must share a directory: name it in"
+            with _told(what, f"; {advice} {DIRECTORY_SWITCH}"):
                 with _reachable(_place_here(addresses[rank])) as path:
                     made.connect(path)
                 made.sendall(_RANK.pack(self._rank))
-            except OSError as error:
-                raise OSError(
-                    f"the socket of rank {rank}, {addresses[rank]}, cannot be reached: {error}; ranks in containers "
-                    f"must share a directory: name it in {DIRECTORY_SWITCH}"
-                ) from error
             _check_user(made, rank)
 
     def _accept(self) -> None:
@@ -101,10 +95,8 @@ class Channel:
         for rank, peer in self._sockets.items():
             for begin in range(0, len(descriptors), _MOST_A_MESSAGE):
                 some = list(descriptors[begin : begin + _MOST_A_MESSAGE])
-                try:
+                with _told(f"sending file descriptors to rank {rank}"):
                     socket.send_fds(peer, [_HEADER.pack(exchange, len(some))], some)
-                except OSError as error:
-                    raise OSError(f"sending file descriptors to rank {rank}: {error}") from error
 
     def receive(self, exchange: int, count: int) -> dict[int, list[int]]:
         """Returns the ``count`` descriptors that each other rank has sent in an exchange, by rank.
@@ -114,24 +106,22 @@ class Channel:
         received: dict[int, list[int]] = {}
         try:
             for rank, peer in self._sockets.items():
-                received[rank] = own = []
-                while len(own) < count:
-                    own += self._next(exchange, rank, peer)
+                received[rank] = []
+                while len(received[rank]) < count:
+                    received[rank] += self._next(exchange, rank, peer)
         except BaseException:
-            close_all([one for own in received.values() for one in own])
+            close_all([descriptor for of_rank in received.values() for descriptor in of_rank])
             raise
         return received
 
     def _next(self, exchange: int, rank: int, peer: socket.socket) -> list[int]:
         """Returns the descriptors of a rank's next message, or none if it is of an earlier exchange."""
-        try:
+        with _told(f"receiving file descriptors of rank {rank}"):
             header, descriptors, _, _ = socket.recv_fds(peer, _HEADER.size, _MOST_A_MESSAGE)
-        except OSError as error:
-            raise OSError(f"receiving file descriptors of rank {rank}: {error}") from error
         if not header:
             raise OSError(f"receiving file descriptors of rank {rank}: it has closed its socket")
-        found, sent = _HEADER.unpack(header)
-        if found < exchange:
+        its_exchange, sent = _HEADER.unpack(header)
+        if its_exchange < exchange:
             close_all(descriptors)
             return []
         if len(descriptors) < sent:
@@ -142,8 +132,8 @@ class Channel:
     def close(self) -> None:
         """Closes all sockets."""
         self._end_listening()
-        for one in self._sockets.values():
-            one.close()
+        for connected in self._sockets.values():
+            connected.close()
         self._sockets = {}
 
 
@@ -156,15 +146,11 @@ def directory() -> Path:
         OSError: it cannot be made, or another user may enter it. The message says what to do.
     """
     user = os.geteuid()
-    given = os.environ.get(DIRECTORY_SWITCH)
-    path = Path(given).absolute() if given else Path(tempfile.gettempdir(), f"graphar-{user}")
-    try:
+    named = os.environ.get(DIRECTORY_SWITCH)
+    path = Path(named).absolute() if named else Path(tempfile.gettempdir(), f"graphar-{user}")
+    with _told(f"user {user} cannot make or find a directory of sockets", f"; name another in {DIRECTORY_SWITCH}"):
         path.mkdir(mode=0o700, exist_ok=True)
         status = path.lstat()
-    except OSError as error:
-        raise OSError(
-            f"user {user} cannot make or find a directory of sockets: {error}; name another in {DIRECTORY_SWITCH}"
-        ) from error
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != user or status.st_mode & 0o077:
         raise PermissionError(
             f"{path} is not trusted: it must be a directory of user {user} with mode 0700; name another in "
@@ -181,8 +167,17 @@ def _place_here(address: str) -> str:
 
 def close_all(descriptors: Sequence[int]) -> None:
     """Closes file descriptors."""
-    for one in descriptors:
-        os.close(one)
+    for descriptor in descriptors:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def _told(what: str, advice: str = "") -> Iterator[None]:
+    """Says in the OSError of a step what failed, and what to do."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(f"{what}: {error}{advice}") from error
 
 
 @contextlib.contextmanager

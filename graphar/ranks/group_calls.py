@@ -7,7 +7,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -19,7 +19,7 @@ from graphar.plan.call import Call, Operands
 from graphar.ranks import agreement
 from graphar.ranks.cpu.messages import Messages, hash_of, messages_of
 from graphar.ranks.cpu.transport import GroupFailed
-from graphar.ranks.rendezvous import LastWord, RanksAbsent, StoreRendezvous, at_once
+from graphar.ranks.rendezvous import LastWord, RanksAbsent, StoreRendezvous
 
 _GRACE_S = 1.0  # the time until a killed process is seen as ended
 _CROSSED = (
@@ -29,37 +29,30 @@ _CROSSED = (
 _PARTS = re.compile(r"^allgather of parts of \[[^]]*\]")  # as agreement.words begins
 
 
+@dataclass
 class OneCall:
     """The context of a call, which gives its number. It raises CollectiveTimeout for GroupFailed and RanksAbsent.
 
     Two threads that are inside at the same time get ConcurrentCallError, and so do all later calls.
-
-    Args:
-        agreed: the call in words.
-        by: the algorithm, or the backend that makes the call.
-        notes: whether to record the call for other ranks. Without, GroupFailed knows which ranks have not made it.
     """
 
-    def __init__(self, calls: GroupCalls, op: str, agreed: str, by: str, timeout_s: float, notes: bool) -> None:
-        self._calls, self.op, self.agreed, self.by = calls, op, agreed, by
-        self.timeout_s, self.notes = timeout_s, notes
+    calls: GroupCalls
+    op: str
+    agreed: str  # the call in words
+    by: str  # the algorithm, or the backend that makes the call
+    timeout_s: float
+    notes: bool  # whether to record the call for other ranks. Without, GroupFailed knows which ranks have not made it
 
     def __enter__(self) -> int:
-        sequence, self._begin = self._calls.enter(self), time.monotonic()
-        if self.notes:
-            try:
-                self._calls.note()
-            except BaseException:
-                self._calls.leave(self.op)
-                raise
-        return sequence
+        self._begin = time.monotonic()
+        return self.calls.enter(self)
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         try:
             if isinstance(error, (GroupFailed, RanksAbsent)):
-                raise self._calls.failure(self, error, time.monotonic() - self._begin) from error
+                raise self.calls.failure(self, error, time.monotonic() - self._begin) from error
         finally:
-            self._calls.leave(self.op)
+            self.calls.leave(self.op)
 
 
 class GroupCalls:
@@ -83,7 +76,7 @@ class GroupCalls:
         """Drops the process group and its store. No call follows."""
         if self.messages:
             self.messages.let_go_of_group()
-        self.messages, self._rendezvous.beside_meeting = None, at_once
+        self.messages, self._rendezvous.beside_meeting = None, None
 
     def bind(self, call: Call, x: torch.Tensor, timeout_s: float, run: Callable, algorithm: Algorithm) -> Callable:
         """Returns ``run``, a function of the call's operands, wrapped to compare calls and to name absent ranks.
@@ -154,11 +147,13 @@ class GroupCalls:
             raise ConcurrentCallError(_CROSSED.format(op=call.op))
         sequence, self._made = self._made, self._made + 1
         self._previous, self._current = self._current, (call.agreed, sequence)
+        if call.notes:
+            try:
+                self._rendezvous.note(_words_of(self._current))
+            except BaseException:
+                self.leave(call.op)
+                raise
         return sequence
-
-    def note(self) -> None:
-        """Records this call for other ranks."""
-        self._rendezvous.note(_words_of(self._current))
 
     def leave(self, op: str) -> None:
         """Ends a call; ConcurrentCallError if another thread has begun one meanwhile."""
@@ -168,11 +163,25 @@ class GroupCalls:
 
     def failure(self, call: OneCall, error: GroupFailed | RanksAbsent, took_s: float) -> CollectiveTimeout:
         """Returns the error that tells users of ``error``, which ended a call after so many seconds."""
-        waited_s = getattr(error, "waited_s", None)
+        waited_s, sequence = getattr(error, "waited_s", None), self._current[1]
         broken = (took_s if waited_s is None else waited_s) < call.timeout_s
         words = self._last_words(broken, None if call.notes else error.absent or ())
+        at_fault = [rank for rank, word in enumerate(words) if word.behind or word.ended]
+        # A rank that gave up waited for another rank, so it is not the cause.
+        missing = [rank for rank in at_fault if not words[rank].gave_up] or at_fault
+        what = f"{call.op} call {sequence}"
+        with contextlib.suppress(CommunicatorError):  # the store may have ended with the rank that served it
+            waited = f"waited for rank(s) {missing} in vain" if missing else "gave up, with no rank known to be missing"
+            self._rendezvous.note(f"{what}, in which it {waited}", gave_up=True)
+        dead = [rank for rank in missing if words[rank].ended]
+        peer = next(iter(dead + missing), None)
+        named = f"rank(s) {missing} failed, or did not take part" if missing else "a rank failed, or was not done"
         when = f"after {took_s:.1f} s" if broken else f"within {call.timeout_s:g} s"
-        return self._timeout(call.op, call.by, self._current[1], when, words, str(error))
+        return CollectiveTimeout(
+            f"{what} over torch.distributed: {named} {when} ({error}); close this communicator, and make another in a "
+            "new process group",
+            TimeoutRecord(call.op, call.by, sequence, self._rendezvous.rank, peer, tuple(map(str, words))),
+        )
 
     def _compare(self, op: str, what: str, timeout_s: float) -> None:
         try:
@@ -184,25 +193,6 @@ class GroupCalls:
             if op != "allgather" or len(said) > 1:
                 raise
             raise CommunicatorError(f"{error}\nParts of different lengths need sizes=, equal on all ranks.") from None
-
-    def _timeout(
-        self, op: str, by: str, sequence: int, when: str, words: list[LastWord], reason: str
-    ) -> CollectiveTimeout:
-        what = f"{op} call {sequence}"
-        at_fault = [rank for rank, word in enumerate(words) if word.behind or word.ended]
-        # A rank that gave up waited for another rank, so it is not the cause.
-        missing = [rank for rank in at_fault if not words[rank].gave_up] or at_fault
-        with contextlib.suppress(CommunicatorError):  # the store may have ended with the rank that served it
-            waited = f"waited for rank(s) {missing} in vain" if missing else "gave up, with no rank known to be missing"
-            self._rendezvous.note(f"{what}, in which it {waited}", gave_up=True)
-        dead = [rank for rank in missing if words[rank].ended]
-        peer = next(iter(dead + missing), None)
-        named = f"rank(s) {missing} failed, or did not take part" if missing else "a rank failed, or was not done"
-        return CollectiveTimeout(
-            f"{what} over torch.distributed: {named} {when} ({reason}); close this "
-            "communicator, and make another in a new process group",
-            TimeoutRecord(op, by, sequence, self._rendezvous.rank, peer, tuple(map(str, words))),
-        )
 
     def _last_words(self, broken: bool, absent: Collection[int] | None) -> list[LastWord]:
         """Returns what every rank did last. If a connection is ``broken``, waits a moment for a process to end.

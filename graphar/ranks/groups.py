@@ -10,15 +10,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 
 def process_group(group: dist.ProcessGroup | DeviceMesh | None, instead: str = "") -> dist.ProcessGroup:
-    """Returns ``group``, the group of a mesh, or the default group for None.
+    """Returns ``group``, the group of a mesh of one dimension, or the default group for None.
 
-    Args:
-        group: a process group, a mesh of one dimension, or None.
-        instead: what a caller without a default group may do instead, for the error's text; empty for nothing.
-
-    Raises:
-        TypeError: ``group`` is no process group.
-        ValueError: there is no default group, this rank is not in ``group``, or a mesh has several dimensions.
+    ``instead`` is what a caller without a default group may do instead, for the text of the ValueError.
     """
     if isinstance(group, DeviceMesh):
         return group_of_mesh(group)
@@ -42,9 +36,11 @@ def group_of_mesh(mesh: DeviceMesh) -> dist.ProcessGroup:
     """Returns the process group of a mesh of one dimension. ValueError if it has more, or this rank is not in it."""
     if mesh.ndim != 1:
         names = mesh.mesh_dim_names
-        one = f"mesh[{names[-1]!r}] or mesh.get_group({names[-1]!r})" if names else f"mesh.get_group({mesh.ndim - 1})"
-        named = f" {tuple(names)}" if names else ""
-        raise ValueError(f"graphar: group is a DeviceMesh of {mesh.ndim} dimensions{named}; pass one, such as {one}")
+        named, last = f" {tuple(names)}" if names else "", repr(names[-1]) if names else mesh.ndim - 1
+        example = (f"mesh[{last}] or " if names else "") + f"mesh.get_group({last})"
+        raise ValueError(
+            f"graphar: group is a DeviceMesh of {mesh.ndim} dimensions{named}; pass one, such as {example}"
+        )
     if mesh.get_coordinate() is None:
         raise ValueError("graphar: this rank is not in the DeviceMesh; only its ranks call its collectives")
     return mesh.get_group()
@@ -64,16 +60,16 @@ def local_devices(devices: Sequence[torch.device | str | int]) -> tuple[torch.de
     """Returns ``devices`` as torch.device; CUDA devices have an index. ValueError unless one process can hold them."""
     if isinstance(devices, str) or not isinstance(devices, Sequence) or not devices:
         raise ValueError(f"Communicator: devices must be a list of at least one device, got {devices!r}")
-    found = []
-    for one in devices:
-        device = torch.device("cuda", one) if isinstance(one, int) else torch.device(one)
+    resolved = []
+    for name in devices:
+        device = torch.device("cuda", name) if isinstance(name, int) else torch.device(name)
         if device.type == "cuda" and device.index is None:
             raise ValueError(f"Communicator: devices must have an index, such as cuda:0, got {device}")
-        found.append(torch.device("cpu") if device.type == "cpu" else device)  # CPU tensors have no index
-    if len({device.type for device in found}) > 1:
-        raise ValueError(f"Communicator: devices must be all the CPU or all CUDA, got {[str(d) for d in found]}")
-    check_devices("Communicator", found)
-    return tuple(found)
+        resolved.append(torch.device("cpu") if device.type == "cpu" else device)  # CPU tensors have no index
+    if len({device.type for device in resolved}) > 1:
+        raise ValueError(f"Communicator: devices must be all the CPU or all CUDA, got {[str(d) for d in resolved]}")
+    check_devices("Communicator", resolved)
+    return tuple(resolved)
 
 
 def check_devices(op: str, devices: Sequence[torch.device]) -> None:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from itertools import repeat
-from typing import Protocol
+from typing import Protocol, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -61,22 +61,21 @@ class Kernels(Protocol):
 def check_hosts(hosts: object, world_size: int | None) -> list[list[int]] | None:
     """Returns the argument ``hosts`` of Communicator in a canonical form: the sorted ranks of each host, or None.
 
-    Raises:
-        TypeError: it is not a list of lists of ints.
-        ValueError: there is no group (``world_size`` is None), or the hosts do not have each rank once.
+    TypeError or ValueError unless each rank is in it once; ``world_size`` is None where there is no group.
     """
     if hosts is None:
         return None
     if world_size is None:
         raise ValueError("Communicator: hosts needs a process group; the devices of one process are on one host")
-    if isinstance(hosts, str) or not isinstance(hosts, Sequence):
+    if not _is_list(hosts) or any(not _is_list(of_host) or {*map(type, of_host)} - {int} for of_host in hosts):
         raise TypeError(f"Communicator: hosts must be a list with each host's ranks, got {hosts!r}")
-    for one in hosts:
-        if isinstance(one, str) or not isinstance(one, Sequence) or any(type(rank) is not int for rank in one):
-            raise TypeError(f"Communicator: hosts must be a list with each host's ranks, got {hosts!r}")
-    if sorted(rank for one in hosts for rank in one) != list(range(world_size)) or not all(hosts):
+    if sorted(rank for of_host in hosts for rank in of_host) != list(range(world_size)) or not all(hosts):
         raise ValueError(f"Communicator: hosts must have each of {world_size} ranks once, got {hosts!r}")
-    return [sorted(one) for one in hosts]
+    return [sorted(of_host) for of_host in hosts]
+
+
+def _is_list(value: object) -> TypeGuard[Sequence]:
+    return isinstance(value, Sequence) and not isinstance(value, str)
 
 
 class Hierarchy:
@@ -105,9 +104,7 @@ class Hierarchy:
     def set_up(self, x: torch.Tensor) -> str:
         """Makes what calls with tensors like ``x`` need, and returns a description. The first call is collective.
 
-        Raises:
-            UnsupportedError: on every rank, if the algorithm cannot serve these ranks.
-            RanksAbsent: a rank did not come in time.
+        UnsupportedError on every rank if the algorithm cannot serve these ranks.
         """
         if self._communicator.devices:
             raise UnsupportedError("allreduce: hierarchical cannot serve this call: devices are of one host")
@@ -124,21 +121,21 @@ class Hierarchy:
         if not self._hosts:
             said = json.dumps([self._given, host()]).encode()
             words = [json.loads(word) for word in self._communicator.rendezvous().exchange("finding hosts", said)]
-            if any(given != self._given for given, _ in words):
-                raise CommunicatorError(f"ranks were given different hosts: {[given for given, _ in words]}")
-            names = [name for _, name in words]
-            found = [[rank for rank, one in enumerate(names) if one == name] for name in dict.fromkeys(names)]
-            self._hosts = self._given or found
-        if len({len(one) for one in self._hosts}) > 1:
+            all_given, names = zip(*words, strict=True)
+            if any(given != self._given for given in all_given):
+                raise CommunicatorError(f"ranks were given different hosts: {[*all_given]}")
+            by_name = [[rank for rank, its in enumerate(names) if its == name] for name in dict.fromkeys(names)]
+            self._hosts = self._given or by_name
+        sizes = [len(ranks) for ranks in self._hosts]
+        if len(set(sizes)) > 1:
             raise UnsupportedError(
-                "allreduce: hierarchical cannot serve this call: hosts must have equally many ranks, got "
-                f"{[len(one) for one in self._hosts]}"
+                f"allreduce: hierarchical cannot serve this call: hosts must have equally many ranks, got {sizes}"
             )
 
     def _make_groups(self) -> None:
         meet = self._communicator.rendezvous()
-        inside = next(one for one in self._hosts if meet.rank in one)
-        across = [one[inside.index(meet.rank)] for one in self._hosts]
+        inside = next(ranks for ranks in self._hosts if meet.rank in ranks)
+        across = [ranks[inside.index(meet.rank)] for ranks in self._hosts]
         try:
             for what, ranks in (("inside", inside), ("across", across)):
                 make = partial(_new_group, self._communicator, what, ranks)
@@ -200,8 +197,7 @@ class Hierarchy:
         """Writes what graphar.reference.hierarchical_allreduce of contiguous tensors gives into ``out``.
 
         Inside a host ``x`` is summed in fp32. That sends twice the bytes of bf16 over NVLink, but needs no kernel of
-        its own. ``codec`` is the format across hosts; it rounds to nearest. It raises
-        what a transport does.
+        its own. ``codec`` is the format across hosts.
         """
         check_backend(x.device, known_group(self._communicator.group))
         source, target, waiting = x.view(-1), out.view(-1), None

@@ -29,10 +29,10 @@ def host() -> str:
 
 def several_hosts(names: Iterable[str]) -> Reason | None:
     """Returns that ranks whose hosts have these names are on several, and what to do."""
-    found = set(names)
-    if len(found) == 1:
+    distinct = set(names)
+    if len(distinct) == 1:
         return None
-    said = f"the ranks are on {len(found)} hosts"
-    if len({name.rpartition("/")[2] for name in found}) == 1:
+    said = f"the ranks are on {len(distinct)} hosts"
+    if len({name.rpartition("/")[2] for name in distinct}) == 1:
         said += f" by name, but on one machine; containers must share a directory: name it in {DIRECTORY_SWITCH}"
     return said

@@ -25,8 +25,8 @@ _SEPARATOR = b"\0"  # between a message's purpose and its payload
 _LONGEST_PAUSE_S = 0.02  # between two polls of the store
 _LIVENESS_S = 0.5  # between two checks whether an absent rank's process still runs
 _NOTHING = "\1"  # what the store answers for a key that it does not have
-# The number of rendezvous in a store by group and ranks: each has separate keys. A process may have met others in an
-# earlier store, which are new processes in this one.
+# How many rendezvous a group's ranks have made in a store: each has keys of its own. The counts of a store end with it,
+# since its processes may have met others in an earlier store.
 _made: weakref.WeakKeyDictionary[Store, Counter[str]] = weakref.WeakKeyDictionary()
 _MET = "met"  # the outcome of a meeting to which all ranks came in time
 
@@ -62,7 +62,6 @@ class Ranks(Protocol):
     timeout_s: float
 
     def rendezvous(self) -> StoreRendezvous: ...
-    def keeping_failure(self) -> contextlib.AbstractContextManager[None]: ...
 
 
 class Alone:
@@ -97,11 +96,6 @@ class Alone:
         pass
 
 
-def at_once(what: str, timeout_s: float) -> contextlib.AbstractContextManager[None]:
-    """Does nothing beside a meeting: see :attr:`StoreRendezvous.beside_meeting`."""
-    return contextlib.nullcontext()
-
-
 class StoreRendezvous:
     """The rendezvous of a process group's ranks through torch.distributed's store.
 
@@ -113,7 +107,7 @@ class StoreRendezvous:
     Attributes:
         prefix: the prefix of all keys.
         beside_meeting: takes the purpose of an exchange and its limit in seconds, and returns the context in which
-            ranks meet: for ranks that may make a call elsewhere in place of the exchange.
+            ranks meet: for ranks that may make a call elsewhere in place of the exchange. None: there is no such call.
         waited_s: how long all meetings together have waited for ranks to come, in seconds.
         has_met: whether all ranks have come to a meeting.
         is_served: whether the store can still be expected to answer.
@@ -136,15 +130,15 @@ class StoreRendezvous:
         self.waited_s, self.has_met = 0.0, False
         self.is_served: Callable[[], bool] = lambda: True
         self._keys: set[str] = set()  # of this rank, in the store
-        self.beside_meeting: Callable[[str, float], contextlib.AbstractContextManager[None]] = at_once
+        self.beside_meeting: Callable[[str, float], contextlib.AbstractContextManager[None]] | None = None
         self._identity = identify()
         self._set(self._key("process", rank), self._identity)
 
     def exchange(self, what: str, payload: bytes, timeout_s: float | None = None) -> list[bytes]:
-        """Returns every rank's payload, in rank order, once all ranks have come.
+        """Returns every rank's payload, in rank order, once all ranks have come. An empty payload comes as a zero byte.
 
-        An empty payload is returned as one zero byte. ``what`` is the purpose of the meeting, equal on every rank. The
-        meeting may take ``timeout_s`` seconds; None: the rendezvous's own limit.
+        ``what`` is the purpose of the meeting, equal on every rank. It may take ``timeout_s`` seconds; None: the limit
+        of the rendezvous.
 
         Raises:
             RanksAbsent: ranks did not come in time, or have ended. The message names them. A rank that comes after
@@ -152,7 +146,7 @@ class StoreRendezvous:
             CommunicatorError: on every rank, if purposes differ. The message has the purpose of each rank.
         """
         limit_s = timeout_s or self._timeout_s
-        with self.beside_meeting(what, limit_s):
+        with self.beside_meeting(what, limit_s) if self.beside_meeting else contextlib.nullcontext():
             return self.exchange_at_once(what, payload, limit_s)
 
     def exchange_at_once(self, what: str, payload: bytes, timeout_s: float) -> list[bytes]:
@@ -334,8 +328,8 @@ class StoreRendezvous:
 
     def _look(self, key: str) -> bytes | None:
         # get() waits for a key that another rank deletes after a check. This sets nothing, and answers at once.
-        found = self._ask(lambda store: store.compare_set(key, _NOTHING, _NOTHING))
-        return None if found == _NOTHING.encode() else found
+        value = self._ask(lambda store: store.compare_set(key, _NOTHING, _NOTHING))
+        return None if value == _NOTHING.encode() else value
 
     def _delete(self, key: str) -> None:
         self._keys.discard(key)

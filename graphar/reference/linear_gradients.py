@@ -13,6 +13,7 @@ import torch
 from graphar.numerics import leaf_tree
 from graphar.numerics.leaf_tree import LEAVES, partial, product, tree_sum
 from graphar.numerics.nan import with_canonical_nan
+from graphar.reference.products import linear
 
 
 def row_parallel(
@@ -20,21 +21,15 @@ def row_parallel(
 ) -> tuple[list[torch.Tensor], list[torch.Tensor], torch.Tensor]:
     """Returns the gradients of a layer whose products ``a[r] @ w[r].T`` are summed over ranks: (da, dw, dbias).
 
-    Every rank has all of N, so ``da[r] = dy @ w[r]`` is added in the order of N, and ``dw[r] = dy.T @ a[r]`` in the
-    order of tokens, both as :func:`leaf_tree.product` adds. All results are rounded once.
+        da[r] = dy @ w[r]      [tokens, K / ranks], added in the order of N, which every rank has whole
+        dw[r] = dy.T @ a[r]    [N, K / ranks], added in the order of tokens
+        dbias                  [N], equal on all ranks: :func:`bias_partial` of a single rank
 
-    Args:
-        dy: [tokens, N], bf16, fp16 or fp32: the gradient of the sum, of all tokens. With a reduce-scatter it is
-            gathered first.
-        a: each rank's input [tokens, K / ranks], of the same dtype.
-        w: each rank's weight [N, K / ranks], of the same dtype.
-
-    Returns:
-        The gradients of each rank's ``a``, of each rank's ``w``, and of the bias [N], equal on all ranks.
+    Products are added as :func:`leaf_tree.product` adds them, and each result is rounded once. ``dy`` [tokens, N] is
+    the gradient of the sum, of all tokens: after a reduce-scatter it is gathered first. All are bf16, fp16 or fp32.
     """
-    of_a = [_rounded(product(dy, one.t()), dy.dtype) for one in w]
-    of_w = [_of_weight(dy, one) for one in a]
-    return of_a, of_w, _of_bias(dy)
+    of_a = [linear(dy, of_rank.t(), tp_invariant=True) for of_rank in w]
+    return of_a, [_of_weight(dy, of_rank) for of_rank in a], _of_bias(dy)
 
 
 def column_parallel(
@@ -42,24 +37,21 @@ def column_parallel(
 ) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
     """Returns the gradients of a layer whose output features ``x @ w[r].T`` are divided between ranks: (dx, dw, dbias).
 
-    ``dx`` is the sum of ``dy[r] @ w[r]`` over ranks. It sums over N, which is cut into 8 leaves. Each ``dy[r].T @ x``
-    is added in the order of tokens, as :func:`leaf_tree.product` adds. All results are rounded once.
+        dx    = the sum of dy[r] @ w[r] over ranks    [tokens, K], N is cut into 8 leaves, which are added as a tree
+        dw[r] = dy[r].T @ x                           [N / ranks, K], added in the order of tokens
+        dbias[r]                                      [N / ranks]: :func:`bias_partial` of a single rank
 
-    Args:
-        dy: each rank's gradient [tokens, N / ranks], bf16, fp16 or fp32.
-        x: [tokens, K], of the same dtype: the input of all tokens. With an all-gather it is the gathered input, and
-            each rank gets its rows of ``dx``.
-        w: each rank's weight [N / ranks, K], of the same dtype.
-
-    Returns:
-        The gradients of ``x``, of each rank's ``w``, and of each rank's bias [N / ranks].
+    Products are added as :func:`leaf_tree.product` adds them, and each result is rounded once. ``dy[r]`` is a rank's
+    gradient [tokens, N / ranks], and ``x`` [tokens, K] the input of all tokens: after an all-gather it is the gathered
+    input, and each rank gets its rows of ``dx``. All are bf16, fp16 or fp32.
 
     Raises:
         ValueError: 3, 5, 6 or 7 ranks, features of unequal number, or N that is no multiple of 8.
     """
     leaf_tree.check_operands("column_parallel", dy)
-    of_x = tree_sum([partial(of_rank, one.t(), len(dy)) for of_rank, one in zip(dy, w, strict=True)])
-    return _rounded(of_x, x.dtype), [_of_weight(one, x) for one in dy], [_of_bias(one) for one in dy]
+    of_x = tree_sum([partial(gradient, weight.t(), len(dy)) for gradient, weight in zip(dy, w, strict=True)])
+    of_w = [_of_weight(of_rank, x) for of_rank in dy]
+    return with_canonical_nan(of_x.to(x.dtype)), of_w, [_of_bias(of_rank) for of_rank in dy]
 
 
 def bias_partial(dy: torch.Tensor, world_size: int) -> torch.Tensor:
@@ -67,28 +59,19 @@ def bias_partial(dy: torch.Tensor, world_size: int) -> torch.Tensor:
 
     All tokens are cut into 8 leaves, each added as the gradient of a weight whose input is 1 in every token. The
     gradient is the sum of all ranks' partials as a tree, rounded once. Where every rank has all tokens, it is the
-    partial of a single rank.
-
-    Args:
-        dy: the rank's gradient [tokens / world_size, N], bf16, fp16 or fp32.
-        world_size: 1, 2, 4 or 8.
+    partial of a single rank. ``dy`` is the rank's gradient [tokens / world_size, N], bf16, fp16 or fp32.
 
     Raises:
         ValueError: 3, 5, 6 or 7 ranks, or several with rows that are no multiple of 8 / world_size.
     """
     leaf_tree.check_rows("bias_partial", len(dy), world_size)
-    ones = dy.new_ones(len(dy), 1)
-    leaves = zip(*(one.tensor_split(LEAVES // world_size) for one in (ones, dy)), strict=True)
-    return tree_sum([product(one.t(), tokens.t()) for one, tokens in leaves]).squeeze(0)
+    leaves = dy.tensor_split(LEAVES // world_size)
+    return tree_sum([product(tokens.new_ones(1, len(tokens)), tokens.t()) for tokens in leaves]).squeeze(0)
 
 
 def _of_weight(dy: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
-    return _rounded(product(dy.t(), a.t()), dy.dtype)
+    return linear(dy.t(), a.t(), tp_invariant=True)
 
 
 def _of_bias(dy: torch.Tensor) -> torch.Tensor:
-    return _rounded(bias_partial(dy, 1), dy.dtype)
-
-
-def _rounded(gradient: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return with_canonical_nan(gradient.to(dtype))
+    return with_canonical_nan(bias_partial(dy, 1).to(dy.dtype))

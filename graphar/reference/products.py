@@ -1,4 +1,8 @@
-"""The specification of matmuls whose products are summed, or whose rows are gathered, in plain torch."""
+"""The specification of fused matmuls in plain torch: sums of the ranks' products, and products of gathered rows.
+
+An op has three steps, and each function here is made of them: the products of the ranks (:func:`_products`), their sum
+(:func:`_summed`), and what follows it before the only rounding of the result: a bias, an epilogue or a norm.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,7 @@ from graphar.numerics import leaf_tree, norms, partitions
 from graphar.numerics.codecs import Codec, CodecName
 from graphar.numerics.dtypes import ACCUMULATION_DTYPES
 from graphar.numerics.epilogues.epilogue import Epilogue, EpilogueInputs, Pointwise, as_epilogue, bind
-from graphar.numerics.fp8_products import rank_products, rows_of_scale, scaled_linear
+from graphar.numerics.fp8_products import rows_of_scale, scaled_linear
 from graphar.numerics.nan import with_canonical_nan
 from graphar.numerics.partitions import Partition
 from graphar.reference.sums import (
@@ -23,36 +27,18 @@ from graphar.reference.sums import (
 )
 
 
-def matmul(a: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    """Returns one rank's product ``a @ w.T``, accumulated in fp32 (float64 for float64) and rounded to its dtype."""
-    return linear(a, w)
-
-
 def linear(
     a: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None = None, tp_invariant: bool = False
 ) -> torch.Tensor:
-    """Returns ``a @ w.T + bias``, accumulated in fp32 (float64 for float64) and rounded once to its dtype.
+    """Returns ``a @ w.T + bias``, computed in fp32 (float64 for float64) and rounded once to the dtype of ``a``.
 
-    With ``tp_invariant`` it is accumulated in the order of K, 16 columns at a time.
+    With ``tp_invariant`` the products are added in the order of K, 16 columns at a time.
     """
-    product = unrounded_product(a, w, tp_invariant)
-    return with_canonical_nan((product if bias is None else product + bias.to(product.dtype)).to(a.dtype))
-
-
-def linear_with_epilogue(
-    a: torch.Tensor, w: torch.Tensor, form: Pointwise, inputs: EpilogueInputs, tp_invariant: bool = False
-) -> torch.Tensor:
-    """Returns ``a @ w.T``, accumulated as :func:`linear` does, with an epilogue applied before rounding."""
-    return rounded_after(form, inputs, unrounded_product(a, w, tp_invariant), a.dtype)
-
-
-def rounded_after(form: Pointwise, inputs: EpilogueInputs, v: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Returns an epilogue's values for all of the fp32 tensor ``v``, rounded to ``dtype``."""
-    return with_canonical_nan(form.apply_whole(v, inputs).to(dtype))
+    return with_bias(unrounded_product(a, w, tp_invariant), bias, a.dtype)
 
 
 def unrounded_product(a: torch.Tensor, w: torch.Tensor, tp_invariant: bool = False) -> torch.Tensor:
-    """Returns ``a @ w.T``, accumulated as :func:`linear` does, before it is rounded."""
+    """Returns the ``a @ w.T`` of :func:`linear` before it is rounded."""
     if tp_invariant:
         return leaf_tree.product(_flat(a), w).view(*a.shape[:-1], len(w))
     kind = ACCUMULATION_DTYPES[a.dtype]
@@ -60,9 +46,14 @@ def unrounded_product(a: torch.Tensor, w: torch.Tensor, tp_invariant: bool = Fal
         return a.to(kind) @ w.to(kind).t()
 
 
-def with_bias(total: torch.Tensor, bias: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Returns ``total + bias`` rounded to ``dtype``; ``total`` is a sum that has not been rounded yet."""
-    return with_canonical_nan((total + bias.to(total.dtype)).to(dtype))
+def with_bias(total: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    """Returns ``total + bias`` rounded to ``dtype``, for a sum that has not been rounded yet."""
+    return with_canonical_nan((total if bias is None else total + bias.to(total.dtype)).to(dtype))
+
+
+def rounded_after(form: Pointwise, inputs: EpilogueInputs, v: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Returns the values of an epilogue for the fp32 tensor ``v``, rounded to ``dtype``."""
+    return with_canonical_nan(form.apply_whole(v, inputs).to(dtype))
 
 
 def fused_matmul_allreduce(
@@ -82,23 +73,32 @@ def fused_matmul_allreduce(
 ) -> torch.Tensor:
     """Returns what every rank receives: the sum of ``a[r] @ w[r].T`` over all ranks r, plus the bias.
 
-    Each product is rounded to its dtype before it is summed. The bias is added once, before the sum is rounded. Without
-    a codec, partitions change no bit. With a codec, each partition is encoded separately, in order.
+        product[r] = round(a[r] @ w[r].T)
+        result     = round((product[0] + product[1] + ...) + bias)
 
-    With ``tp_invariant`` K over all ranks is cut into 8 leaves of equal length, which are added in fp32 as a binary
-    tree. The result is rounded once. It has the same bits for 1, 2, 4 and 8 ranks, and each element depends on its row
-    of ``a`` and its row of ``w`` alone. A leaf is added in the order of K, 16 columns at a time.
+    Additions are in fp32, in rank order. Both roundings are to the dtype of the result.
+
+    With ``codec`` the sum is that of :func:`quantized_allreduce`, for each partition on its own, in their order. The
+    partition changes no bit without a codec.
+
+    With ``tp_invariant`` the result has the same bits for 1, 2, 4 and 8 ranks. K over all ranks is cut into 8 leaves of
+    equal length. The products of a leaf are added in the order of K, 16 columns at a time, and the leaves as a tree:
+
+        result = round((((leaf[0] + leaf[1]) + (leaf[2] + leaf[3])) + ((leaf[4] + leaf[5]) + ...)) + bias)
+
+    Nothing else is rounded. Each rank has 8 / N adjacent leaves, so its partial sum is a node of that tree, whatever
+    the number N of ranks. Each element depends on its row of ``a`` and its row of ``w`` alone.
 
     Args:
         a: one tensor per rank, in rank order: [..., K]. Shapes may differ in K only.
         w: one tensor per rank: [N, K], as torch.nn.Linear stores it.
         bias: [N], equal on all ranks. None: no bias.
-        partition: "split_m" cuts the rows of ``a``, and "split_n" the rows of ``w``. The others make one partition.
+        partition: "split_m" cuts the rows of ``a``, "split_n" the rows of ``w``. All others make one partition.
         num_partitions: how many partitions "split_m" and "split_n" make. None: at most 4.
-        codec: the format on the wire, or its name. None: the elements themselves.
+        codec: the format on the wire, or its name. None: no codec.
         seed: the 64-bit seed of stochastic rounding.
         call: how many calls came before. Stochastic rounding draws other random numbers in each call.
-        epilogue: elementwise work on the sum and the bias before they are rounded: an Epilogue, an expression, or a
+        epilogue: elementwise work on ``sum + bias`` in fp32, before the rounding: an Epilogue, an expression, or a
             function without arguments. Not with a codec.
         tp_invariant: whether leaves are added as a tree: bf16, fp16 or fp32, without a codec.
         a_scale: fp32 scales of ``a`` in torch.float8_e4m3fn, one tensor per rank: of rows [..., 1], or one number; of
@@ -112,25 +112,20 @@ def fused_matmul_allreduce(
 
     Raises:
         TypeError, ValueError: operands and scales do not fit together: see :func:`scaled_linear`.
-        ValueError: ``tp_invariant`` with 3, 5, 6 or 7 ranks, with columns of unequal number, with K over all ranks
+        ValueError: ``tp_invariant`` with 3, 5, 6 or 7 ranks, with a K that differs between ranks, with K over all ranks
             that is no multiple of 8, with scales, or with a codec.
     """
     products, order, dtype = _products(a, w, tp_invariant, codec, a_scale, w_scale, out_dtype)
-    m, n = products[0].shape
-    if epilogue is not None:
-        parts = [product.view(*a[0].shape[:-1], n) for product in products]
-        return allreduce(parts, _after_bias(epilogue, bias, parts[0]), order, dtype)
-    out, sum_dtype = products[0].new_empty(m, n, dtype=dtype), dtype if bias is None else None
-    for at, panel in enumerate(partitions.panels("reference", partition, num_partitions, [m], n)):
+    (m, n), shape = products[0].shape, a[0].shape[:-1]
+    panels = partitions.panels("reference", partition, num_partitions, [m], n)
+    if not codec:
+        return _summed([product.view(*shape, n) for product in products], bias, epilogue, order, dtype)
+    out = products[0].new_empty(m, n)
+    for at, panel in enumerate(panels):
         place = (*panel.rows, panel.columns)
-        parts = [widened(product[place], bias) for product in products]
-        total = (
-            quantized_allreduce(parts, codec, seed, call + at)
-            if codec
-            else allreduce(parts, order=order, out_dtype=sum_dtype)
-        )
+        total = quantized_allreduce([widened(product[place], bias) for product in products], codec, seed, call + at)
         out[place] = total if bias is None else with_bias(total, bias[panel.columns], dtype)
-    return out.view(*a[0].shape[:-1], n)
+    return out.view(*shape, n)
 
 
 def fused_matmul_allreduce_residual_rmsnorm(
@@ -143,13 +138,17 @@ def fused_matmul_allreduce_residual_rmsnorm(
     tp_invariant: bool = False,
     a_scale: Sequence[torch.Tensor] | None = None,
     w_scale: Sequence[torch.Tensor] | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, ...]:
     """Returns what every rank receives: (normed, residual_out) of :func:`allreduce_residual_rmsnorm` of the products.
 
-    Each product ``a[r] @ w[r].T`` is rounded to the dtype of ``residual`` before it is summed. Both results are
-    [..., N], with that dtype.
-    With ``tp_invariant`` the residual is added to the fp32 sum of :func:`fused_matmul_allreduce`, before the only
-    rounding of ``residual_out``.
+        product[r]   = round(a[r] @ w[r].T)
+        residual_out = round(round(product[0] + product[1] + ...) + residual)
+
+    With ``tp_invariant`` there is one rounding. ``tree`` is the sum of the leaves in :func:`fused_matmul_allreduce`:
+
+        residual_out = round(tree + residual)
+
+    All roundings are to the dtype of ``residual``. Both results are [..., N], with that dtype.
 
     Args:
         a: one tensor per rank, in rank order: [..., K]. Shapes may differ in K only.
@@ -164,13 +163,10 @@ def fused_matmul_allreduce_residual_rmsnorm(
         w_scale: fp32 scales of ``w``, one tensor per rank: of rows [N, 1], [1, N], or one number; of blocks
             [ceil(N / 128), ceil(K / 128)].
     """
-    if tp_invariant:
-        products, order, _ = _products(a, w, tp_invariant, a_scale=a_scale, w_scale=w_scale)
-        total = allreduce(products, order=order).view(residual.shape)
-    else:
-        total = fused_matmul_allreduce(a, w, a_scale=a_scale, w_scale=w_scale, out_dtype=residual.dtype)
-    normed, summed = norms.specification(total, residual, weight, eps, weight_offset)
-    return normed, summed
+    products, order, _ = _products(a, w, tp_invariant, None, a_scale, w_scale, residual.dtype)
+    return norms.specification(
+        allreduce(products, order=order).view(residual.shape), residual, weight, eps, weight_offset
+    )
 
 
 def fused_allgather_matmul(
@@ -183,16 +179,16 @@ def fused_allgather_matmul(
     w_scale: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Returns what a rank with the weight ``w`` receives: ``allgather(a) @ w.T``, plus the bias.
+    """Returns what a rank with the weight ``w`` receives: ``allgather(a) @ w.T + bias``, in fp32 and rounded once.
 
-    With ``tp_invariant`` products are added in fp32 in the order of K, 16 columns at a time. Each element then depends
-    on its row of ``a`` and its row of ``w`` alone, however ranks divide rows and features.
+    With ``tp_invariant`` products are added in the order of K, 16 columns at a time. Each element then depends on its
+    row of ``a`` and its row of ``w`` alone, however rows and features are divided between ranks.
 
     Args:
         a: one tensor per rank, in rank order: [M_r, ..., K]. Shapes may differ in M_r only.
         w: the rank's [N, K], as torch.nn.Linear stores it.
         bias: the rank's [N], added before the product is rounded. None: no bias.
-        epilogue: elementwise work on the fp32 product and the bias before they are rounded: an Epilogue with the rank's
+        epilogue: elementwise work on ``product + bias`` in fp32, before the rounding: an Epilogue with the rank's
             tensors, an expression, or a function without arguments.
         tp_invariant: whether products are added in the order of K. Not with scales.
         a_scale: fp32 scales of ``a`` in torch.float8_e4m3fn, one tensor per rank: of rows [M_r, ..., 1], or one number;
@@ -206,33 +202,17 @@ def fused_allgather_matmul(
     """
     whole = allgather(a)
     if a_scale is not None or w_scale is not None:
-        of_a = torch.cat([rows_of_scale(*pair) for pair in zip(a, a_scale, strict=True)])
-        return _of_scaled_rows(whole, w, of_a, w_scale, bias, epilogue, out_dtype or torch.bfloat16)
+        dtype, of_a = out_dtype or torch.bfloat16, [rows_of_scale(*pair) for pair in zip(a, a_scale or (), strict=True)]
+        product = scaled_linear(_flat(whole), w, torch.cat(of_a), w_scale, out_dtype=torch.float32)
+        product = product.view(*whole.shape[:-1], len(w))
+    else:
+        dtype, product = whole.dtype, unrounded_product(whole, w, tp_invariant)
     if epilogue is None:
-        return linear(whole, w, bias, tp_invariant)
-    like = whole.new_empty((*whole.shape[:-1], len(w)))
-    return linear_with_epilogue(whole, w, *_bound(epilogue, bias, like), tp_invariant)
-
-
-def _of_scaled_rows(
-    whole: torch.Tensor,
-    w: torch.Tensor,
-    a_scale: torch.Tensor,
-    w_scale: torch.Tensor,
-    bias: torch.Tensor | None,
-    epilogue: object,
-    dtype: torch.dtype,
-) -> torch.Tensor:
-    rows, like = _flat(whole), whole.new_empty((*whole.shape[:-1], len(w)), dtype=dtype)
-    if epilogue is None:
-        return scaled_linear(rows, w, a_scale, w_scale, bias, dtype).view_as(like)
-    product = scaled_linear(rows, w, a_scale, w_scale, out_dtype=torch.float32)
-    return rounded_after(*_bound(epilogue, bias, like), product.view_as(like), dtype)
-
-
-def _bound(epilogue: object, bias: torch.Tensor | None, like: torch.Tensor) -> tuple[Pointwise, EpilogueInputs]:
+        return with_bias(product, bias, dtype)
+    like = product.new_empty(product.shape, dtype=dtype)
     wanted = _after_bias(epilogue, bias, like)
-    return bind("fused_allgather_matmul", wanted.text(like), like, *wanted.arguments())
+    form, inputs = bind("fused_allgather_matmul", wanted.text(like), like, *wanted.arguments())
+    return rounded_after(form, inputs, product, dtype)
 
 
 def fused_matmul_reducescatter(
@@ -250,23 +230,21 @@ def fused_matmul_reducescatter(
     w_scale: Sequence[torch.Tensor] | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> list[torch.Tensor]:
-    """Returns what each rank receives: its part of the sum of ``a[r] @ w[r].T`` over all ranks r, plus the bias.
+    """Returns what each rank receives: its rows of the sum of ``a[r] @ w[r].T`` over all ranks r, plus the bias.
 
-    The sum is split along the first dimension as torch.tensor_split does. Each product is rounded to its dtype before
-    it is summed. The bias is added once, before the sum is rounded. Without a codec the result has the bits of
-    :func:`fused_matmul_allreduce`. A codec rounds the products as :func:`quantized_reducescatter` does, and
-    encodes each partition separately, in order.
+    The result is that of :func:`fused_matmul_allreduce`, split along the first dimension as torch.tensor_split does.
+    With ``codec`` the sum is that of :func:`quantized_reducescatter`, for each partition on its own, in their order.
 
     Args:
         a: one tensor per rank, in rank order: [..., K], of at least two dimensions. Shapes may differ in K only.
         w: one tensor per rank: [N, K], as torch.nn.Linear stores it.
         bias: [N], equal on all ranks. None: no bias.
-        partition: "split_m" cuts the rows of ``a``, and "split_n" the rows of ``w``. The others make one partition.
+        partition: "split_m" cuts the rows of ``a``, "split_n" the rows of ``w``. All others make one partition.
         num_partitions: how many partitions "split_m" and "split_n" make. None: at most 4.
         codec: the format on the wire, or its name. None: the elements themselves.
         seed: the 64-bit seed of stochastic rounding.
         call: how many calls came before. Stochastic rounding draws other random numbers in each call.
-        epilogue: elementwise work on each part of the sum and the bias before they are rounded: an Epilogue, whose
+        epilogue: elementwise work on ``sum + bias`` of each part in fp32, before the rounding: an Epilogue whose
             tensors are lists with one per rank, an expression, or a function without arguments. Not with a codec.
         tp_invariant: whether leaves are added as a tree, as in :func:`fused_matmul_allreduce`.
         a_scale: fp32 scales of ``a`` in torch.float8_e4m3fn, one tensor per rank: of rows [..., 1], or one number; of
@@ -280,41 +258,26 @@ def fused_matmul_reducescatter(
         ``out_dtype``.
     """
     products, order, dtype = _products(a, w, tp_invariant, codec, a_scale, w_scale, out_dtype)
-    beside = a[0].shape[1:-1]
-    if epilogue is not None:
-        return _parts_with_epilogue(products, a[0].shape[:-1], order, dtype, as_epilogue(epilogue), bias)
-    lengths = [len(part) for part in torch.empty(len(a[0]), device="meta").tensor_split(len(a))]
+    n, shape = len(w[0]), a[0].shape[:-1]
+    lengths, beside = partitions.split(len(a[0]), len(a)), shape[1:]
     sizes = [rows * beside.numel() for rows in lengths]
-    n, sum_dtype = products[0].shape[1], dtype if bias is None else None
-    received = [products[0].new_empty(rows, n, dtype=dtype) for rows in sizes]
-    for at, panel in enumerate(partitions.panels("reference", partition, num_partitions, sizes, n)):
+    panels = partitions.panels("reference", partition, num_partitions, sizes, n)
+    if not codec:
+        of_ranks = zip(*(product.view(*shape, n).split(lengths) for product in products), strict=True)
+        return [
+            _summed(parts, bias, None if epilogue is None else as_epilogue(epilogue).of_rank(rank), order, dtype)
+            for rank, parts in enumerate(of_ranks)
+        ]
+    received = [products[0].new_empty(rows, n) for rows in sizes]
+    for at, panel in enumerate(panels):
         parts = [torch.cat([product[rows, panel.columns] for rows in panel.rows]) for product in products]
-        parts, rows = [widened(part, bias) for part in parts], [partitions.length(one) for one in panel.rows]
-        shares = (
-            quantized_reducescatter(parts, codec, seed, call + at, sizes=rows)
-            if codec
-            else [share.contiguous() for share in allreduce(parts, order=order, out_dtype=sum_dtype).split(rows)]
-        )
+        rows = list(map(partitions.length, panel.rows))
+        shares = quantized_reducescatter([widened(part, bias) for part in parts], codec, seed, call + at, sizes=rows)
         for rank, share in enumerate(shares):
             begin = panel.rows[rank].start - sum(sizes[:rank])
             total = share if bias is None else with_bias(share, bias[panel.columns], dtype)
             received[rank][begin : begin + len(share), panel.columns] = total
-    return [one.view(rows, *beside, n) for one, rows in zip(received, lengths, strict=True)]
-
-
-def _parts_with_epilogue(
-    products: Sequence[torch.Tensor],
-    rows: torch.Size,
-    order: Order,
-    dtype: torch.dtype,
-    epilogue: Epilogue,
-    bias: torch.Tensor | None,
-) -> list[torch.Tensor]:
-    of_ranks = zip(*(one.view(*rows, one.shape[1]).tensor_split(len(products)) for one in products), strict=True)
-    return [
-        allreduce(parts, _after_bias(epilogue.of_rank(rank), bias, parts[0]), order, dtype)
-        for rank, parts in enumerate(of_ranks)
-    ]
+    return [part.view(rows, *beside, n) for part, rows in zip(received, lengths, strict=True)]
 
 
 def fused_matmul_reducescatter_residual_rmsnorm(
@@ -327,11 +290,8 @@ def fused_matmul_reducescatter_residual_rmsnorm(
     tp_invariant: bool = False,
     a_scale: Sequence[torch.Tensor] | None = None,
     w_scale: Sequence[torch.Tensor] | None = None,
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Returns what each rank receives: the results of :func:`reducescatter_residual_rmsnorm` of the products.
-
-    Each product ``a[r] @ w[r].T`` is rounded to the dtype of the residuals before it is summed. With ``tp_invariant``
-    each rank receives its rows of :func:`fused_matmul_allreduce_residual_rmsnorm`.
+) -> list[tuple[torch.Tensor, ...]]:
+    """Returns what each rank receives: its rows of the results of :func:`fused_matmul_allreduce_residual_rmsnorm`.
 
     Args:
         a: one tensor per rank, in rank order: [M, ..., K]. Shapes may differ in K only.
@@ -347,40 +307,51 @@ def fused_matmul_reducescatter_residual_rmsnorm(
         w_scale: fp32 scales of ``w``, one tensor per rank: of rows [N, 1], [1, N], or one number; of blocks
             [ceil(N / 128), ceil(K / 128)].
     """
-    if tp_invariant:
-        products, order, _ = _products(a, w, tp_invariant, a_scale=a_scale, w_scale=w_scale)
-        sums = reducescatter([one.view(*a[0].shape[:-1], len(w[0])) for one in products], order=order)
-    else:
-        scaled = {"a_scale": a_scale, "w_scale": w_scale, "out_dtype": residuals[0].dtype}
-        sums = fused_matmul_reducescatter(a, w, **scaled)
-    pairs = (norms.specification(*pair, weight, eps, weight_offset) for pair in zip(sums, residuals, strict=True))
-    return [(normed, summed) for normed, summed in pairs]
+    products, order, _ = _products(a, w, tp_invariant, None, a_scale, w_scale, residuals[0].dtype)
+    sums = reducescatter([product.view(*a[0].shape[:-1], len(w[0])) for product in products], order=order)
+    return [
+        norms.specification(total, residual, weight, eps, weight_offset)
+        for total, residual in zip(sums, residuals, strict=True)
+    ]
 
 
 def _products(
     a: Sequence[torch.Tensor],
     w: Sequence[torch.Tensor],
     tp_invariant: bool,
-    codec: object = None,
-    a_scale: Sequence[torch.Tensor] | None = None,
-    w_scale: Sequence[torch.Tensor] | None = None,
-    out_dtype: torch.dtype | None = None,
+    codec: object,
+    a_scale: Sequence[torch.Tensor] | None,
+    w_scale: Sequence[torch.Tensor] | None,
+    out_dtype: torch.dtype | None,
 ) -> tuple[list[torch.Tensor], Order, torch.dtype]:
     """Returns each rank's product [rows, N], the order in which they are added, and the dtype of the result.
 
-    Products are partials of a tree, or rounded.
+    The products are rounded, or with ``tp_invariant`` fp32 nodes of the tree of leaves.
     """
+    flat = list(map(_flat, a))
     if a_scale is not None or w_scale is not None:
         if tp_invariant:
             raise ValueError("reference: takes scales or tp_invariant, not both")
-        return rank_products(a, w, a_scale, w_scale, out_dtype), "rank", out_dtype or torch.bfloat16
-    dtype, a = a[0].dtype, [_flat(one) for one in a]
+        dtype, of_a = out_dtype or torch.bfloat16, [rows_of_scale(*pair) for pair in zip(a, a_scale or (), strict=True)]
+        operands = zip(flat, w, of_a, w_scale or (), strict=True)
+        return [scaled_linear(*of_rank, out_dtype=dtype) for of_rank in operands], "rank", dtype
     if not tp_invariant:
-        return [matmul(*pair) for pair in zip(a, w, strict=True)], "rank", dtype
+        return list(map(linear, flat, w)), "rank", a[0].dtype
     if codec is not None:
         raise ValueError("reference: takes a codec or tp_invariant, not both")
-    leaf_tree.check_operands("reference", a)
-    return [leaf_tree.partial(*pair, len(a)) for pair in zip(a, w, strict=True)], "tree", dtype
+    leaf_tree.check_operands("reference", flat)
+    return [leaf_tree.partial(*pair, len(a)) for pair in zip(flat, w, strict=True)], "tree", a[0].dtype
+
+
+def _summed(
+    products: Sequence[torch.Tensor], bias: torch.Tensor | None, epilogue: object, order: Order, dtype: torch.dtype
+) -> torch.Tensor:
+    """Returns the sum of the ranks' products, with the bias and the epilogue, rounded once."""
+    if epilogue is not None:
+        return allreduce(products, _after_bias(epilogue, bias, products[0]), order, dtype)
+    if bias is None:
+        return allreduce(products, order=order, out_dtype=dtype)
+    return with_bias(allreduce([widened(product, bias) for product in products], order=order), bias, dtype)
 
 
 def _flat(a: torch.Tensor) -> torch.Tensor:
@@ -392,5 +363,5 @@ def _after_bias(epilogue: object, bias: torch.Tensor | None, x: torch.Tensor) ->
 
 
 def widened(product: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """Returns the product that is summed: with a bias in its accumulation dtype, so that the sum is not rounded."""
+    """Returns the product as it is summed: before a bias in fp32 (or float64), so that the sum is not rounded yet."""
     return product if bias is None else product.to(ACCUMULATION_DTYPES[product.dtype])

@@ -6,13 +6,14 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from graphar import reference
 from graphar.numerics.exact_fma import fma
 from graphar.numerics.fp8_products import BLOCK, FP8, checked_scales, product
 from tests.cases import HALVES, far_apart, normal, same_bits
+from tests.numerics.test_leaf_tree import by_numpy, slices
 
 M, N, K = 5, 300, 400  # the last block of N and of K is short
 FORMATS = ("rows", "blocks")
@@ -62,30 +63,11 @@ def test_integers_with_scales_that_are_powers_of_two_give_the_exact_result(form)
     assert found.double().equal(in_float64(a, w, a_scale, w_scale))
 
 
-@every_format
-def test_random_data_are_as_close_to_float64_as_fp32_sums_can_be(form):
-    a, w, (a_scale, w_scale) = operand(M, K), operand(N, K, 1), scales_of(form)
-
-    error = (
-        reference.scaled_linear(a, w, a_scale, w_scale, out_dtype=torch.float32).double()
-        - in_float64(a, w, a_scale, w_scale)
-    ).abs()
-
-    # 32 products are added, then the steps of a block, the blocks, and the scales
-    roundings = 32 + BLOCK / 32 + -(-K // BLOCK) + 2
-    assert (error <= roundings * 2**-24 * in_float64(a.float().abs(), w.float().abs(), a_scale, w_scale)).all()
-
-
-def by_numpy(a, w, a_scale, w_scale, in_blocks):
+def with_scales(a, w, a_scale, w_scale, in_blocks):
     """One element, one operation at a time; a fused multiply-add rounds an exact fraction."""
     total = np.float32(0)
     for number, first in enumerate(range(0, len(a), BLOCK)):
-        block = np.float32(0)
-        for begin in range(first, min(first + BLOCK, len(a)), 32):
-            step = np.float32(0)
-            for x, y in zip(a[begin : begin + 32][: first + BLOCK - begin], w[begin : begin + 32], strict=False):
-                step = step + x * y
-            block = block + step
+        block = by_numpy(a[first : first + BLOCK], w[first : first + BLOCK], step=32)
         if in_blocks:
             exact = Fraction(float(block)) * Fraction(float(a_scale[number] * w_scale[number])) + Fraction(float(total))
             total = rounded(exact)
@@ -114,7 +96,7 @@ def test_an_element_is_what_numpy_gives_one_operation_at_a_time(form, fill):
     of_w = w_scale if form == "rows" else w_scale.expand(5, -1)
     expected = [
         [
-            by_numpy(*map(torch.Tensor.numpy, (x, y, p, q)), form == "blocks")
+            with_scales(*map(torch.Tensor.numpy, (x, y, p, q)), form == "blocks")
             for y, q in zip(w.float(), of_w, strict=True)
         ]
         for x, p in zip(a.float(), a_scale, strict=True)
@@ -123,6 +105,12 @@ def test_an_element_is_what_numpy_gives_one_operation_at_a_time(form, fill):
 
 
 @settings(max_examples=300, deadline=None, derandomize=True)
+@example((8384513 * 2.0**-35, 8392705 * 2.0**-35, 1.0))  # 2^-70 above the middle between two numbers
+@example((8384513 * 2.0**-35, -8392705 * 2.0**-35, -1.0))
+@example((2.0**-12 + 2.0**-35, 2.0**-12 - 2.0**-35, 1 + 2.0**-23))  # 2^-70 below it
+@example((2.0**-12 + 2.0**-35, 2.0**-35 - 2.0**-12, -1 - 2.0**-23))
+@example((2.0**-40, 2.0**-40, 1.0))
+@example((1 + 2.0**-23, 1.0, 2.0**24))  # the exact sum is 2^24 + 1 and a little, where fp32 has every second integer
 @given(numbers=st.tuples(*[st.floats(-(2.0**40), 2.0**40, width=32)] * 3))
 def test_a_fused_multiply_add_rounds_the_exact_sum_once(numbers):
     x, y, z = numbers
@@ -132,15 +120,11 @@ def test_a_fused_multiply_add_rounds_the_exact_sum_once(numbers):
     assert found == rounded(Fraction(x) * Fraction(y) + Fraction(z))
 
 
-def test_a_sum_that_fp64_rounds_to_a_tie_of_fp32_is_rounded_by_what_it_lost():
-    one, tiny = torch.tensor(1.0), torch.tensor(2.0**-40)
-    half_ulp = torch.tensor(1 + 2.0**-23)  # z + x * y is 2^24 + 1 and a little, where fp32 has every second integer
+@pytest.mark.parametrize("infinite", [torch.inf, -torch.inf])
+def test_a_fused_multiply_add_of_infinities_is_infinite(infinite):
+    one, infinite = torch.tensor(1.0), torch.tensor(infinite)
 
-    assert fma(one, one, torch.tensor(2.0**24)).item() == 2.0**24
-    assert fma(tiny, tiny, torch.tensor(1.0)).item() == 1
-    assert fma(half_ulp, one, torch.tensor(2.0**24)).item() == 2.0**24 + 2
-    for infinite in (torch.inf, -torch.inf):
-        assert fma(torch.tensor(infinite), one, one).item() == fma(one, one, torch.tensor(infinite)).item() == infinite
+    assert fma(infinite, one, one) == fma(one, one, infinite) == infinite
 
 
 def test_what_is_not_a_number_stays_in_its_row_and_column():
@@ -190,27 +174,18 @@ def test_products_of_no_columns_are_zero(form):
     assert not found.any()
 
 
-def slices(length):
-    return st.tuples(*[st.integers(0, length)] * 2).map(lambda ends: slice(*sorted(ends)))
-
-
 @settings(max_examples=20, deadline=None, derandomize=True)
 @given(rows=slices(M), columns=slices(N))
 def test_rows_and_columns_alone_have_the_bits_that_they_have_together(rows, columns):
     a, w, (a_scale, w_scale) = operand(M, K), operand(N, K, 1), scales_of("rows")
+    a_blocks, w_blocks = scales_of("blocks")
+    whole, of_blocks = (reference.scaled_linear(a, w, *scales) for scales in ((a_scale, w_scale), (a_blocks, w_blocks)))
 
     alone = reference.scaled_linear(a[rows], w[columns], a_scale[rows], w_scale[columns])
+    rows_alone = reference.scaled_linear(a[rows], w[BLOCK:], a_blocks[rows], w_blocks[1:])
 
-    assert same_bits(alone, reference.scaled_linear(a, w, a_scale, w_scale)[rows, columns]) == 0
-
-
-def test_rows_alone_have_the_bits_that_they_have_together_with_scales_of_blocks():
-    a, w, (a_scale, w_scale) = operand(M, K), operand(N, K, 1), scales_of("blocks")
-    whole = reference.scaled_linear(a, w, a_scale, w_scale)
-
-    for row in range(1, M):
-        alone = reference.scaled_linear(a[row:], w[BLOCK:], a_scale[row:], w_scale[1:])
-        assert same_bits(alone, whole[row:, BLOCK:]) == 0
+    assert same_bits(alone, whole[rows, columns]) == 0
+    assert same_bits(rows_alone, of_blocks[rows, BLOCK:]) == 0
 
 
 # ---- scales ---------------------------------------------------------------------------------------------------------

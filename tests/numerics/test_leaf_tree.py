@@ -32,14 +32,14 @@ def invariant(a, w, world_size=1):
 # ---- a product in the order of K ------------------------------------------------------------------------------------
 
 
-def by_numpy(a, w):
+def by_numpy(a, w, step=16):
     """The product of two rows, one operation at a time."""
     total = np.float32(0)
-    for first in range(0, len(a), 16):
-        step = np.float32(0)
-        for x, y in zip(a[first : first + 16], w[first : first + 16], strict=True):
-            step = step + x * y
-        total = total + step
+    for first in range(0, len(a), step):
+        added = np.float32(0)
+        for x, y in zip(a[first : first + step], w[first : first + step], strict=True):
+            added = added + x * y
+        total = total + added
     return total
 
 
@@ -101,43 +101,6 @@ def test_partials_of_any_number_of_ranks_add_up_to_the_same_bits(leaf, dtype):
     expected = ((l0 + l1) + (l2 + l3)) + ((l4 + l5) + (l6 + l7))
 
     assert {ranks: same_bits(invariant(a, w, ranks), expected) for ranks in RANKS} == dict.fromkeys(RANKS, 0)
-
-
-@pytest.mark.parametrize(("ranks", "least", "most"), [(2, 0, 0), (4, 0.2, 0.35), (8, 0.4, 0.6)])
-def test_partials_in_the_order_of_ranks_add_up_to_other_bits(ranks, least, most):
-    a, w = operands(32, 64, 1024)
-    first, *others = partials(a, w, ranks)
-    in_order = sum(others, first)
-
-    assert least <= same_bits(in_order, invariant(a, w)) / in_order.numel() <= most
-
-
-@pytest.mark.parametrize("ranks", RANKS[1:])
-def test_partials_rounded_to_bf16_add_up_to_other_results(ranks):
-    a, w = operands(32, 64, 1024)
-    of_rounded = tree_sum([one.bfloat16().float() for one in partials(a, w, ranks)]).bfloat16()
-
-    assert 0.3 <= same_bits(of_rounded, invariant(a, w).bfloat16()) / of_rounded.numel() <= 0.5
-
-
-@every_dtype
-def test_random_data_are_as_close_to_float64_as_fp32_sums_can_be(dtype):
-    a, w = operands(20, 30, 4096, dtype)
-
-    error = (invariant(a, w, 4).double() - a.double() @ w.double().t()).abs()
-
-    # an element's products are rounded, then added 16 in a step, the steps of a leaf, and 8 leaves
-    roundings = 1 + 16 + a.shape[1] / LEAVES / 16 + 3
-    assert (error <= roundings * 2**-24 * (a.double().abs() @ w.double().abs().t())).all()
-
-
-def test_what_is_not_a_number_stays_in_its_row_and_column():
-    a, w = operands(4, 4, 512)
-    a[1, 5], w[2, 100] = torch.inf, torch.nan
-
-    found = invariant(a, w, 8).isfinite()
-
-    assert found.logical_not().nonzero().tolist() == [[0, 2], [1, 0], [1, 1], [1, 2], [1, 3], [2, 2], [3, 2]]
 
 
 # ---- what is refused ------------------------------------------------------------------------------------------------

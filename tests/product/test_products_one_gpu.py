@@ -26,6 +26,7 @@ from graphar.plan.tiles import (
 from graphar.product import gemm
 from graphar.product.gemm import scaled_matmul
 from graphar.product.tensor_maps import aligned_copy
+from graphar.reference.products import unrounded_product
 from graphar.runtime.catalogue import SKINNY_KERNELS
 from graphar.runtime.launcher import sm_count
 from tests.cases import leaf_product, normal, raw, same_bits
@@ -495,7 +496,7 @@ def wrong_after_epilogue(ranks, counts, columns, k, tile=None, dtype=BF16):
     for rank, own in enumerate(columns):
         tensors = dict(zip("cfr", inputs[rank].tensors, strict=True))
         form = Pointwise(EXACT, (BF16,) * 3, max(1, own))
-        wanted = reference.linear_with_epilogue(torch.cat(rows), weights[rank], form, inputs[rank])
+        wanted = reference.rounded_after(form, inputs[rank], unrounded_product(torch.cat(rows), weights[rank]), dtype)
         specified = Epilogue(EXACT, scale=0.375, **tensors)
         found += same_bits(wanted, reference.fused_allgather_matmul(rows, weights[rank], epilogue=specified))
         found += same_bits(products[rank].contiguous(), wanted)

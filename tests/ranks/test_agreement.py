@@ -231,7 +231,7 @@ def test_words_that_are_not_told_touch_no_store_and_displace_none_that_are(monke
     first, second = of_two_ranks(store)
     told = [first.of(words) for words in ("one", "two")]
     keys = store.num_keys()
-    monkeypatch.setattr(first, "_store", None)
+    monkeypatch.setattr(first, "_rendezvous", None)
 
     untold = [first.of(f"two, numbers {at}", tells=False) for at in range(5)]
 

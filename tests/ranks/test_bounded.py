@@ -21,7 +21,7 @@ from graphar.plan.work import Sum
 from graphar.ranks import group_calls, processes
 from graphar.ranks.cpu.transport import GroupFailed
 from graphar.ranks.processes import has_ended, identify
-from graphar.ranks.rendezvous import LastWord, RanksAbsent, meet
+from graphar.ranks.rendezvous import RanksAbsent, StoreRendezvous, meet
 from graphar.runtime.registry import engine_of
 from tests.processes import on_ranks, run_ranks
 
@@ -100,24 +100,6 @@ def test_a_rank_that_is_killed_is_named_by_the_others(number, op):
         assert total == 3
 
 
-class Notes:
-    """Stands in for a rendezvous of two ranks: all come, notes are stored, and no rank is found at fault."""
-
-    rank, prefix = 0, "a communicator"
-
-    def __init__(self):
-        self.notes = []
-
-    def note(self, what, gave_up=False):
-        self.notes.append(what)
-
-    def exchange_at_once(self, what, data, timeout_s):
-        pass
-
-    def last_words(self):
-        return [LastWord("a call", behind=False, ended=False)] * 2
-
-
 @pytest.mark.parametrize(
     ("timeout_s", "said"),
     [
@@ -130,13 +112,13 @@ def test_a_failure_says_when_it_came_and_what_is_known_of_ranks(monkeypatch, tim
         raise GroupFailed("connection closed")
 
     monkeypatch.setattr(group_calls, "_GRACE_S", 0.0)
-    rendezvous, x, without_gloo = Notes(), torch.ones(3), SimpleNamespace(_get_backend=lambda device: None)
-    calls = group_calls.GroupCalls(without_gloo, rendezvous)
+    rendezvous = StoreRendezvous(dist.HashStore(), "a communicator", 0, 1, TIMEOUT_S)
+    calls, x = group_calls.GroupCalls(SimpleNamespace(_get_backend=lambda device: None), rendezvous), torch.ones(3)
 
     with pytest.raises(CollectiveTimeout, match=said):
         calls.bind(Call.of(Sum(3), x), x, timeout_s, fail, Algorithm.FALLBACK)([Operands((x,), (x,))])
 
-    assert rendezvous.notes[-1] == "allreduce call 0, in which it gave up, with no rank known to be missing"
+    assert str(*rendezvous.last_words()) == "allreduce call 0, in which it gave up, with no rank known to be missing"
 
 
 def wait_for_the_dead(rank, world_size):

@@ -8,7 +8,6 @@ import torch.distributed as dist
 
 import graphar
 from graphar import CommunicatorError
-from tests import inside
 from tests.cases import normal
 from tests.ops import specified as by
 from tests.ops.conformance import BY_OP, SCALED
@@ -23,19 +22,9 @@ def vector(count=6, dtype=F32):
 
 INVARIANT = {"partition": "tp_invariant"}
 LOGITS = normal(5, 5 * 64, F32).view(5, 64), torch.zeros(5, dtype=torch.int64)
-TREE, AS_TREE = {"order": "tree"}, "added as a tree"
 
 # What rank 0 calls, and what rank 1 does; then words, and how often both ranks are told them.
 UNLIKE = {
-    "formats": (
-        lambda: graphar.allreduce(vector(64), codec="int6"),
-        lambda: graphar.allreduce(vector(64), codec="int8"),
-    ),
-    "epilogues": (
-        lambda: graphar.allreduce(vector(), epilogue="v + 1"),
-        lambda: graphar.allreduce(vector(), epilogue="v"),
-        {"epilogue v": 2},
-    ),
     "epilogues of parts": (
         lambda: graphar.reducescatter(vector(), epilogue="v + 1"),
         lambda: graphar.reducescatter(vector(), epilogue="v"),
@@ -50,16 +39,10 @@ UNLIKE = {
         lambda: graphar.fused_allgather_matmul(torch.ones(2, 3), torch.ones(4, 3), epilogue="v"),
         lambda: graphar.fused_allgather_matmul(torch.ones(2, 3), torch.ones(4, 3)),
     ),
-    "ops with parts": (lambda: graphar.allgather(vector(3)), lambda: graphar.reducescatter(vector(6))),
-    "parts": (lambda: graphar.reducescatter(vector(6)), lambda: graphar.reducescatter(vector(8))),
     "parts that are gathered": (lambda: graphar.allgather(vector(2)), lambda: graphar.allgather(vector(1))),
     "columns of a tuple": (
         lambda: graphar.allgather((torch.ones(2, 8), torch.ones(2, 1))),
         lambda: graphar.allgather((torch.ones(2, 8), torch.ones(2, 2))),
-    ),
-    "tensors of a tuple": (
-        lambda: graphar.allgather((torch.ones(2, 8), torch.ones(2, 1))),
-        lambda: graphar.allgather((torch.ones(2, 8), torch.ones(2, 1), torch.ones(2, 1))),
     ),
     "a tuple and a tensor": (
         lambda: graphar.allgather((torch.ones(2, 8), torch.ones(2, 1))),
@@ -76,16 +59,6 @@ UNLIKE = {
     "norms of parts": (
         lambda: graphar.reducescatter_residual_rmsnorm(torch.ones(2, 8), torch.ones(1, 8), torch.ones(8)),
         lambda: graphar.reducescatter_residual_rmsnorm(torch.ones(4, 8), torch.ones(2, 8), torch.ones(8)),
-    ),
-    "orders": (
-        lambda: inside.allreduce(vector(4), **TREE),
-        lambda: inside.allreduce(vector(4)),
-        {AS_TREE: 1},
-    ),
-    "results of trees": (
-        lambda: inside.allreduce(vector(4), **TREE),
-        lambda: inside.allreduce(vector(4), **TREE, out_dtype=torch.bfloat16),
-        {AS_TREE: 2, "result torch.bfloat16": 1},
     ),
     "columns of leaves": (
         lambda: graphar.fused_matmul_allreduce(torch.ones(8, 16), torch.ones(8, 16), **INVARIANT),

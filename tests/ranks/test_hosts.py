@@ -68,23 +68,18 @@ def test_two_hosts_get_the_specifications_bits_of_any_dtype_bits_and_codec(rank,
     assert {what: found for what, found in wrong.items() if found} == {}
 
 
-def test_sums_of_hosts_are_added_and_only_their_sum_is_rounded():
-    parts = [torch.tensor([value], dtype=torch.bfloat16) for value in (256, 1, 1, 0)]
+@pytest.mark.parametrize(
+    ("dtype", "values", "hosts", "total"),
+    [
+        (torch.bfloat16, (256, 1, 1, 0), TWO_BY_TWO, 258),  # 257 is no bf16: only the sum of the hosts' sums is rounded
+        (torch.float32, (2.0**24, 1, 1, 0), [[0, 3], [1, 2]], 2.0**24 + 2),  # the order of hosts decides
+        (torch.float32, (2.0**24, 1, 1, 0), [[2, 1, 0], [3]], 2.0**24),  # a host's ranks are added in their own order
+    ],
+)
+def test_the_ranks_of_a_host_are_added_then_the_hosts_and_the_sum_is_rounded_once(dtype, values, hosts, total):
+    parts = [torch.tensor([value], dtype=dtype) for value in values]
 
-    assert reference.hierarchical_allreduce(parts, TWO_BY_TWO).item() == 258  # 257 is no bf16
-
-
-def test_the_order_of_hosts_decides_where_an_fp32_sum_is_rounded():
-    parts = [torch.tensor([value]) for value in (2.0**24, 1.0, 1.0, 0.0)]
-
-    assert reference.allreduce(parts).item() == 2**24
-    assert reference.hierarchical_allreduce(parts, [[0, 3], [1, 2]]).item() == 2**24 + 2
-
-
-def test_the_ranks_of_a_host_are_added_in_their_own_order_however_it_names_them():
-    parts = [torch.tensor([value]) for value in (2.0**24, 1.0, 1.0, 0.0)]
-
-    assert reference.hierarchical_allreduce(parts, [[2, 1, 0], [3]]).item() == 2**24
+    assert reference.hierarchical_allreduce(parts, hosts).item() == total
 
 
 # ---- calls ----------------------------------------------------------------------------------------------------------

@@ -6,8 +6,8 @@ import torch
 import graphar
 from graphar import reference
 from graphar.ranks import hierarchical
-from tests.cases import KERNEL_DTYPES, bit_patterns, integers, normal, same_bits
-from tests.processes import run_on_gpus
+from tests.cases import KERNEL_DTYPES, bit_patterns, integers, normal, parts_of, same_bits
+from tests.processes import on_ranks, run_on_gpus
 
 pytestmark = pytest.mark.gpu(4)
 
@@ -16,20 +16,12 @@ CHUNK = 1 << 18  # in tests, so that there are several
 NUMELS = (0, 1, 8199, CHUNK, 3 * CHUNK + 77)
 
 
-def run(function):
-    return run_on_gpus(function, 4)
-
-
-def parts_of(fill, numel, dtype):
-    return [fill(rank, numel, dtype) for rank in range(4)]
-
-
 def summed(communicator, x, **options):
     return communicator.allreduce(x, algorithm="hierarchical", **options)
 
 
-def wrong_sums(rank, world_size):
-    """The calls whose results differ from the specification."""
+@on_ranks(4, by=run_on_gpus)
+def test_every_rank_gets_the_specifications_bits(rank, world_size):
     hierarchical._CHUNK_NUMEL = CHUNK
     cases = [(fill, dtype, None) for fill in (normal, bit_patterns) for dtype in KERNEL_DTYPES]
     cases += [(integers, torch.float64, None), (integers, torch.int64, None), (normal, torch.bfloat16, "int8")]
@@ -38,32 +30,27 @@ def wrong_sums(rank, world_size):
         with graphar.Communicator(hosts=split) as communicator:
             for fill, dtype, codec in cases:
                 for numel in NUMELS:
-                    parts = parts_of(fill, numel, dtype)
+                    parts = parts_of(fill, world_size, numel, dtype)
                     y = summed(communicator, parts[rank].cuda(), codec=codec).cpu()
                     expected = reference.hierarchical_allreduce(parts, split, codec and graphar.Codec(8))
                     if same_bits(y, expected):
                         wrong.append((split, fill.__name__, str(dtype), codec, numel))
-    return wrong
+    assert wrong == []
 
 
-def test_every_rank_gets_the_specifications_bits():
-    assert run(wrong_sums) == [[]] * 4
-
-
-def kernels_inside(rank, world_size):
+@on_ranks(4, by=run_on_gpus)
+def test_graphars_kernels_serve_what_is_inside_and_nothing_else(rank, world_size):
     with graphar.Communicator(hosts=TWO_BY_TWO) as communicator:
         summed(communicator, torch.ones(8199, device="cuda"))
-        return communicator.engine.hierarchy._kernels.why_no_runner, communicator.engine.runner is None
+        assert communicator.engine.hierarchy._kernels.why_no_runner is None
+        assert communicator.engine.runner is None
 
 
-def test_graphars_kernels_serve_what_is_inside_and_nothing_else():
-    assert run(kernels_inside) == [(None, True)] * 4
-
-
-def call_in_turn(rank, world_size):
-    """Calls back to back, in place and beside other work, on alternating streams."""
+@on_ranks(4, by=run_on_gpus)
+def test_calls_follow_each_other_on_any_streams(rank, world_size):
+    """Calls back to back, in place and beside other work."""
     hierarchical._CHUNK_NUMEL = CHUNK
-    parts = parts_of(normal, 5 * CHUNK + 3, torch.bfloat16)
+    parts = parts_of(normal, world_size, 5 * CHUNK + 3, torch.bfloat16)
     expected = reference.hierarchical_allreduce(parts, TWO_BY_TWO)
     streams, results = [torch.cuda.Stream() for _ in range(2)], []
     with graphar.Communicator(hosts=TWO_BY_TWO) as communicator:
@@ -73,16 +60,13 @@ def call_in_turn(rank, world_size):
                 summed(communicator, x, out=x)
                 results.append(x)
         torch.cuda.synchronize()
-    return [same_bits(y.cpu(), expected) for y in results]
+    assert [same_bits(y.cpu(), expected) for y in results] == [0] * 20
 
 
-def test_calls_follow_each_other_on_any_streams():
-    assert run(call_in_turn) == [[0] * 20] * 4
-
-
-def replay(rank, world_size):
+@on_ranks(4, by=run_on_gpus)
+def test_a_captured_call_replays(rank, world_size):
     hierarchical._CHUNK_NUMEL = CHUNK
-    parts = parts_of(normal, 3 * CHUNK + 77, torch.bfloat16)
+    parts = parts_of(normal, world_size, 3 * CHUNK + 77, torch.bfloat16)
     with graphar.Communicator(hosts=TWO_BY_TWO) as communicator:
         x = parts[rank].cuda()
         summed(communicator, x)
@@ -97,8 +81,4 @@ def replay(rank, world_size):
             torch.cuda.synchronize()
             wrong.append(same_bits(y.cpu(), reference.hierarchical_allreduce([sign * p for p in parts], TWO_BY_TWO)))
         del graph
-    return wrong
-
-
-def test_a_captured_call_replays():
-    assert run(replay) == [[0, 0]] * 4
+    assert wrong == [0, 0]

@@ -1,18 +1,16 @@
 """Calls of three communicators of a rank end in rotated orders of launches, if three are declared."""
 
-import time
-
 import pytest
 import torch
 import torch.distributed as dist
 
 import graphar
-from tests.cases import normal, same_bits
+from tests.cases import normal
 from tests.processes import run_on_gpus, run_ranks
-from tests.ranks.test_two_communicators_gpu import CALLS, MB
+from tests.ranks.test_two_communicators_gpu import MB, cross
 
 WORLD_SIZE, MEMBERS = 4, 3
-ROUNDS, CHAIN, TIMEOUT_S = 5, 3, 10.0
+ROUNDS, TIMEOUT_S = 5, 10.0
 SWITCH = "GRAPHAR_CONCURRENT_COMMUNICATORS"
 KINDS = (
     ("2 MB", "2 MB", "2 MB"),
@@ -28,39 +26,23 @@ KINDS = (
 )
 
 
-def communicators_of(rank, groups):
-    """This rank's communicators by the number of their group. Every rank launches another one last."""
-    made = [dist.new_group(sorted(one)) for one in groups]
-    own = {at: made[at] for at in range(len(groups)) if rank in groups[at]}
-    return {at: graphar.Communicator(group, timeout_s=TIMEOUT_S) for at, group in own.items()}
-
-
 def wrong_elements(rank, groups, names, numel, pause_s):
-    """How many elements of the results are wrong, or the error of the first wait that expired."""
+    """How many elements of the results are wrong, or the error of the first wait that expired.
+
+    Every rank launches the calls of another group last.
+    """
     x = normal(rank, numel, torch.bfloat16).cuda()
-    communicators = communicators_of(rank, groups)
-    calls = {at: CALLS[names[at % len(names)]] for at in communicators}
-    expected = {at: calls[at](x, one) for at, one in communicators.items()}
-    streams = {at: torch.cuda.Stream() for at in communicators}
-    torch.cuda.synchronize()
-    dist.barrier()
-    found, last = {}, rank % len(groups)
+    made = [dist.new_group(sorted(members)) for members in groups]
+    own = [at for at, members in enumerate(groups) if rank in members]
+    communicators = [graphar.Communicator(made[at], timeout_s=TIMEOUT_S) for at in own]
+    order = sorted(range(len(own)), key=lambda place: (own[place] - rank - 1) % len(groups))
     try:
-        for _ in range(ROUNDS):
-            for at in sorted(communicators, key=lambda at: (at - last - 1) % len(groups)):
-                with torch.cuda.stream(streams[at]):
-                    for _ in range(CHAIN):
-                        found[at] = calls[at](x, communicators[at])
-                time.sleep(pause_s)  # by then the kernels wait for their peers
-            torch.cuda.synchronize()
-        for one in communicators.values():
-            one.synchronize()
+        return sum(cross(x, communicators, [names[at % len(names)] for at in own], order, ROUNDS, pause_s))
     except graphar.CollectiveTimeout as error:
         return str(error)
-    return sum(same_bits(found[at], expected[at]) for at in communicators)
 
 
-def cross(rank, world_size, names):
+def cross_groups(rank, world_size, names):
     """Calls of four groups of three of the four ranks, on as many GPUs."""
     groups = [[(at + one) % world_size for one in range(MEMBERS)] for at in range(world_size)]
     return wrong_elements(rank, groups, names, 96 * MB, 2e-3)
@@ -80,7 +62,7 @@ def cross_on_one_gpu(rank, world_size, names):
 def test_calls_of_three_communicators_of_a_rank_end_in_rotated_orders(monkeypatch, names):
     monkeypatch.setenv(SWITCH, "3")
 
-    assert run_on_gpus(cross, WORLD_SIZE, names, timeout_s=240) == [0] * WORLD_SIZE
+    assert run_on_gpus(cross_groups, WORLD_SIZE, names, timeout_s=240) == [0] * WORLD_SIZE
 
 
 @pytest.mark.gpu(WORLD_SIZE)
@@ -88,7 +70,7 @@ def test_calls_of_three_communicators_of_a_rank_block_each_other_without_a_decla
     """The negative control: every group lacks room on one rank."""
     monkeypatch.delenv(SWITCH, raising=False)
 
-    found = run_on_gpus(cross, WORLD_SIZE, ("64 MB",) * 3, timeout_s=240)
+    found = run_on_gpus(cross_groups, WORLD_SIZE, ("64 MB",) * 3, timeout_s=240)
 
     assert any(isinstance(one, str) for one in found)
 

@@ -252,53 +252,43 @@ def test_a_gpu_that_cannot_be_prepared_is_told_on_all_ranks_at_once():
     assert took_s < 10
 
 
-def set_up_with(rank, world_size, settings, lossless):
-    """What two set-ups say on a rank with its ``settings`` of GRAPHAR_LOSSLESS and of the communicator."""
-    os.environ["GRAPHAR_LOSSLESS"] = settings[rank]
+def set_up_with(rank, world_size, setting, values, lossless=None):
+    """What two set-ups say on a rank with its value of an environment variable, and with its argument ``lossless``."""
+    from graphar.runtime import setup
+
+    os.environ[setting] = values[rank]
     life.missing_software = lambda: ""
-    communicator, said = graphar.Communicator(timeout_s=20, lossless=lossless[rank]), []
+    launcher.sm_count, launcher.architecture = (lambda device: 132), (lambda device: "sm_90a")
+    torch.cuda.get_device_name = lambda device: "no GPU"
+    setup.ProcessMemory = lambda *_: SimpleNamespace(check=lambda: None)
+    communicator, said = graphar.Communicator(timeout_s=20, lossless=lossless and lossless[rank]), []
     for _ in range(2):
-        with pytest.raises(CommunicatorError) as raised:
+        with pytest.raises((CommunicatorError, ValueError)) as raised:
             communicator.engine.find_runner(torch.device("cuda", 0))
         said.append(str(raised.value))
     return said
 
 
+LOSSLESS, DECLARED = "GRAPHAR_LOSSLESS", "GRAPHAR_CONCURRENT_COMMUNICATORS"
+LOSSLESS_DIFFERS = (
+    "lossless compression must be on or off on all ranks (Communicator(lossless=...), GRAPHAR_LOSSLESS), got\n"
+    "rank 0: on\nrank 1: on\nrank 2: off"
+)
+DECLARED_DIFFERS = f"{DECLARED} must be the same on all ranks, got\nrank 0: 2\nrank 1: 3\nrank 2: 2"
+
+
 @pytest.mark.promise("Missing set-up is named on every rank, with what to do, in bounded time.")
 @pytest.mark.parametrize(
-    ("settings", "lossless"),
-    [(["1", "", "0"], [None, None, None]), (["0", "1", ""], [True, None, False])],
-    ids=["by the environment", "by the argument"],
+    ("setting", "values", "lossless", "said"),
+    [
+        (LOSSLESS, ["1", "", "0"], None, LOSSLESS_DIFFERS),
+        (LOSSLESS, ["0", "1", ""], [True, None, False], LOSSLESS_DIFFERS),
+        (DECLARED, ["", "3", "2"], None, DECLARED_DIFFERS),
+    ],
+    ids=["lossless by the environment", "lossless by the argument", "communicators"],
 )
-def test_ranks_that_differ_in_lossless_compression_are_named_on_all(settings, lossless):
-    said = (
-        "lossless compression must be on or off on all ranks (Communicator(lossless=...), GRAPHAR_LOSSLESS), got\n"
-        "rank 0: on\nrank 1: on\nrank 2: off"
-    )
-
-    assert run_ranks(set_up_with, 3, settings, lossless) == [[said] * 2] * 3
-
-
-def set_up_for(rank, world_size, declared):
-    """What a set-up says on a rank that declares so many communicators."""
-    from graphar.runtime import setup
-
-    os.environ["GRAPHAR_CONCURRENT_COMMUNICATORS"] = declared[rank]
-    life.missing_software = lambda: ""
-    launcher.sm_count, launcher.architecture = (lambda device: 132), (lambda device: "sm_90a")
-    torch.cuda.get_device_name = lambda device: "no GPU"
-    setup.ProcessMemory = lambda *_: SimpleNamespace(check=lambda: None)
-    communicator = graphar.Communicator(timeout_s=20)
-    with pytest.raises((CommunicatorError, ValueError)) as raised:
-        communicator.engine.find_runner(torch.device("cuda", 0))
-    return str(raised.value)
-
-
-@pytest.mark.promise("Missing set-up is named on every rank, with what to do, in bounded time.")
-def test_ranks_that_differ_in_how_many_communicators_they_declare_are_named_on_all():
-    said = "GRAPHAR_CONCURRENT_COMMUNICATORS must be the same on all ranks, got\nrank 0: 2\nrank 1: 3\nrank 2: 2"
-
-    assert run_ranks(set_up_for, 3, ["", "3", "2"]) == [said] * 3
+def test_ranks_that_differ_in_a_setting_are_named_on_all(setting, values, lossless, said):
+    assert run_ranks(set_up_with, 3, setting, values, lossless) == [[said] * 2] * 3
 
 
 @pytest.mark.parametrize(
@@ -309,8 +299,8 @@ def test_ranks_that_differ_in_how_many_communicators_they_declare_are_named_on_a
     ],
 )
 def test_a_number_of_communicators_that_find_no_room_is_an_error_on_all_ranks(declared, said):
-    for error in run_ranks(set_up_for, 2, [declared] * 2):
-        assert error.endswith(f"GRAPHAR_CONCURRENT_COMMUNICATORS {said}")
+    for errors in run_ranks(set_up_with, 2, DECLARED, [declared] * 2):
+        assert [error.endswith(f"{DECLARED} {said}") for error in errors] == [True, True]
 
 
 # ---- memory ---------------------------------------------------------------------------------------------------------

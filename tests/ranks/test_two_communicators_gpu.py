@@ -77,20 +77,23 @@ CALLS = {
 PAIRS = list(itertools.combinations_with_replacement(CALLS, 2))
 
 
-def cross(rank, x, groups, names):
-    """How many elements of two groups' calls on two streams are wrong. Odd ranks launch them in the other order."""
-    streams = [torch.cuda.Stream() for _ in range(2)]
+def cross(x, groups, names, order, rounds=ROUNDS, pause_s=2e-3):
+    """How many elements of each group's calls are wrong. ``order``: the places of groups, as their calls are launched.
+
+    The calls of a group are on a stream of its own.
+    """
+    streams = [torch.cuda.Stream() for _ in groups]
     calls = [CALLS[name] for name in names]
     expected = [call(x, group) for call, group in zip(calls, groups, strict=True)]
     torch.cuda.synchronize()
     dist.barrier()
-    for _ in range(ROUNDS):
-        found = [None, None]
-        for at in (0, 1) if rank % 2 else (1, 0):
+    found = [None for _ in groups]
+    for _ in range(rounds):
+        for at in order:
             with torch.cuda.stream(streams[at]):
                 for _ in range(CHAIN):
                     found[at] = calls[at](x, groups[at])
-            time.sleep(2e-3)  # by then the kernel waits for its peers
+            time.sleep(pause_s)  # by then the kernels wait for their peers
         torch.cuda.synchronize()
     for group in groups:
         group.synchronize()
@@ -104,7 +107,7 @@ def cross_each_pair(rank, world_size):
     for names in PAIRS:
         groups = groups or [graphar.Communicator(dist.new_group(), timeout_s=TIMEOUT_S) for _ in range(2)]
         try:
-            outcomes[names] = cross(rank, x, groups, names)
+            outcomes[names] = cross(x, groups, names, (0, 1) if rank % 2 else (1, 0))
         except graphar.CollectiveTimeout as error:
             groups, outcomes[names] = [], str(error)
     return outcomes

@@ -30,10 +30,6 @@ def bits_of(dtype, *values):
     return allreduce([torch.tensor([value], dtype=dtype) for value in values]).view(BITS[dtype]).item()
 
 
-def from_bits(dtype, *bits):
-    return [torch.tensor([one], dtype=BITS[dtype]).view(dtype) for one in bits]
-
-
 @pytest.mark.promise("All-reduce has the bits of its specification: fp32 sums in rank order, rounded once.")
 @every_kernel_dtype
 def test_ranks_are_added_in_their_order(dtype):
@@ -55,14 +51,6 @@ def test_fp64_is_held_in_fp64():
     assert sum_of(torch.float64, 2.0**52, 1) == 2.0**52 + 1
 
 
-@every_kernel_dtype
-def test_a_tie_is_rounded_to_even(dtype):
-    half_ulp = torch.finfo(dtype).eps / 2
-
-    assert sum_of(dtype, 1, half_ulp) == 1
-    assert sum_of(dtype, 1 + 2 * half_ulp, half_ulp) == 1 + 4 * half_ulp
-
-
 @every_float
 def test_a_zero_is_negative_only_if_all_ranks_have_a_negative_one(dtype):
     negative_zero = torch.iinfo(BITS[dtype]).min
@@ -70,47 +58,6 @@ def test_a_zero_is_negative_only_if_all_ranks_have_a_negative_one(dtype):
     assert bits_of(dtype, -0.0, -0.0, -0.0) == negative_zero
     assert bits_of(dtype, -0.0, 0.0, -0.0) == 0
     assert bits_of(dtype, 1.0, -1.0) == 0
-
-
-@every_float
-@pytest.mark.parametrize("values", [(torch.inf, -torch.inf), (torch.inf, 1.0, -torch.inf), (1.0, torch.nan)])
-def test_what_is_no_number_is_the_canonical_nan(dtype, values):
-    assert bits_of(dtype, *values) == CANONICAL_NAN[dtype]
-
-
-@every_float
-@pytest.mark.parametrize("rank", [0, 1])
-def test_the_payload_of_a_nan_is_not_kept(dtype, rank):
-    infinity = torch.tensor(torch.inf, dtype=dtype).view(BITS[dtype]).item()
-    parts = from_bits(dtype, -1, infinity + 1)  # a negative NaN with all bits set, and a signalling one
-    parts.insert(rank, torch.ones(1, dtype=dtype))
-
-    assert allreduce(parts).view(BITS[dtype]).item() == CANONICAL_NAN[dtype]
-
-
-@every_float
-def test_a_sum_beyond_the_largest_value_is_infinite(dtype):
-    largest = torch.finfo(dtype).max
-
-    assert sum_of(dtype, largest, largest) == torch.inf
-    assert sum_of(dtype, -largest, -largest) == -torch.inf
-
-
-def test_a_sum_that_overflows_halfway_in_fp16_comes_back():
-    assert sum_of(torch.float16, 65504, 65504, -65504) == 65504
-
-
-def test_a_sum_that_overflows_halfway_in_fp32_does_not_come_back():
-    largest = torch.finfo(torch.float32).max
-
-    assert sum_of(torch.float32, largest, largest, -largest) == torch.inf
-
-
-@every_float
-def test_subnormals_are_kept(dtype):
-    first, second = from_bits(dtype, 1, 2)
-
-    assert allreduce([first, second]).view(BITS[dtype]).item() == 3
 
 
 @pytest.mark.parametrize("dtype", INTEGERS)
@@ -172,14 +119,15 @@ def test_the_error_against_float64_is_that_of_one_rounding(dtype, world_size):
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 8])
-@every_kernel_dtype
+@every_float
 def test_any_bits_give_what_numpy_gives(dtype, world_size):
+    """Among them are sums that overflow, ties, subnormals, and NaNs of any payload, which become the canonical one."""
     parts = [bit_patterns(rank, EVERY_16_BIT_PATTERN, dtype) for rank in range(world_size)]
 
     with np.errstate(all="ignore"):
-        total = as_float32(parts[0])
+        total = widened(parts[0])
         for part in parts[1:]:
-            total = total + as_float32(part)
+            total = total + widened(part)
         expected = rounded_bits(total, dtype)
 
     assert np.array_equal(allreduce(parts).view(BITS[dtype]).numpy(), expected)
@@ -228,10 +176,11 @@ def test_what_names_no_codec_is_refused(wrong, error):
         quantized_allreduce([torch.ones(3)] * 2, wrong)
 
 
-def as_float32(x):
+def widened(x):
+    """The elements in fp32, or fp64 ones as they are."""
     if x.dtype == torch.bfloat16:
         return (x.view(torch.int16).numpy().astype(np.int32) << 16).view(np.float32)
-    return x.numpy().astype(np.float32)
+    return x.numpy().astype(np.promote_types(np.float32, x.numpy().dtype))
 
 
 def rounded_bits(total, dtype):
@@ -241,5 +190,5 @@ def rounded_bits(total, dtype):
     elif dtype == torch.float16:
         bits = total.astype(np.float16).view(np.int16)
     else:
-        bits = total.view(np.int32)
+        bits = total.view(np.int32 if dtype == torch.float32 else np.int64)
     return np.where(np.isnan(total), CANONICAL_NAN[dtype], bits).astype(bits.dtype)

@@ -1,11 +1,7 @@
 """Tensor-parallel invariance in the specification: ops and gradients with the same bits on 1, 2, 4 and 8 ranks."""
 
-import re
-
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from graphar import Epilogue, reference
 from graphar.numerics import norm_gradients, norms
@@ -80,40 +76,18 @@ def test_without_the_tree_ranks_give_other_bits(ranks):
 
 
 @every_ranks
-@pytest.mark.parametrize("partition", ["split_m", "split_n"])
-def test_partitions_change_no_bit(ranks, partition):
-    a, w, bias = operands()
-
-    assert same_bits(summed(a, w, bias, ranks=ranks, partition=partition), summed(a, w, bias)) == 0
-    parts = summed(a, w, bias, ranks=ranks, partition=partition, op=reference.fused_matmul_reducescatter)
-    assert same_bits(torch.cat(parts), summed(a, w, bias)) == 0
-
-
-@every_ranks
 @every_dtype
+@pytest.mark.parametrize("partition", ["none", "split_m", "split_n"])
 @pytest.mark.parametrize("with_bias", [False, True])
-def test_the_parts_joined_are_the_whole(ranks, with_bias, dtype):
-    a, w, bias = operands(dtype)
-    biases = [bias] if with_bias else []
+def test_partitions_change_no_bit_and_the_parts_joined_are_the_whole(ranks, with_bias, partition, dtype):
+    a, w, *biases = operands(dtype)[: 2 + with_bias]
+    whole = summed(a, w, *biases)
 
-    parts = summed(a, w, *biases, ranks=ranks, op=reference.fused_matmul_reducescatter)
+    parts = summed(a, w, *biases, ranks=ranks, partition=partition, op=reference.fused_matmul_reducescatter)
 
+    assert same_bits(summed(a, w, *biases, ranks=ranks, partition=partition), whole) == 0
     assert [len(part) for part in parts] == [len(part) for part in a.tensor_split(ranks)]
-    assert same_bits(torch.cat(parts), summed(a, w, *biases)) == 0
-
-
-def slices(length):
-    return st.tuples(*[st.integers(0, length)] * 2).map(lambda ends: slice(*sorted(ends)))
-
-
-@settings(max_examples=30, deadline=None, derandomize=True)
-@given(rows=slices(M), columns=slices(N), ranks=st.sampled_from(RANKS), dtype=st.sampled_from(HALVES))
-def test_rows_and_columns_alone_have_the_bits_that_they_have_together(rows, columns, ranks, dtype):
-    a, w, bias = operands(dtype)
-
-    alone = summed(a[rows], w[columns], bias[columns], ranks=ranks)
-
-    assert same_bits(alone, summed(a, w, bias)[rows, columns]) == 0
+    assert same_bits(torch.cat(parts), whole) == 0
 
 
 @every_ranks
@@ -284,11 +258,13 @@ def test_the_gradients_of_linear_layers_have_the_same_bits_for_any_number_of_ran
 def test_gradients_of_inputs_and_weights_are_added_in_the_order_of_features_or_tokens_or_as_a_tree(dtype):
     rows, columns = RowParallel(dtype=dtype), ColumnParallel(dtype=dtype)
 
-    of_input, of_weight, _ = rows.gradients(2)
+    of_input, of_weight, of_bias = rows.gradients(2)
     of_whole_input, of_columns_weight, _ = columns.gradients(2)
 
     assert same_bits(of_input, linear(rows.dy, rows.w.t())) == 0
     assert same_bits(of_weight, linear(rows.dy.t(), rows.a.t())) == 0
+    leaves = leaves_by_hand(rows.dy.t(), torch.ones(1, TOKENS, dtype=dtype))
+    assert same_bits(of_bias, leaves.squeeze(1).to(dtype)) == 0
     assert same_bits(of_whole_input, summed(columns.dy, columns.w.t(), ranks=4)) == 0
     assert same_bits(of_columns_weight, linear(columns.dy.t(), columns.a.t())) == 0
 
@@ -301,20 +277,6 @@ def test_gradients_that_are_no_numbers_are_canonical_nans(layer):
     for gradient in one.gradients(2):
         assert 0 < gradient.isnan().sum() <= gradient.numel()
         assert (gradient.view(torch.int16)[gradient.isnan()] == 0x7FFF).all()
-
-
-@every_dtype
-@every_layer
-def test_the_gradients_of_linear_layers_are_as_close_to_float64_as_fp32_sums_can_be(layer, dtype):
-    one = layer(dtype=dtype)
-    dy, a, w = one.dy.double(), one.a.double(), one.w.double()
-    exact = dy @ w, dy.t() @ a, dy.sum(0)
-    magnitudes = dy.abs() @ w.abs(), dy.t().abs() @ a.abs(), dy.abs().sum(0)
-
-    for found, wanted, magnitude in zip(one.gradients(2), exact, magnitudes, strict=True):
-        of_sums = (1 + 16 + HIDDEN / 16 + 3) * 2**-24 * magnitude  # HIDDEN: the most that is summed in order
-        of_rounding = torch.finfo(dtype).eps / 2 * (wanted.abs() + of_sums)
-        assert ((found.double() - wanted).abs() <= of_sums + of_rounding).all()
 
 
 @every_ranks
@@ -357,19 +319,11 @@ def test_the_gradient_of_a_norms_weight_whose_rows_ranks_divide_has_the_same_bit
         reference.fused_matmul_reducescatter_residual_rmsnorm,
     ],
 )
-@pytest.mark.parametrize(
-    ("columns", "message"),
-    [
-        ([512] * 3, "1, 2, 4 or 8 ranks, got 3"),
-        ([66, 66], "the columns of a rank must be 4 leaves of equal length with a group of 2, got 66"),
-        ([192, 320], "equally many columns on all ranks, got [192, 320]"),
-    ],
-)
-def test_products_without_whole_leaves_are_refused(op, columns, message):
-    a = [integers(0, 8 * k, torch.bfloat16).view(8, k) for k in columns]
+def test_products_without_whole_leaves_are_refused(op):
+    a = [integers(0, 8 * 66, torch.bfloat16).view(8, 66)] * 2
     more = [torch.ones(8, 8), torch.ones(8)] if "norm" in op.__name__ else []
 
-    with pytest.raises(ValueError, match=re.escape(message)):
+    with pytest.raises(ValueError, match="the columns of a rank must be 4 leaves of equal length with a group of 2"):
         op(a, a, *more, tp_invariant=True)
 
 

@@ -91,7 +91,7 @@ class Epilogue:
         """
         if isinstance(self.what, str):
             return _text(self.what, tuple(self.tensors), tuple(self.scalars))
-        kinds = tuple([(_kind(one, x, whole), one.dtype) for one in self.of_rank(0).arguments()[0]])
+        kinds = tuple([(_kind(tensor, x, whole), tensor.dtype) for tensor in self.of_rank(0).arguments()[0]])
         return _traced_text(self.what, x.ndim, tuple(self.tensors), kinds, tuple(self.scalars))
 
     def traced(self, x: torch.Tensor) -> Epilogue:
@@ -116,12 +116,13 @@ class Epilogue:
 
     def __repr__(self) -> str:
         what = repr(self.what) if isinstance(self.what, str) else getattr(self.what, "__name__", repr(self.what))
-        tensors = [f"{name}=<tensor>" for name in self.tensors]
-        return f"Epilogue({', '.join([what, *tensors, *(f'{name}={one}' for name, one in self.scalars.items())])})"
+        arguments = [f"{name}=<tensor>" for name in self.tensors]
+        arguments += [f"{name}={number}" for name, number in self.scalars.items()]
+        return f"Epilogue({', '.join([what, *arguments])})"
 
     def of_rank(self, rank: int) -> Epilogue:
         """Returns an epilogue in which each list of tensors is replaced by the tensor of ``rank``."""
-        tensors = {name: one if isinstance(one, torch.Tensor) else one[rank] for name, one in self.tensors.items()}
+        tensors = {name: x if isinstance(x, torch.Tensor) else x[rank] for name, x in self.tensors.items()}
         return Epilogue(self.what, **tensors, **self.scalars)
 
     def arguments(self) -> tuple[list, list[float]]:
@@ -165,17 +166,17 @@ def _text(what: str, tensors: tuple[str, ...], scalars: tuple[str, ...]) -> str:
 
 @functools.lru_cache(maxsize=1024)
 def _checked_text(what: str, tensors: tuple[str, ...], scalars: tuple[str, ...]) -> str:
-    found = parse(what)
-    for kind, named, given in (("tensor", found.tensors, tensors), ("number", found.scalars, scalars)):
+    expression = parse(what)
+    for kind, named, given in (("tensor", expression.tensors, tensors), ("number", expression.scalars, scalars)):
         if named != given:
             missing, spare = sorted(set(named) - set(given)), sorted(set(given) - set(named))
-            if bare := sorted(set(found.scalars) & set(tensors)):
+            if bare := sorted(set(expression.scalars) & set(tensors)):
                 name = bare[0]
                 raise ValueError(
                     f"epilogue: {what!r}: {name!r} is a tensor; write {name}[col] for an element a column, {name}[row] "
                     f"for one a row, {name}[index] for a tensor like x, or {name}[0] for one element"
                 )
-            if bracketed := sorted(set(found.tensors) & set(scalars)):
+            if bracketed := sorted(set(expression.tensors) & set(scalars)):
                 raise ValueError(f"epilogue: {what!r}: {bracketed[0]!r} is a number; write {bracketed[0]}")
             wrong = f"needs the {kind} {missing[0]!r}" if missing else f"has no {kind} {spare[0]!r}"
             advice = f"; pass Epilogue(..., {missing[0]}=...); the sum is v" if missing else ""
@@ -272,35 +273,35 @@ def bind(
     Raises:
         ValueError: kernels do not sum the dtype of ``x``, or an argument does not fit ``x`` or the expression.
     """
-    given = tuple([(one.dtype, one.numel(), one.device) for one in tensors])
-    form = _form(op, text, x.shape, x.dtype, x.device, given, len(scalars))
-    own = [one.resolve_neg().contiguous() for one in tensors]  # kernels read raw memory
-    return form, EpilogueInputs(own, [ctypes.c_float(one).value for one in scalars])
+    properties = tuple([(tensor.dtype, tensor.numel(), tensor.device) for tensor in tensors])
+    form = _form(op, text, x.shape, x.dtype, x.device, properties, len(scalars))
+    readable = [tensor.resolve_neg().contiguous() for tensor in tensors]  # kernels read raw memory
+    return form, EpilogueInputs(readable, [ctypes.c_float(number).value for number in scalars])
 
 
 @functools.lru_cache(maxsize=4096)
 def _form(
-    op: str, text: str, shape: torch.Size, dtype: torch.dtype, device: torch.device, given: tuple, scalars: int
+    op: str, text: str, shape: torch.Size, dtype: torch.dtype, device: torch.device, properties: tuple, scalars: int
 ) -> Pointwise:
     if dtype not in TYPE_NAMES:
         raise ValueError(f"{op}: an epilogue works on sums of bfloat16, float16 and float32, got a tensor of {dtype}")
-    found = parse(text)
-    if (len(given), scalars) != (len(found.tensors), len(found.scalars)):
-        raise ValueError(f"{op}: {text!r} takes tensors {found.tensors} and numbers {found.scalars}")
+    expression = parse(text)
+    if (len(properties), scalars) != (len(expression.tensors), len(expression.scalars)):
+        raise ValueError(f"{op}: {text!r} takes tensors {expression.tensors} and numbers {expression.scalars}")
     numels = {}
-    for name, (one_dtype, numel, one_device) in zip(found.tensors, given, strict=True):
-        if one_dtype not in TYPE_NAMES:
-            raise ValueError(f"{op}: {name} must be bfloat16, float16 or float32, got {one_dtype}")
-        if one_device != device:
-            raise ValueError(f"{op}: {name} must be on the device of x, {device}, got {one_device}")
+    for name, (of_tensor, numel, its_device) in zip(expression.tensors, properties, strict=True):
+        if of_tensor not in TYPE_NAMES:
+            raise ValueError(f"{op}: {name} must be bfloat16, float16 or float32, got {of_tensor}")
+        if its_device != device:
+            raise ValueError(f"{op}: {name} must be on the device of x, {device}, got {its_device}")
         numels[name] = numel
     columns = shape[-1] if shape else 1
     wanted: dict[str, int] = dict(zip(syntax.SUBSCRIPTS, (shape[:-1].numel(), columns, shape.numel(), 1), strict=True))
-    for one in found.operands:
-        if numels[one.name] != wanted[one.subscript]:
-            needs = f"{one} needs {wanted[one.subscript]} element(s) for x of shape {list(shape)}"
-            raise ValueError(f"{op}: {needs}, {one.name} has {numels[one.name]}")
-    return Pointwise(text, tuple(one_dtype for one_dtype, _, _ in given), max(1, columns))
+    for operand in expression.operands:
+        if numels[operand.name] != wanted[operand.subscript]:
+            needs = f"{operand} needs {wanted[operand.subscript]} element(s) for x of shape {list(shape)}"
+            raise ValueError(f"{op}: {needs}, {operand.name} has {numels[operand.name]}")
+    return Pointwise(text, tuple(of_tensor for of_tensor, _, _ in properties), max(1, columns))
 
 
 class AppliedEpilogue(NamedTuple):
@@ -320,7 +321,7 @@ def form_to_prepare(epilogue: object) -> Pointwise:
         raise ValueError(
             "prepare: an epilogue must be an expression, got a function; pass epilogue.traced(x), with x like the sums"
         )
-    dtypes = tuple([one.dtype for one in epilogue.of_rank(0).arguments()[0]])
+    dtypes = tuple([tensor.dtype for tensor in epilogue.of_rank(0).arguments()[0]])
     if unknown := set(dtypes) - set(TYPE_NAMES):
         raise ValueError(f"prepare: the tensors of an epilogue must be bfloat16, float16 or float32, got {unknown}")
     return Pointwise(_text(epilogue.what, tuple(epilogue.tensors), tuple(epilogue.scalars)), dtypes, columns=1)

@@ -18,17 +18,11 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from graphar.numerics.epilogues.operations import FUNCTIONS
+
 PLACES = ("row", "col", "index")
 SUBSCRIPTS = (*PLACES, "0")
 CONSTANTS = {"inf": math.inf, "nan": math.nan}
-FUNCTIONS = {  # by name, how many arguments each takes
-    **dict.fromkeys(("abs", "sqrt", "floor", "ceil", "trunc", "rint", "relu", "hardswish", "isnan"), 1),
-    **dict.fromkeys(("bf16", "fp16"), 1),
-    **dict.fromkeys(("max", "min", "pow"), 2),
-    **dict.fromkeys(("clamp", "where"), 3),
-    **dict.fromkeys(("exp", "exp2", "expm1", "log", "log2", "log1p", "sin", "cos", "tanh", "erf", "rsqrt"), 1),
-    **dict.fromkeys(("sigmoid", "silu", "gelu", "gelu_tanh", "softplus", "elu", "mish"), 1),
-}
 RESERVED = {"v", *PLACES, *CONSTANTS, *FUNCTIONS}
 LIKE_X = "like x"  # how a tensor with the shape of x broadcasts over it
 MAX_ARGUMENTS = 4  # of tensors and of scalars: `max_operands` in cuda_src/device/arguments.cuh
@@ -115,8 +109,8 @@ def expression(tree: Node) -> Expression:
     Raises:
         ValueError: the tree is too large, takes too many arguments, or uses one name as a tensor and as a scalar.
     """
-    nodes = []
-    for node in _nodes(tree):
+    nodes: list[Node] = []
+    for node, _ in _nodes_and_depths(tree):
         nodes.append(node)
         if len(nodes) > MAX_NODES:
             raise ValueError(f"epilogue: an expression has at most {MAX_NODES} operations and operands")
@@ -140,15 +134,10 @@ def written(tree: Node) -> str:
         ValueError: the tree is nested too deeply to be parsed, is too large, takes too many arguments, or uses one name
             as a tensor and as a scalar.
     """
-    found = expression(tree)
-    rest = [(tree, 1)]
-    while rest:
-        node, depth = rest.pop()
-        if depth > _MAX_DEPTH:
-            raise ValueError("epilogue: nested too deeply")
-        if isinstance(node, Apply):
-            rest += [(one, depth + (2 if node.operation == "?:" else 1)) for one in node.of]
-    return str(found)
+    text = str(expression(tree))
+    if any(depth > _MAX_DEPTH for _, depth in _nodes_and_depths(tree)):
+        raise ValueError("epilogue: nested too deeply")
+    return text
 
 
 def replaced(tree: Node, old: Node, new: Node) -> Node:
@@ -156,17 +145,19 @@ def replaced(tree: Node, old: Node, new: Node) -> Node:
     if tree == old:
         return new
     if isinstance(tree, Apply):
-        return Apply(tree.operation, tuple(replaced(one, old, new) for one in tree.of))
+        return Apply(tree.operation, tuple(replaced(argument, old, new) for argument in tree.of))
     return tree
 
 
-def _nodes(tree: Node) -> Iterator[Node]:
-    rest = [tree]
+def _nodes_and_depths(tree: Node) -> Iterator[tuple[Node, int]]:
+    """Yields each node in the order of the text, and how deeply the parser nests to read it."""
+    rest = [(tree, 1)]
     while rest:
-        node = rest.pop()
-        yield node
+        node, depth = rest.pop()
+        yield node, depth
         if isinstance(node, Apply):
-            rest += reversed(node.of)
+            deeper = depth + (2 if node.operation == "?:" else 1)
+            rest += [(argument, deeper) for argument in reversed(node.of)]
 
 
 @functools.lru_cache(maxsize=1024)
@@ -177,7 +168,7 @@ def parse(text: str) -> Expression:
 
 _TOKEN = re.compile(
     r"\s*(?:(?P<number>(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)[fF]?(?![\w.])|(?P<name>[A-Za-z_]\w*)"
-    r"|(?P<sign><=|>=|==|!=|&&|\|\||[-+*/<>!?:(),\[\]]))",
+    r"|(?P<sign><=|>=|==|!=|&&|\|\||[-+*/<>!?:(),\[\]])|(?P<unknown>\S)|(?P<end>\Z))",
     re.ASCII,
 )
 # Binary operators, in order of increasing precedence.
@@ -188,25 +179,19 @@ class _Parser:
     """A recursive descent parser of one text."""
 
     def __init__(self, text: str) -> None:
-        self._text, self._at, self._depth = text, 0, 0
-        self._kind, self._token, self._begin = "", "", 0
+        self._text, self._depth, self._tokens = text, 0, _TOKEN.finditer(text)
         self._advance()
 
     def parse(self) -> Node:
         tree = self._ternary()
-        if self._kind:
+        if self._kind != "end":
             self._fail()
         return tree
 
     def _advance(self) -> None:
-        match = _TOKEN.match(self._text, self._at)
-        if match:
-            kind = match.lastgroup or ""  # each alternative is a group
-            self._kind, self._token, self._begin = kind, match[kind], match.start(kind)
-            self._at = match.end()
-        else:
-            rest = self._text[self._at :].lstrip()
-            self._kind, self._token, self._begin = ("unknown" if rest else ""), rest[:1], len(self._text) - len(rest)
+        match = next(self._tokens)
+        self._kind = match.lastgroup or ""  # each alternative is a group
+        self._token, self._begin = match[self._kind], match.start(self._kind)
 
     def _fail(self, why: str = "", advice: str = "") -> None:
         why = why or (f"unexpected {self._token!r}" if self._token else "unexpected end")

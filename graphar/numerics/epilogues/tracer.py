@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
-from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx import Graph
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.overrides import TorchFunctionMode, resolve_name
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from graphar.numerics.dtypes import TYPE_NAMES
-from graphar.numerics.epilogues.syntax import FUNCTIONS, LIKE_X, Apply, Name, Node, Operand, number, written
+from graphar.numerics.epilogues.operations import FUNCTIONS
+from graphar.numerics.epilogues.syntax import LIKE_X, Apply, Name, Node, Operand, number, written
 
 _SIZES = ((7, 11, 13, 17, 19, 23, 29, 31), (8, 12, 14, 18, 20, 24, 30, 32))  # all distinct, and none is 1
 
@@ -39,15 +40,10 @@ def trace(
     kinds: tuple[tuple[str, torch.dtype], ...],
     scalars: tuple[str, ...],
 ) -> str:
-    """Returns the text of the expression that a function computes.
+    """Returns the text of the expression that a function computes; ValueError, which says why, if there is none.
 
-    Args:
-        function: takes the sum ``v``, and by name the tensors, and 0-d tensors in place of the numbers.
-        ndim: dimensions of the sum; at most 8.
-        kinds: for each tensor how it broadcasts (``_kind`` in graphar/numerics/epilogues/epilogue.py), and its dtype.
-
-    Raises:
-        ValueError: the function cannot become an expression. The message names the operation and the reason.
+    The function takes the sum ``v`` of ``ndim`` dimensions, and by name the tensors, and 0-d tensors for the numbers.
+    ``kinds`` says of each tensor how it broadcasts (``_kind`` in epilogue.py), and its dtype.
     """
     if ndim > len(_SIZES[0]):
         raise ValueError(f"epilogue: functions are traced for tensors of at most {len(_SIZES[0])} dimensions")
@@ -58,36 +54,31 @@ def trace(
 
 
 def _trace(function: Callable, shape: tuple[int, ...], tensors, kinds, scalars) -> str:
-    v = torch.empty(shape, dtype=torch.float32, device="meta")
-    inputs = {"v": v}
+    inputs: dict[str, Node | _Leaf] = {"v": Name("v")}
+    examples = [torch.empty(shape, dtype=torch.float32, device="meta")]
     for name, (kind, dtype) in zip(tensors, kinds, strict=True):
-        inputs[name] = torch.empty(_shape_of(kind, shape), dtype=dtype, device="meta")
-    inputs |= {name: torch.empty((), dtype=torch.float32, device="meta") for name in scalars}
+        inputs[name] = _Leaf(name, _shape_of(kind, shape))
+        examples.append(torch.empty(_shape_of(kind, shape), dtype=dtype, device="meta"))
+    for name in scalars:
+        inputs[name] = Name(name)
+        examples.append(torch.empty((), dtype=torch.float32, device="meta"))
 
     def of_all(*values: torch.Tensor) -> torch.Tensor:
         named = dict(zip(inputs, values, strict=True))
-        with _NoCapturedTensors():
+        with _Callers():
             return function(named.pop("v"), **named)
 
     try:
-        graph = make_fx(of_all)(*inputs.values()).graph
-    except _Captured as error:
-        raise ValueError(str(error)) from None
+        graph = make_fx(of_all)(*examples).graph
+    except _Captured:
+        raise
     except Exception as error:  # the function may raise anything
         sizes = f"with {list(shape)} in place of the sum's sizes"
         raise ValueError(f"epilogue: the function cannot be traced, {sizes}: {error}") from error
-    try:
-        return written(_Translation(graph, list(inputs), scalars, shape).tree())
-    except _Captured as error:
-        raise ValueError(str(error)) from None
-    except _CannotFuse as error:
-        callers = _Callers()
-        with callers:
-            of_all(*inputs.values())
-        raise ValueError(f"epilogue: {callers.names[error.operation]} cannot be fused: {error.why}") from None
+    return written(_Translation(shape).tree(graph, inputs.values()))
 
 
-class _Captured(Exception):
+class _Captured(ValueError):
     """A function uses a tensor that is none of its arguments."""
 
     def __init__(self, of_shape: str = "") -> None:
@@ -97,76 +88,57 @@ class _Captured(Exception):
         )
 
 
-class _NoCapturedTensors(TorchFunctionMode):
-    """Raises _Captured for a tensor that a function did not get as an argument; arguments are on the meta device."""
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        for one in tree_leaves((args, kwargs)):
-            if isinstance(one, torch.Tensor) and not one.is_meta:
-                raise _Captured(f", of shape {list(one.shape)}")
-        return func(*args, **(kwargs or {}))
-
-
 class _Callers(TorchFunctionMode):
-    """Records which of torch's functions, as the user wrote it, leads to an ATen operation."""
+    """Marks each traced operation with the function of torch's that the user called.
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: dict[str, str] = {}
+    Raises _Captured for a tensor that is no argument of the user's function: arguments are on the meta device.
+    """
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        with _Operations(self.names, resolve_name(func) or func.__name__):
-            return func(*args, **(kwargs or {}))
-
-
-class _Operations(TorchDispatchMode):
-    """Records the ATen operations that run, as those of one caller."""
-
-    def __init__(self, names: dict[str, str], caller: str) -> None:
-        super().__init__()
-        self._names, self._caller = names, caller
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self._names.setdefault(str(func).removeprefix("aten."), self._caller)
-        return func(*args, **(kwargs or {}))
+        for value in tree_leaves((args, kwargs)):
+            if isinstance(value, torch.Tensor) and not value.is_meta:
+                raise _Captured(f", of shape {list(value.shape)}")
+        result = func(*args, **(kwargs or {}))
+        caller, tracing = resolve_name(func) or func.__name__, get_proxy_mode()
+        assert tracing
+        for node in tracing.tracer.graph.nodes:
+            node.meta.setdefault("caller", caller)
+        return result
 
 
 def _shape_of(kind: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     if kind == LIKE_X:
         return shape
-    return tuple(1 if one == "1" else size for one, size in zip(kind, shape[len(shape) - len(kind) :], strict=True))
+    return tuple(
+        1 if letter == "1" else size for letter, size in zip(kind, shape[len(shape) - len(kind) :], strict=True)
+    )
 
 
 class _Translation:
-    """Translates one graph of ATen operations into a syntax tree."""
+    """Translates a graph of ATen operations into a syntax tree; ``shape`` is the sum's."""
 
-    def __init__(self, graph, names: list[str], scalars: tuple[str, ...], shape: tuple[int, ...]) -> None:
-        self._nodes, self._names, self._scalars, self._shape = list(graph.nodes), names, scalars, shape
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        self._shape = shape
         self._values: dict[object, Node | _Leaf] = {}
 
-    def tree(self) -> Node:
-        names = iter(self._names)
-        for node in self._nodes:
-            match node.op:
-                case "placeholder":
-                    name = next(names)
-                    is_tensor = name != "v" and name not in self._scalars
-                    self._values[node] = _Leaf(name, tuple(node.meta["val"].shape)) if is_tensor else Name(name)
-                case "call_function":
-                    self._values[node] = self._operation(node)
-                case "output":
-                    return self._result(node.args[0])
-                case _:
-                    raise _Captured()
-        raise AssertionError("a graph has an output")
-
-    def _result(self, node) -> Node:
-        value = getattr(node, "meta", {}).get("val")
+    def tree(self, graph: Graph, inputs: Iterable[Node | _Leaf]) -> Node:
+        """Returns the tree of what the graph returns for these inputs."""
+        *nodes, output = graph.nodes
+        following = iter(inputs)
+        for node in nodes:
+            if node.op == "placeholder":
+                self._values[node] = next(following)
+            elif node.op == "call_function":
+                self._values[node] = self._operation(node)
+            else:
+                raise _Captured()
+        result = output.args[0]
+        value = getattr(result, "meta", {}).get("val")
         if not isinstance(value, torch.Tensor):
             raise ValueError("epilogue: the function must return one tensor")
         if tuple(value.shape) != self._shape:
             raise ValueError("epilogue: what the function returns must have the shape of the sum")
-        return self._value(node)
+        return self._value(result)
 
     def _operation(self, node) -> Node | _Leaf:
         name = str(node.target).removeprefix("aten.")
@@ -175,15 +147,15 @@ class _Translation:
             return self._view(name, node, result)
         rule = RULES.get(name.partition(".")[0])
         if rule is None:
-            raise _CannotFuse(name, f"arithmetic, comparisons, casts and these functions can: {_FUSED}")
+            raise _unfusable(node, f"arithmetic, comparisons, casts and these functions can: {_FUSED}")
         if result.dtype not in (*TYPE_NAMES, torch.bool) and name != "scalar_tensor.default":
-            raise _CannotFuse(name, f"it gives {result.dtype}; there are bfloat16, float16, float32 and bool")
-        arguments = [self._value(one) for one in node.args]
-        keywords = {key: self._value(one) for key, one in node.kwargs.items() if key not in IGNORED}
+            raise _unfusable(node, f"it gives {result.dtype}; there are bfloat16, float16, float32 and bool")
+        arguments = [self._value(argument) for argument in node.args]
+        keywords = {key: self._value(argument) for key, argument in node.kwargs.items() if key not in IGNORED}
         try:
             tree = rule(*arguments, **keywords)
         except (TypeError, KeyError):
-            raise _CannotFuse(name, "not with these arguments") from None
+            raise _unfusable(node, "not with these arguments") from None
         return as_stored(tree, result.dtype)
 
     def _view(self, name: str, node, result: torch.Tensor) -> Node | _Leaf:
@@ -194,7 +166,7 @@ class _Translation:
         if isinstance(value, _Leaf) and math.prod(value.shape) == result.numel():
             return value._replace(shape=tuple(result.shape))
         if result.shape != node.args[0].meta["val"].shape:
-            raise _CannotFuse(name, "it gives the sum, or what was computed, another shape")
+            raise _unfusable(node, "it gives the sum, or what was computed, another shape")
         return value
 
     def _value(self, argument) -> Any:
@@ -219,12 +191,8 @@ class _Translation:
         raise ValueError(f"epilogue: {name} broadcasts over neither the rows nor the columns of the last dimension")
 
 
-class _CannotFuse(Exception):
-    """An ATen operation, by its name without "aten.", has no counterpart in an expression."""
-
-    def __init__(self, operation: str, why: str) -> None:
-        super().__init__(operation, why)
-        self.operation, self.why = operation, why
+def _unfusable(node, why: str) -> ValueError:
+    return ValueError(f"epilogue: {node.meta.get('caller', node.target)} cannot be fused: {why}")
 
 
 _FUSED = ", ".join(
@@ -291,7 +259,7 @@ def _softplus(a: Node, beta: Node | None = None, threshold: Node | None = None) 
 
 
 def _elu(a: Node, alpha: Node | None = None, scale: Node | None = None, input_scale: Node | None = None) -> Node:
-    alpha, scale, input_scale = (one or _ONE for one in (alpha, scale, input_scale))
+    alpha, scale, input_scale = (factor or _ONE for factor in (alpha, scale, input_scale))
     if alpha == input_scale == _ONE:
         return _times(Apply("elu", (a,)), scale)
     below = _times(Apply("elu", (_times(a, input_scale),)), alpha)
@@ -307,11 +275,10 @@ _VIEWS = {
     *("view.default", "_unsafe_view.default", "reshape.default", "unsqueeze.default", "squeeze.default"),
     *("squeeze.dim", "squeeze.dims", "expand.default", "detach.default", "alias.default"),
 }
-_UNARY = ("abs", "sqrt", "floor", "ceil", "trunc", "relu", "isnan", "exp", "exp2", "expm1", "log", "log2", "log1p")
-_UNARY += ("sin", "cos", "tanh", "erf", "rsqrt", "sigmoid", "silu", "mish", "hardswish", "neg")
 # By the operation's name in ATen, without its overload.
 RULES: dict[str, Callable[..., Node]] = {
-    **{name: _of(name) for name in _UNARY},
+    **{name: _of(name) for name, arguments in FUNCTIONS.items() if arguments == 1},
+    "neg": _of("neg"),
     **dict.fromkeys(("clone", "_to_copy", "contiguous"), lambda a: a),
     "add": _scaled("+"),
     "sub": _scaled("-"),

@@ -31,19 +31,16 @@ Run = Callable[[Sequence[Operands]], None]  # takes the operands of this process
 
 
 def bind(
-    call: Call[Sum | Parts | Exchange],
+    call: Call,
     transport: Transport,
     timeout_s: float,
     calls: Iterator[int],
     coder: Coder | None = None,
 ) -> Run:
-    """Returns the function of a call. It raises what the transport does: GroupFailed or UnsupportedError.
+    """Returns the function of a call; UnsupportedError if the call has an option that only kernels know.
 
     ``timeout_s`` is the deadline of each wait on another rank. ``calls`` counts the calls with a codec, equally on all
     ranks. ``coder`` encodes; None: torch does.
-
-    Raises:
-        UnsupportedError: the call has an option that only kernels know.
     """
     if call.algorithm != "auto" and (specification := Algorithm(call.algorithm).row.specification):
         return partial(_by_specification, call, specification, transport, timeout_s)
@@ -60,10 +57,10 @@ def alone(call: Call) -> Run:
         return bind(call, InProcess(1), 0.0, repeat(0))
 
     def copy(ranks: Sequence[Operands]) -> None:
-        (own,) = ranks
-        own.outputs[0].copy_(own.inputs[0])
+        (operands,) = ranks
+        operands.outputs[0].copy_(operands.inputs[0])
         if call.feeds_back:
-            own.inputs[0].zero_()  # a single rank has no rounding errors
+            operands.inputs[0].zero_()  # a single rank has no rounding errors
 
     return feeding_back(call, copy)
 
@@ -81,10 +78,10 @@ def feeding_back(call: Call[Sum | Parts], run: Run) -> Run:
         return run
 
     def run_with_errors(ranks: Sequence[Operands]) -> None:
-        values = [own.inputs[0] + own.inputs[1] for own in ranks]
-        run([own._replace(inputs=(one,)) for own, one in zip(ranks, values, strict=True)])
-        for own, one in zip(ranks, values, strict=True):
-            own.inputs[1].copy_(one)
+        values = [operands.inputs[0] + operands.inputs[1] for operands in ranks]
+        run([operands._replace(inputs=(value,)) for operands, value in zip(ranks, values, strict=True)])
+        for operands, errors in zip(ranks, values, strict=True):
+            operands.inputs[1].copy_(errors)
 
     return run_with_errors
 
@@ -92,17 +89,17 @@ def feeding_back(call: Call[Sum | Parts], run: Run) -> Run:
 def _allreduce(
     how: Reduction, call: Call[Sum | Parts], transport: Transport, timeout_s: float, ranks: Sequence[Operands]
 ) -> None:
-    xs, outs = [own.inputs[0].view(-1) for own in ranks], [own.outputs[0].view(-1) for own in ranks]
+    xs, outs = [operands.inputs[0].view(-1) for operands in ranks], [operands.outputs[0].view(-1) for operands in ranks]
     numel, is_coded = xs[0].numel(), bool(call.work.codec)
     if call.nbytes > transport.small_nbytes:
         step = transport.two_shot_nbytes // call.dtype.itemsize
         step, unit = (transport.world_size * _CHUNK_NUMEL, TILE_NUMEL) if is_coded else (step, _SHARD_UNIT)
-        (x,), (out,), (rank,), (own,) = xs, outs, transport.ranks, ranks
+        (x,), (out,), (rank,), (operands,) = xs, outs, transport.ranks, ranks
 
         def chunk(start: int, window: slice) -> Chunk:
-            sources, targets = (_shards(one[window], transport.world_size, unit) for one in (x, out))
-            firsts = list(accumulate((len(one) for one in sources), initial=start))
-            return Chunk(how, own, rank, sources, targets, firsts[:-1], firsts[rank])
+            sources, targets = (_shards(tensor[window], transport.world_size, unit) for tensor in (x, out))
+            firsts = list(accumulate(map(len, sources), initial=start))
+            return Chunk(how, operands, rank, sources, targets, firsts[:-1], firsts[rank])
 
         transport.two_shot(([chunk(*at)] for at in _windows(numel, step)), timeout_s)
         return
@@ -114,10 +111,10 @@ def _allreduce(
             continue
         totals: dict[object, torch.Tensor] = {}  # all come before any is written: an output may be an input
         keys = [(out.device, rank if how.is_own else None) for rank, out in enumerate(outs)]
-        for key, out, parts, own in zip(keys, outs, received, ranks, strict=True):
+        for key, out, parts, operands in zip(keys, outs, received, ranks, strict=True):
             if key not in totals:
                 totals[key] = torch.empty_like(out[window])
-                how.into(totals[key], parts, own, start)
+                how.into(totals[key], parts, operands, start)
         for key, out in zip(keys, outs, strict=True):
             out[window].copy_(totals[key])
 
@@ -134,13 +131,13 @@ def _reducescatter(
     counts: Sequence[int] = call.work.parts
     firsts, most = first_elements(counts), max(counts)
     step = transport.two_shot_nbytes // (len(counts) * call.dtype.itemsize)
-    of_ranks = [own.inputs[0].view(-1).split(counts) for own in ranks]
+    of_ranks = [operands.inputs[0].view(-1).split(counts) for operands in ranks]
 
     def chunk(rank: int, start: int, window: slice) -> Chunk:
-        sources, own = [part[window] for part in of_ranks[rank]], ranks[rank]
-        targets = [own.outputs[0].view(-1)[window]]
+        sources, operands = [part[window] for part in of_ranks[rank]], ranks[rank]
+        targets = [operands.outputs[0].view(-1)[window]]
         place = transport.ranks[rank]
-        return Chunk(how, own, place, sources, targets, [first + start for first in firsts], start, gathers=False)
+        return Chunk(how, operands, place, sources, targets, [first + start for first in firsts], start, gathers=False)
 
     windows = _windows(most, _CHUNK_NUMEL if call.work.codec else step)
     transport.two_shot(([chunk(rank, *at) for rank in range(len(ranks))] for at in windows), timeout_s)
@@ -150,7 +147,8 @@ def _allgather(
     how: Reduction, call: Call[Sum | Parts], transport: Transport, timeout_s: float, ranks: Sequence[Operands]
 ) -> None:
     nbytes = [count * call.dtype.itemsize for count in call.work.parts]
-    xs, outs = [bytes_of(own.inputs[0]) for own in ranks], [bytes_of(own.outputs[0]).split(nbytes) for own in ranks]
+    xs = [bytes_of(operands.inputs[0]) for operands in ranks]
+    outs = [bytes_of(operands.outputs[0]).split(nbytes) for operands in ranks]
     for start, window in _windows(max(nbytes), transport.chunk_nbytes):
         lengths = [max(0, min(count, window.stop) - start) for count in nbytes]
         received = transport.collect([x[window] for x in xs], lengths, timeout_s)
@@ -164,9 +162,9 @@ def _alltoall(call: Call[Exchange], transport: Transport, timeout_s: float, rank
     if not work.known:
         _compare_lengths(call, transport, timeout_s, ranks[0].inputs[0].device)
     sent, received, targets = [], [], []
-    for own, sends, receives in zip(ranks, work.sends, work.receives, strict=True):
-        sent.append([bytes_of(part.contiguous()) for part in own.inputs[0].split(sends, work.scatter_dim)])
-        parts = own.outputs[0].split(receives, work.gather_dim)
+    for operands, sends, receives in zip(ranks, work.sends, work.receives, strict=True):
+        sent.append([bytes_of(part.contiguous()) for part in operands.inputs[0].split(sends, work.scatter_dim)])
+        parts = operands.outputs[0].split(receives, work.gather_dim)
         rooms = [part if part.is_contiguous() else part.new_empty(part.shape) for part in parts]
         received.append(list(map(bytes_of, rooms)))
         targets += [pair for pair in zip(parts, rooms, strict=True) if pair[0] is not pair[1]]
@@ -183,8 +181,8 @@ def _compare_lengths(call: Call[Exchange], transport: Transport, timeout_s: floa
     if device.type != "cpu":
         return
     work, ranks = call.work, range(transport.world_size)
-    own = torch.tensor([*work.sends[0], *work.receives[0]], dtype=torch.int64)
-    (of_ranks,) = transport.collect([own], [own.numel()] * len(ranks), timeout_s)
+    operands = torch.tensor([*work.sends[0], *work.receives[0]], dtype=torch.int64)
+    (of_ranks,) = transport.collect([operands], [operands.numel()] * len(ranks), timeout_s)
     lengths = [of_rank.tolist() for of_rank in of_ranks]
     for sender in ranks:
         for receiver in ranks:
@@ -218,13 +216,14 @@ def _by_specification(
     joins, world_size = call.op == "allgather", transport.world_size
     counts = call.work.parts if joins else [x.numel()] * world_size
     shape = (-1, *x.shape[1:]) if joins else x.shape
-    received = transport.collect([own.inputs[0].reshape(-1) for own in ranks], counts, timeout_s)
+    received = transport.collect([operands.inputs[0].reshape(-1) for operands in ranks], counts, timeout_s)
     made: dict[torch.device, Sequence[torch.Tensor]] = {}  # before anything is written: an output may be an input
-    for own, parts in zip(ranks, received, strict=True):
-        if own.outputs[0].device not in made:
-            made[own.outputs[0].device] = _results(call, specification, [part.clone().view(shape) for part in parts])
-    for rank, own in zip(transport.ranks, ranks, strict=True):
-        _put(call, made[own.outputs[0].device][rank], own.outputs[0])
+    outs = [operands.outputs[0] for operands in ranks]
+    for out, parts in zip(outs, received, strict=True):
+        if out.device not in made:
+            made[out.device] = _results(call, specification, [part.clone().view(shape) for part in parts])
+    for rank, out in zip(transport.ranks, outs, strict=True):
+        _put(call, made[out.device][rank], out)
 
 
 def _results(call: Call[Sum | Parts], specification: Specification, xs: list[torch.Tensor]) -> Sequence[torch.Tensor]:

@@ -19,7 +19,6 @@ import hashlib
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -31,40 +30,6 @@ from graphar.ranks.cpu.transport import ROW_UNIT, GroupFailed, deadline, pipelin
 SMALL_NBYTES = 256 << 10  # of a tensor that travels behind the header
 _HEADER_NBYTES = 64  # a multiple of every dtype's size, so that the tensor behind it is aligned
 _KEPT_VIEWS = 64
-
-
-class Pending:
-    """Messages that are under way: waits as torch.distributed's Work does.
-
-    Args:
-        receives: the messages to this rank, by the rank that sends.
-        failure: the error by which a message could not be started.
-    """
-
-    def __init__(
-        self, receives: dict[int, dist.Work], sends: Sequence[dist.Work], failure: RuntimeError | None = None
-    ) -> None:
-        self._receives, self._sends, self._failure = receives, sends, failure
-        self.arrived: set[int] = set()  # the ranks whose messages have come
-
-    def wait(self, timeout: timedelta) -> None:
-        """Waits for all messages; RuntimeError if a rank failed, or was not done in time."""
-        if self._failure:
-            raise self._failure
-        end = time.monotonic() + timeout.total_seconds()
-        for peer, work in self._receives.items():
-            work.wait(deadline(end - time.monotonic()))
-            self.arrived.add(peer)
-        for work in self._sends:
-            work.wait(deadline(end - time.monotonic()))
-
-    def look(self) -> None:
-        """Finds after a failure which other messages had come."""
-        for peer, work in self._receives.items():
-            if peer not in self.arrived:
-                with contextlib.suppress(RuntimeError):
-                    work.wait(deadline(0.0))
-                    self.arrived.add(peer)
 
 
 class Messages:
@@ -91,7 +56,8 @@ class Messages:
         self._incoming = {peer: self._tensors[peer] for peer in self.peers}
         self._views: dict[tuple, list[torch.Tensor]] = {}  # of data behind headers, by dtype and lengths
         self._scratch = [torch.empty(0, dtype=torch.uint8), torch.empty(0, dtype=torch.uint8)]
-        self._pending: Pending | None = None  # the headers
+        # The headers that are under way: receives by rank, sends, and the error by which one could not be started.
+        self._pending: tuple[dict[int, dist.Work], list[dist.Work], RuntimeError | None] | None = None
         self._under_way: list[tuple[int, dist.Work]] = []  # with the rank of each; sent before the headers came
         self._header, self._sequence = b"", 0  # of a call that has sent none
         self._if_unlike: Callable[[int], None] = lambda sequence: None
@@ -142,19 +108,36 @@ class Messages:
         self._tag_of_call = zlib.crc32(self._sent, self._tag) >> 1
         mine = self._own[: _HEADER_NBYTES + nbytes]
         letters = {peer: torch.cat([mine, parts[peer]]) if parts else mine for peer in self.peers}
-        self._pending = self._start(self._incoming, letters, self._tag)
+        receives, sends, failure = {}, [], None
+        try:
+            for peer, letter in self._incoming.items():
+                receives[peer] = self._gloo.recv([letter], peer, self._tag)
+            for peer, letter in letters.items():
+                sends.append(self._gloo.send([letter], peer, self._tag))
+        except RuntimeError as error:  # a connection is broken
+            failure = error
+        self._pending = receives, sends, failure
 
     def await_headers(self, timeout_s: float) -> None:
         """Returns once all ranks are known to have announced this call; raises what :meth:`agree` raises."""
-        pending, self._pending = self._pending or Pending({}, []), None
-        under_way, self._under_way = self._under_way, []
-        begin = time.monotonic()
+        receives, sends, failure = self._pending or ({}, [], None)
+        under_way, self._under_way, self._pending = self._under_way, [], None
+        begin, arrived = time.monotonic(), set()
+        end = begin + timeout_s
         try:
-            pending.wait(deadline(timeout_s))
+            if failure:
+                raise failure
+            for peer, work in receives.items():
+                work.wait(deadline(end - time.monotonic()))
+                arrived.add(peer)
+            for work in sends:
+                work.wait(deadline(end - time.monotonic()))
         except RuntimeError as error:
-            pending.look()
-            absent = [peer for peer in self.peers if peer not in pending.arrived]
-            raise GroupFailed(str(error), absent, begin) from error
+            for peer in receives.keys() - arrived:
+                with contextlib.suppress(RuntimeError):
+                    receives[peer].wait(deadline(0.0))
+                    arrived.add(peer)
+            raise GroupFailed(str(error), [peer for peer in self.peers if peer not in arrived], begin) from error
         unlike = [peer for peer in self.peers if not self._letters[peer].startswith(self._sent)]
         if unlike:
             # What began between ranks that agree must end: gloo cannot take back half a message.
@@ -175,8 +158,10 @@ class Messages:
         if self._header:
             self.agree(timeout_s)
         received = [mine if rank == self._rank else mine.new_empty(length) for rank, length in enumerate(lengths)]
-        full = {peer: received[peer] for peer in self.peers if lengths[peer]}
-        self._finish(full, dict.fromkeys(self.peers if mine.numel() else (), mine), timeout_s)
+        gloo, tag = self._gloo, self._tag
+        moves = [self._post(gloo.recv, received[peer], peer, tag) for peer in self.peers if lengths[peer]]
+        moves += [self._post(gloo.send, mine, peer, tag) for peer in self.peers if mine.numel()]
+        wait(moves, timeout_s)
         return [received]
 
     def exchange(
@@ -250,24 +235,6 @@ class Messages:
         if self._pending:
             self._under_way.append((peer, work))
         return work
-
-    def _finish(self, received: dict[int, torch.Tensor], sent: dict[int, torch.Tensor], timeout_s: float) -> None:
-        begin, pending = time.monotonic(), self._start(received, sent, self._tag)
-        try:
-            pending.wait(deadline(timeout_s))
-        except RuntimeError as error:
-            raise GroupFailed(str(error), begin=begin) from error
-
-    def _start(self, received: dict[int, torch.Tensor], sent: dict[int, torch.Tensor], tag: int) -> Pending:
-        gloo, receives, sends = self._gloo, {}, []
-        try:
-            for peer, one in received.items():
-                receives[peer] = gloo.recv([one], peer, tag)
-            for peer, one in sent.items():
-                sends.append(gloo.send([one], peer, tag))
-        except RuntimeError as error:  # a connection is broken
-            return Pending(receives, sends, error)
-        return Pending(receives, sends)
 
 
 def hash_of(words: str) -> bytes:

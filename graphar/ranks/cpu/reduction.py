@@ -1,6 +1,6 @@
-"""What a call without kernels makes of the ranks' tensors: sums with the bits of every exact algorithm, or of a codec.
+"""The arithmetic of a call without kernels: what a rank sends of its tensor, and the sum of what it received.
 
-A reduction says what a rank sends of its elements, and writes the sum of what it received.
+The sums have the bits of every exact algorithm, or of a codec.
 """
 
 from __future__ import annotations
@@ -24,31 +24,6 @@ from graphar.plan.work import Parts, Sum
 
 _PIECE = 1 << 17  # elements that are summed at a time, in fp32
 _SEED_NBYTES = 16  # with padding: what follows is aligned for kernels
-
-
-class Reduction(Protocol):
-    """The arithmetic of one call."""
-
-    @property
-    def is_own(self) -> bool: ...  # whether a rank's sum depends on operands of its own besides what is summed
-
-    def encode(self, part: torch.Tensor, rank: int, first: int) -> torch.Tensor:
-        """Returns what a rank sends of elements of its tensor; ``first`` is the index of the first one."""
-        ...
-
-    def into(self, target: torch.Tensor, parts: Sequence[torch.Tensor], own: Operands, first: int) -> torch.Tensor:
-        """Writes the sum of what all ranks sent, and returns it as it travels: the target itself, or its codes.
-
-        ``first`` is the index of the first element in this rank's result.
-        """
-        ...
-
-    def room(self, target: torch.Tensor) -> torch.Tensor:
-        """Returns a tensor for another rank's sum as it travels."""
-        ...
-
-    def arrived(self, target: torch.Tensor, room: torch.Tensor) -> None:
-        """Writes another rank's sum."""
 
 
 @dataclass(frozen=True)
@@ -93,11 +68,8 @@ def reduction_of(
 ) -> Callable[[], Reduction]:
     """Returns a function that begins a call, and returns its reduction.
 
-    ``calls`` counts the calls with a codec. With ``tells_seed`` ranks send the seed of stochastic rounding,
-    since all encode the sum with rank 0's. ``coder`` encodes; None: torch does.
-
-    Raises:
-        UnsupportedError: the work has an option that is not known here.
+    ``calls`` counts the calls with a codec. With ``tells_seed`` ranks send the seed of stochastic rounding, since all
+    encode the sum with that of rank 0. ``coder`` encodes; None: torch does.
     """
     work, codec = call.work, call.wire
     known = work._replace(codec="") if codec else work._replace(epilogue=None, order="rank", out_dtype=None)
@@ -120,12 +92,18 @@ class ExactSum:
 
     @property
     def is_own(self) -> bool:
+        """Whether a rank's sum depends on operands of its own besides what is summed."""
         return self.work.epilogue is not None
 
     def encode(self, part: torch.Tensor, rank: int, first: int) -> torch.Tensor:
+        """Returns what a rank sends of elements of its tensor; ``first`` is the index of the first one."""
         return part
 
     def into(self, target: torch.Tensor, parts: Sequence[torch.Tensor], own: Operands, first: int) -> torch.Tensor:
+        """Writes the sum of what all ranks sent, and returns it as it travels: the target itself, or its codes.
+
+        ``first`` is the index of the first element in this rank's result.
+        """
         if self.is_plain and target.device.type == "cpu":
             sum_into(target, parts)
             return target
@@ -139,10 +117,11 @@ class ExactSum:
         return target.copy_(total)
 
     def room(self, target: torch.Tensor) -> torch.Tensor:
+        """Returns a tensor for another rank's sum as it travels."""
         return target
 
     def arrived(self, target: torch.Tensor, room: torch.Tensor) -> None:
-        pass
+        """Writes another rank's sum."""
 
 
 @dataclass(frozen=True)
@@ -180,6 +159,9 @@ class CodedSum:
 
     def arrived(self, target: torch.Tensor, room: torch.Tensor) -> None:
         self.coder.decode([room], target)
+
+
+Reduction = ExactSum | CodedSum  # the arithmetic of one call
 
 
 # ---- codecs ---------------------------------------------------------------------------------------------------------

@@ -38,16 +38,13 @@ class GroupFailed(Exception):
 class Transport(Protocol):
     """Moves data between ranks. On the CPU each method raises GroupFailed if a rank fails, or is late."""
 
+    world_size: int
+    small_nbytes: int  # an all-reduce of so many bytes sends whole tensors: one message, not two
+    chunk_nbytes: int  # the most bytes of a rank in a message
+    two_shot_nbytes: int  # the most bytes of a rank in a chunk
+
     @property
     def ranks(self) -> Sequence[int]: ...  # those of this process
-    @property
-    def world_size(self) -> int: ...
-    @property
-    def small_nbytes(self) -> float: ...  # an all-reduce of so many bytes sends whole tensors: one message, not two
-    @property
-    def chunk_nbytes(self) -> int: ...  # the most bytes of a rank in a message
-    @property
-    def two_shot_nbytes(self) -> int: ...  # the most bytes of a rank in a chunk
 
     def collect(
         self, sent: Sequence[torch.Tensor], lengths: Sequence[int], timeout_s: float
@@ -75,7 +72,7 @@ class Transport(Protocol):
 class InProcess:
     """All ranks are in this process, on the devices of their tensors. Nothing is copied between equal devices."""
 
-    small_nbytes, chunk_nbytes, two_shot_nbytes = math.inf, sys.maxsize, sys.maxsize
+    small_nbytes = chunk_nbytes = two_shot_nbytes = sys.maxsize
 
     def __init__(self, world_size: int) -> None:
         self.world_size, self.ranks = world_size, range(world_size)
