@@ -357,11 +357,11 @@ def test_what_is_timed_is_what_is_checked(monkeypatch):
     monkeypatch.setattr(timing.Timer, "__init__", lambda timer: None)
     monkeypatch.setattr(timing.Timer, "_bind", bound)
     monkeypatch.setattr(timing.Timer, "_random", lambda timer, numel, dtype: xs)
-    monkeypatch.setattr(timing.Timer, "_elapsed_us", lambda timer, run: 1.0)
+    monkeypatch.setattr(timing.Timer, "elapsed_us", lambda timer, run: 1.0)
     monkeypatch.setattr(torch.cuda, "stream", nullcontext)
     timer = timing.Timer()
-    timer._world_size, timer._streams = 2, [None, None]
-    timer._communicator = SimpleNamespace(synchronize=lambda: None)
+    timer.streams = [None, None]
+    timer.communicator = SimpleNamespace(synchronize=lambda: None)
     call = Call(Sum(64), torch.bfloat16, 0)
 
     monkeypatch.setattr(timing.Timer, "_capture", lambda timer, rank, run, count: SimpleNamespace(replay=run))
@@ -402,12 +402,12 @@ def test_calls_under_tables_are_checked_after_their_time_was_taken(monkeypatch):
         return 12.0 * len(seen)
 
     monkeypatch.setattr(timing.Timer, "__init__", lambda timer: None)
-    monkeypatch.setattr(timing.Timer, "_elapsed_us", elapsed_us)
+    monkeypatch.setattr(timing.Timer, "elapsed_us", elapsed_us)
     monkeypatch.setattr(torch.cuda, "stream", nullcontext)
     timer = timing.Timer()
-    timer._streams = [None, None]
+    timer.streams = [None, None]
     with graphar.Communicator(devices=["cpu"] * 2) as communicator:
-        timer._communicator = communicator
+        timer.communicator = communicator
         # The two tables take turns: repeats take 1, 2, 3 ... us a call, and the first of each warms up.
         assert timer.measure_under(trials.Workload("allreduce", 2, 64), [table, few]) == [7.0, 8.0]
         assert seen[:4] == [24, 8, 24, 8]
