@@ -6,8 +6,7 @@
     collectives.py  what a collective looks like in a graph, and how it is replaced
     single.py       the rewrites "allreduce", "reducescatter" and "allgather"
     norm.py  epilogue.py    one rewrite each
-    weights.py      weights as layers store them, and which of them are constant
-    scaled.py       torch's products of e4m3 operands
+    products.py     the matmuls of a graph, their scales, and weights as layers store them
     matmul.py  allgather_matmul.py    the rewrite "matmul": a matmul and its sum, an all-gather and its matmul
     tp_invariance.py  breaks.py    with tp_invariant=True: the other matmuls, and what may still change bits
     rows.py         ops that move whole rows between a collective and a matmul

@@ -12,13 +12,13 @@ import torch
 from torch.fx import Graph, Node
 
 from graphar.errors import Reason
-from graphar.graph import collectives, tp_invariance
+from graphar.graph import collectives, products, tp_invariance
 from graphar.graph.collectives import CASTS, VIEWS, Collective, reached
 from graphar.graph.matmul import Matmul
 from graphar.graph.nodes import arguments, first, operands, value
 from graphar.graph.places import Places
+from graphar.graph.products import MATMULS
 from graphar.graph.report import Break
-from graphar.graph.weights import MATMULS
 from graphar.numerics.partitions import TP_INVARIANT
 from graphar.ops.register import Op, op_of
 
@@ -59,7 +59,8 @@ def _why(node: Node, tree: Matmul, places: Places) -> Reason | None:
         return "graphar has no such product"
     if node.target in MATMULS:
         alone = _OF_ONE_RANK if places.count == 1 else None
-        return tp_invariance.why_not(node, places) or alone if node.users else None
+        matmul = products.read(node)
+        return tp_invariance.why_not(matmul, places) or alone if node.users and matmul else None
     if node.target is _aten.sum.dim_IntList and _is_product_in_parts(first(node)):
         return "torch has written a matmul as products and a sum"
     op = op_of(node.target)
@@ -72,8 +73,8 @@ def _why_ours(op: Op, node: Node, tree: Matmul, places: Places) -> Reason | None
         return None if options["partition"] == TP_INVARIANT else f"its partition is {options['partition']!r}"
     if op.name.startswith(("allgather", "cross_entropy")) or options.get("order") == "tree" or _is_lookup(first(node)):
         return None
-    product = tree.product(node)
-    return (product and tree.why_not(product, places)) or _why_sum(node)
+    summed = tree.read(node)
+    return (summed and tree.why_not(summed, places)) or _why_sum(node)
 
 
 def _why_torchs(node: Node, places: Places) -> Reason | None:

@@ -13,8 +13,7 @@ from torch._C import _distributed_c10d as c10d_of_torch
 from torch._C._distributed_c10d import AllgatherOptions, DebugLevel, Store, get_debug_level
 from torch.distributed import distributed_c10d as c10d
 
-from graphar.integrations.passed_on import tensors_in
-from graphar.integrations.routing import NAME, Routing
+from graphar.integrations.routing import NAME, Routing, tensors_in
 from graphar.integrations.untraced import untraced
 
 _OF_EQUAL_SIZE = ("allreduce", "broadcast", "reduce", "gather", "scatter")  # calls in which all ranks' tensors are

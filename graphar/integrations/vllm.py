@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from graphar.communicator import Communicator
-from graphar.integrations.tensor_parallel import communicator_of, is_tensor_parallel, serves
+from graphar.integrations.tensor_parallel import communicator_of, serves
 
 SWITCH = "GRAPHAR_VLLM"
 
@@ -41,8 +41,7 @@ class TensorParallel(_OfVllm):
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
-        if is_tensor_parallel(self.unique_name, ("tp",)) and self.world_size > 1:
-            self.graphar = communicator_of(self.device_group, self.device)
+        self.graphar = communicator_of(self.unique_name, ("tp",), self.device_group, self.device)
         if self.graphar is not None:
             _log.info("graphar serves the sums and gathers of group %s", self.unique_name)
 
@@ -103,7 +102,6 @@ def __getattr__(name: str) -> type:
 
 def _make_platform() -> type:
     own = _class_named(_name_of_own_platform())
-
     members = {"get_device_communicator_cls": classmethod(lambda cls: f"{__name__}.DeviceCommunicator")}
     return type("Platform", (own,), {"__module__": __name__} | members)
 

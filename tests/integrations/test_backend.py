@@ -13,8 +13,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 import graphar
-from graphar.integrations.passed_on import tensors_in
-from graphar.integrations.routing import Routing
+from graphar.integrations.routing import Routing, tensors_in
 from graphar.integrations.works import GrapharWork
 from tests.integrations.entry_points import ENTRIES
 from tests.integrations.every_call import (
