@@ -12,8 +12,18 @@ import torch
 
 import graphar
 from graphar.cli.bench_ranks import BACKENDS, Measured, Ranks, Row
-from graphar.cli.options import add_call, add_command, add_load, algorithm_named, by_name, count, load, ranks_here, size
-from graphar.cli.progress import progress
+from graphar.cli.options import (
+    add_call,
+    add_command,
+    add_load,
+    algorithm_named,
+    by_name,
+    count,
+    load,
+    progress,
+    ranks_here,
+    size,
+)
 from graphar.errors import GrapharError
 from graphar.numerics.dtypes import TYPE_NAMES
 from graphar.plan.sizes import GB, KB, MB, format_nbytes

@@ -13,8 +13,7 @@ import torch
 
 from graphar import reference
 from graphar.cli import specified
-from graphar.cli.specified import DTYPE, count_wrong, own_specification
-from graphar.cli.workloads import Prepared
+from graphar.cli.specified import DTYPE, Prepared, count_wrong, own_specification
 from graphar.communicator import Communicator
 from graphar.errors import GrapharError, UnsupportedError
 from graphar.plan.call import Call
@@ -75,14 +74,14 @@ class Stopwatch:
 class Timer(Stopwatch):
     """Times configurations of all-reduce between the first ``world_size`` GPUs; a context manager.
 
-    ``lossless`` is the communicator's: whether ``auto`` may compress; None: as the environment says.
+    ``auto`` may compress, whatever the environment says.
 
     Raises:
         UnsupportedError: graphar's kernels cannot reach all of these GPUs.
     """
 
-    def __init__(self, world_size: int, lossless: bool | None = None) -> None:
-        communicator = Communicator(devices=range(world_size), timeout_s=_DEADLINE_S, lossless=lossless)
+    def __init__(self, world_size: int) -> None:
+        communicator = Communicator(devices=range(world_size), timeout_s=_DEADLINE_S, lossless=True)
         super().__init__(communicator, [torch.cuda.Stream(device) for device in range(world_size)])
         xs = [torch.ones(PACK_NBYTES, dtype=DTYPE, device=stream.device) for stream in self.streams]
         try:

@@ -13,8 +13,7 @@ from pathlib import Path
 
 import torch
 
-from graphar.cli.options import add_command, add_load, fail, load, size
-from graphar.cli.progress import progress
+from graphar.cli.options import add_command, add_load, fail, load, progress, size
 from graphar.cli.specified import DTYPE
 from graphar.cli.timing import Timer
 from graphar.numerics.codecs import NAMES, Codec, codec
@@ -116,7 +115,7 @@ def measure_all(
         new = tuning.update(old, blank, measurements, codec_times)
         changed = tuning.what_changed(old, new, measurements)
         for world_size in world_sizes:
-            with Timer(world_size, lossless=True) as timer:
+            with Timer(world_size) as timer:
                 for trial in tried[world_size]:
                     new, line = settle(timer, new, trial)
                     changed += [line] if line else []
@@ -148,7 +147,7 @@ def write(table: Table, out: Path | None) -> Path:
 def measure(world_size: int, sizes: Sequence[int], done: Callable[[str], None]) -> tuning.Measurements:
     """Returns the time of every candidate at every size on the first ``world_size`` GPUs."""
     measurements = {}
-    with Timer(world_size, lossless=True) as timer:
+    with Timer(world_size) as timer:
         for nbytes in sizes:
             tried = tuning.candidates("allreduce", [world_size], nbytes, chip(0))
             configs = [fitted(candidate, world_size, nbytes) for candidate in tried]
@@ -164,7 +163,7 @@ def measure_codecs(
     """Returns the time of the chosen algorithm with each codec at every size on the first ``world_size`` GPUs."""
     times: dict[str, dict[int, float]] = {codec.text: {} for codec in codecs}
     facts = Facts(world_size, table, chip(0))
-    with Timer(world_size, lossless=True) as timer:
+    with Timer(world_size) as timer:
         for nbytes in sizes:
             for codec in codecs:
                 call = Call(Sum(nbytes // DTYPE.itemsize, codec.text), DTYPE, 0)

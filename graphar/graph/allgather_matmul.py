@@ -24,9 +24,8 @@ from torch.fx import Graph, Node
 
 from graphar.errors import Reason
 from graphar.graph import products, rows
-from graphar.graph.collectives import CASTS, VIEWS, Collective, are_same, call, ours, reached
+from graphar.graph.collectives import CASTS, VIEWS, Collective, are_same, call, first, ours, reached, value
 from graphar.graph.matmul import MANY_ROWS, TRANSPOSES, why_no_kernel
-from graphar.graph.nodes import first, value
 from graphar.graph.places import Places
 from graphar.graph.products import Product
 from graphar.numerics.dtypes import TYPE_NAMES

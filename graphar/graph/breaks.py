@@ -13,9 +13,8 @@ from torch.fx import Graph, Node
 
 from graphar.errors import Reason
 from graphar.graph import collectives, products, tp_invariance
-from graphar.graph.collectives import CASTS, VIEWS, Collective, reached
+from graphar.graph.collectives import CASTS, VIEWS, Collective, arguments, first, operands, reached, value
 from graphar.graph.matmul import Matmul
-from graphar.graph.nodes import arguments, first, operands, value
 from graphar.graph.places import Places
 from graphar.graph.products import MATMULS
 from graphar.graph.report import Break

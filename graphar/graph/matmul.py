@@ -26,8 +26,7 @@ from torch.fx.node import map_arg
 
 from graphar.errors import Reason
 from graphar.graph import products, rows
-from graphar.graph.collectives import VIEWS, Collective, are_same, ours
-from graphar.graph.nodes import first, operands, value
+from graphar.graph.collectives import VIEWS, Collective, are_same, first, operands, ours, value
 from graphar.graph.places import Places
 from graphar.graph.products import Product, is_constant
 from graphar.numerics.dtypes import TYPE_NAMES

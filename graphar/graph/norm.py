@@ -22,8 +22,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from graphar.errors import Reason
 from graphar.graph import collectives, rows
-from graphar.graph.collectives import CASTS, VIEWS, Collective, call, path_behind
-from graphar.graph.nodes import arguments, first, value
+from graphar.graph.collectives import CASTS, VIEWS, Collective, arguments, call, first, path_behind, value
 from graphar.graph.places import Places
 from graphar.graph.single import ALLREDUCE, REDUCESCATTER, place
 from graphar.numerics.dtypes import TYPE_NAMES

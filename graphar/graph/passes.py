@@ -10,7 +10,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_file
 from torch.fx import Graph
 
 from graphar.errors import Reason
-from graphar.graph import breaks, collectives, epilogue, norm, order, tp_invariance
+from graphar.graph import breaks, collectives, epilogue, norm, tp_invariance
 from graphar.graph.allgather_matmul import AllgatherMatmul
 from graphar.graph.collectives import Collective
 from graphar.graph.matmul import Matmul
@@ -89,7 +89,7 @@ class CompilePass(CustomGraphPass):
             broken = breaks.find(graph, self._places, self.report.graphs)
             self.report.breaks = [*(self.report.breaks or []), *broken]
             tp_invariance.add_in_order(graph, self._places)
-        order.keep(graph)
+        collectives.keep_order(graph)
         self.report.graphs += 1
 
     def _rewrite(self, graph: Graph, name: str) -> None:

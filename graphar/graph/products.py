@@ -25,8 +25,7 @@ from torch.nn.functional import ScalingType
 
 from graphar.errors import Reason
 from graphar.graph import rows
-from graphar.graph.collectives import VIEWS, are_same, call
-from graphar.graph.nodes import arguments, first, operands, value
+from graphar.graph.collectives import VIEWS, are_same, arguments, call, first, operands, value
 from graphar.numerics.fp8_products import BLOCK, FP8
 from graphar.ops.matmul_operands import RESULT_DTYPES
 

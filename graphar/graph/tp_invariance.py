@@ -15,9 +15,8 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from graphar.errors import Reason
 from graphar.graph import products, rows
-from graphar.graph.collectives import VIEWS, call, first_size
+from graphar.graph.collectives import VIEWS, arguments, call, first, first_size, value
 from graphar.graph.matmul import TRANSPOSES, why_no_kernel
-from graphar.graph.nodes import arguments, first, value
 from graphar.graph.places import Places
 from graphar.graph.products import MATMULS, Product, stored
 from graphar.numerics.dtypes import TYPE_NAMES

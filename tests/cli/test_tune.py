@@ -44,8 +44,7 @@ def test_tuning_without_gpus_says_what_is_missing(capsys, monkeypatch):
 class EvenTimer(nullcontext):
     """A timer of a machine on which every call takes 2 us, whatever the table."""
 
-    def __init__(self, world_size, lossless):
-        assert lossless, "whether compression pays is measured even where the environment turns it off"
+    def __init__(self, world_size):
         self.world_size = world_size
 
     def __enter__(self):
@@ -282,7 +281,7 @@ def test_the_fastest_grids_of_parts_become_their_entries(monkeypatch):
     monkeypatch.setattr(EvenTimer, "measure_under", measure_under)
     monkeypatch.setattr(tune_command, "chip", lambda device: CHIP)
 
-    timer = EvenTimer(2, lossless=True)
+    timer = EvenTimer(2)
     parts = tune_command.measure_parts(timer, shipped_table("default"), 2, tune.PART_SIZES, lambda step: None)
 
     assert limits_and_threads(parts["reducescatter"]) == [
@@ -377,7 +376,8 @@ def test_a_timer_that_cannot_be_had_keeps_no_communicator(monkeypatch):
     closed = []
 
     class Refusing:
-        def __init__(self, **_) -> None:
+        def __init__(self, lossless, **_) -> None:
+            assert lossless, "whether compression pays is measured even where the environment turns it off"
             self.close = lambda: closed.append(True)
 
         def allreduce(self, xs) -> None:

@@ -270,7 +270,7 @@ def test_the_key_of_the_cache_changes_with_options_and_places_and_with_nothing_e
         dist.destroy_process_group()
         return found
 
-    options = ({"off": ["allgather"]}, {"off": ["allreduce"]}, {"constant_weights": True})
+    options = ({"off": ["allgather"]}, {"off": ["allreduce"]}, {"constant_weights": True}, {"on": ["epilogue"]})
     options += ({"batch_invariant": True}, {"tp_invariant": True}, {"tp_invariant": True, "on": ["norm"]})
     keys = [key(), *(key(**one) for one in options), key(ranks=2), key(host="another host"), key(arch="sm_80")]
     again = key()

@@ -190,15 +190,19 @@ def with_sum(x, y, w):
     return torchs(y + total, w), total * 2
 
 
+def written(wide, of=None, dim=-1, eps=EPS):
+    """``of``, or what is squared, divided by the root of the mean of squares."""
+    return (wide if of is None else of) * torch.rsqrt(wide.pow(2).mean(dim, keepdim=True) + eps)
+
+
+def with_residual(x, y):
+    return (y + summed(x)).float()
+
+
 def with_inverse(x, y, w):
-    wide = (y + summed(x)).float()
+    wide = with_residual(x, y)
     inverse = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + EPS)
     return (wide * inverse * w).to(x.dtype), inverse
-
-
-def over_rows(x, y, w):
-    wide = (y + summed(x)).float()
-    return (wide * torch.rsqrt(wide.pow(2).mean(0, keepdim=True) + EPS) * w).to(x.dtype)
 
 
 def with_its_own_weight(x, y, w):
@@ -206,29 +210,8 @@ def with_its_own_weight(x, y, w):
     return llamas(residual, residual.select(0, 0))
 
 
-def with_rounded_offset(x, y, w):
-    weight = 1.0 + w
-    return llamas(y + summed(x), weight)
-
-
 def with_eps_of_a_tensor(x, y, w):
-    wide = (y + summed(x)).float()
-    return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + w.select(0, 0).float()) * w).to(x.dtype)
-
-
-def of_the_residual(x, y, w):
-    wide = (y + summed(x)).float()
-    return (y.float() * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + EPS) * w).to(x.dtype)
-
-
-def in_fp16(x, y, w):
-    wide = (y + summed(x)).float()
-    return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + EPS) * w).half()
-
-
-def left_in_fp32(x, y, w):
-    wide = (y + summed(x)).float()
-    return wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + EPS) * w
+    return (written(with_residual(x, y), eps=w.select(0, 0).float()) * w).to(x.dtype)
 
 
 USED = "what is between the sum and the norm has further uses"
@@ -236,10 +219,26 @@ LEFT = {
     "the sum is used": (with_sum, {}, "the sum has further uses"),
     "inner values are used": (with_inverse, {}, USED),
     "no sum": (lambda x, y, w: torchs(y + summed(x, "max"), w), {}, "graphar has sums, not max"),
-    "another tensor": (of_the_residual, {}, "what is squared is not what is normed, or has further uses"),
-    "another dtype": (in_fp16, {}, "the norm gives another dtype than the sum"),
-    "no cast": (left_in_fp32, {}, "it is no RMSNorm: output follows aten.mul.Tensor"),
-    "over rows": (over_rows, {}, "the norm is not over the last dimension alone"),
+    "another tensor": (
+        lambda x, y, w: (written(with_residual(x, y), y.float()) * w).to(x.dtype),
+        {},
+        "what is squared is not what is normed, or has further uses",
+    ),
+    "another dtype": (
+        lambda x, y, w: (written(with_residual(x, y)) * w).half(),
+        {},
+        "the norm gives another dtype than the sum",
+    ),
+    "no cast": (
+        lambda x, y, w: written(with_residual(x, y)) * w,
+        {},
+        "it is no RMSNorm: output follows aten.mul.Tensor",
+    ),
+    "over rows": (
+        lambda x, y, w: (written(with_residual(x, y), dim=0) * w).to(x.dtype),
+        {},
+        "the norm is not over the last dimension alone",
+    ),
     "a late weight": (with_its_own_weight, {}, "the norm's weight is made after the sum"),
     "fp64": (lambda x, y, w: llamas(y + summed(x), w), {"dtype": torch.float64}, "no norm for torch.float64"),
     "eps": (with_eps_of_a_tensor, {}, "the norm's eps is not a number"),
@@ -257,7 +256,7 @@ LEFT = {
     "a factor": (lambda x, y, w: torchs(torch.add(y, summed(x), alpha=2), w), {}, "something is added with a factor"),
     "no residual": (lambda x, y, w: torchs(summed(x) + 1, w), {}, "no residual is added to the sum"),
     "not in fp32": (
-        lambda x, y, w: (z := y + summed(x)) * torch.rsqrt(z.pow(2).mean(-1, keepdim=True) + EPS) * w,
+        lambda x, y, w: written(y + summed(x)) * w,
         {},
         "the norm is not in fp32",
     ),
@@ -298,7 +297,9 @@ def test_what_is_turned_off_is_an_all_reduce_and_the_report_says_so(make_pass):
 
 
 def test_a_weight_that_a_rounded_sum_makes_is_that_weight(make_pass):
-    graph = rewritten(make_pass(), traced(with_rounded_offset)).graph
+    graph = rewritten(
+        make_pass(), traced(lambda x, y, w: (lambda weight: llamas(y + summed(x), weight))(1.0 + w))
+    ).graph
 
     fused = next(node for node in graph.nodes if node.target is ops.allreduce_residual_rmsnorm.default)
     assert fused.args[2].target is aten.add.Tensor

@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional
 
 import graphar
-from graphar.graph.nodes import arguments
+from graphar.graph.collectives import arguments
 from graphar.ops.register import op_of
 from tests import inside
 from tests.graph.graphs import RANKS, Traced, given, llamas, rewritten, scattered, summed
