@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -149,8 +150,8 @@ class Ranks:
                 call(xs, outs)
 
         run(self._options.warmup_iters)
-        iterations = self._options.iters
-        time_us = self._slowest(self._elapsed_us(partial(run, iterations)) / iterations)
+        elapsed_us = self._elapsed_us(partial(run, self._options.iters))
+        time_us = self._of_all_processes(elapsed_us, dist.ReduceOp.MAX) / self._options.iters
         rates = bandwidths(self._options.op, count * self._dtype.itemsize, self.world_size, time_us)
         return Measured(time_us, *rates, wrong)
 
@@ -163,10 +164,8 @@ class Ranks:
         for rank, x in zip(self.numbers, xs, strict=True):
             x.copy_(inputs[rank])
         pairs = zip(call(xs, outs), (expected[rank][0] for rank in self.numbers), strict=True)
-        wrong = torch.tensor(sum(count_wrong(found, right.to(found.device)) for found, right in pairs))
-        if self._communicator is None:
-            dist.all_reduce(wrong)
-        return int(wrong.item())
+        wrong = sum(count_wrong(found, right.to(found.device)) for found, right in pairs)
+        return int(self._of_all_processes(wrong, dist.ReduceOp.SUM))
 
     def _tensors(self, count: int, in_place: bool) -> tuple[OfRanks, OfRanks]:
         """Returns the inputs and outputs. In place, a rank's smaller tensor is its part of the larger one."""
@@ -199,11 +198,11 @@ class Ranks:
         torch.cuda.synchronize()
         return first.elapsed_time(last) * 1e3
 
-    def _slowest(self, time_us: float) -> float:
-        times = torch.tensor(time_us, dtype=torch.float64)
+    def _of_all_processes(self, number: float, op: Any) -> float:
+        numbers = torch.tensor(number, dtype=torch.float64)
         if self._communicator is None:
-            dist.all_reduce(times, dist.ReduceOp.MAX)
-        return times.item()
+            dist.all_reduce(numbers, op)
+        return numbers.item()
 
 
 def _input(rank: int, count: int, values: int, device: torch.device) -> torch.Tensor:

@@ -81,7 +81,10 @@ def run(options: argparse.Namespace) -> int:
     machine = f"{torch.cuda.device_count()}x {device}"
     blank = Table(slug(device), machine, date, options.report, rows={}, chip=chip(0))
     new, changed, faster = measure_all(old, blank, world_sizes, options)
-    path = write(new, options.out)
+    if path := options.out:
+        path.write_text(new.to_json())
+    else:
+        path = cache.store_file(FOLDER, f"{new.name}.json", new.to_json().encode())
     if options.json:
         print(json.dumps({"path": str(path), "changed": changed, "codecs": faster, "table": json.loads(new.to_json())}))
         return 0
@@ -133,15 +136,6 @@ def read(path: Path) -> Table:
         return Table.from_json(path.read_bytes())
     except ValueError as error:
         raise ValueError(f"{path} holds no tuning table: {error}") from error
-
-
-def write(table: Table, out: Path | None) -> Path:
-    """Writes a table to ``out`` and returns the path; None: to the user's cache, where graphar looks for it."""
-    content = table.to_json().encode()
-    if out is None:
-        return cache.store_file(FOLDER, f"{table.name}.json", content)
-    out.write_bytes(content)
-    return out
 
 
 def measure(world_size: int, sizes: Sequence[int], done: Callable[[str], None]) -> tuning.Measurements:

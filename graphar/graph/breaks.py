@@ -78,23 +78,23 @@ def _why_ours(op: Op, node: Node, tree: Matmul, places: Places) -> Reason | None
 
 def _why_torchs(node: Node, places: Places) -> Reason | None:
     """Returns why a collective of torch's adds in another order; None if it is exact, as a maximum is."""
-    for collective in _of_torch(node):
-        if collective.reduction in ("min", "max", "band", "bor", "bxor") or all(map(_is_lookup, collective.inputs)):
-            return None
-        return collectives.why_not(collective, places) or collectives.why_no_sum(collective) or _why_sum(node)
-    return None
+    collective = _of_torch(node)
+    if not collective or collective.reduction in ("min", "max", "band", "bor", "bxor"):
+        return None
+    if all(map(_is_lookup, collective.inputs)):
+        return None
+    return collectives.why_not(collective, places) or collectives.why_no_sum(collective) or _why_sum(node)
 
 
-def _of_torch(node: Node) -> list[Collective]:
-    ops = torch.ops._c10d_functional
-    names = {getattr(ops, f"{name}{end}").default: name for name in _CALLS for end in ("", "_coalesced")}
-    return [collectives.read(node, names[node.target])] if node.target in names else []
+def _of_torch(node: Node) -> Collective | None:
+    name = _name(node).removesuffix("_coalesced") if getattr(node.target, "namespace", "") == "_c10d_functional" else ""
+    return collectives.read(node, name) if name in _CALLS else None
 
 
 def _why_sum(node: Node) -> Reason | None:
     """Returns why a sum over ranks that follows no matmul adds in another order."""
     before = reached([node], lambda other: other.all_input_nodes)
-    if any(collective.reduction == "max" for other in before for collective in _of_torch(other)):
+    if any((collective := _of_torch(other)) and collective.reduction == "max" for other in before):
         return "it sums over features that ranks divide, such as a vocabulary"
     return "it sums what is no product of a matmul"
 

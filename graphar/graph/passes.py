@@ -102,18 +102,18 @@ class CompilePass(CustomGraphPass):
 
     def uuid(self) -> bytes:
         """The pass's part of Inductor's cache key: its source, its options, and where the ranks are."""
-        options = f"{sorted(self.off)} {sorted(self.on)} {self.batch_invariant} {self.constant_weights}"
-        options += f" {self.tp_invariant}"
-        return get_hash_for_files(_SOURCES, f"{options} {self._places.describe()}")
+        return get_hash_for_files(_SOURCES, f"{self._options()} {self._places.describe()}")
 
     def __deepcopy__(self, memo: dict) -> CompilePass:
         """Returns itself: ``torch.compile(mode=...)`` copies Inductor's configuration, but groups cannot be copied."""
         return self
 
-    def __repr__(self) -> str:
+    def _options(self) -> str:
         options = f"on={sorted(self.on)}, off={sorted(self.off)}, batch_invariant={self.batch_invariant}"
-        options += f", tp_invariant={self.tp_invariant}, constant_weights={self.constant_weights}"
-        return f"CompilePass({options}, graphs={self.report.graphs})"
+        return f"{options}, tp_invariant={self.tp_invariant}, constant_weights={self.constant_weights}"
+
+    def __repr__(self) -> str:
+        return f"CompilePass({self._options()}, graphs={self.report.graphs})"
 
     def __enter__(self) -> CompilePass:
         return self
