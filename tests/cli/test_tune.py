@@ -292,10 +292,7 @@ def test_the_fastest_grids_of_parts_become_their_entries(monkeypatch):
         (256 * KB, "allgather_flagged", 128),
         (None, "allgather_push", 512),
     ]
-    assert limits_and_threads(parts["alltoall"]) == [
-        (256 * KB, "alltoall_flagged", 128),
-        (None, "alltoall_push", 512),
-    ]
+    assert limits_and_threads(parts["alltoall"]) == [(256 * KB, "alltoall_flagged", 128), (None, "alltoall_push", 512)]
 
 
 def test_a_file_that_holds_no_table_is_left_alone(three_gpus, tmp_path, capsys):

@@ -164,11 +164,7 @@ def with_part(x, y, w):
 LEFT_SCATTERED = {
     "in halves": (as_halves, {"part": (4, COLUMNS // 2)}, "the sum is seen in another shape"),
     "parts are used": (with_part, {}, "the sum has further uses"),
-    "an average": (
-        lambda x, y, w: torchs(y + scattered(x, reduction="avg"), w),
-        {},
-        "graphar has sums, not avg",
-    ),
+    "an average": (lambda x, y, w: torchs(y + scattered(x, reduction="avg"), w), {}, "graphar has sums, not avg"),
     "no rows": (
         lambda x, y, w: torchs(y + scattered(x.flatten()), w),
         {"part": (2 * COLUMNS,)},
@@ -255,11 +251,7 @@ LEFT = {
     "a narrow residual": (lambda x, y, w: torchs(w + summed(x), w), {}, "the residual is not like the sum"),
     "a factor": (lambda x, y, w: torchs(torch.add(y, summed(x), alpha=2), w), {}, "something is added with a factor"),
     "no residual": (lambda x, y, w: torchs(summed(x) + 1, w), {}, "no residual is added to the sum"),
-    "not in fp32": (
-        lambda x, y, w: written(y + summed(x)) * w,
-        {},
-        "the norm is not in fp32",
-    ),
+    "not in fp32": (lambda x, y, w: written(y + summed(x)) * w, {}, "the norm is not in fp32"),
     "odd columns": (
         lambda x, y, w: torchs(y + summed(x), w),
         {"columns": 33, "device": "cuda"},

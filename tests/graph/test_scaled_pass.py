@@ -401,11 +401,7 @@ class Gathering(RowParallel):
         return fused, torchs(rows, self.weight, scales, self.w_scale)
 
 
-LAYERS = {
-    "all-gather": Gathering,
-    "all-reduce": RowParallel,
-    "DTensor": OfDTensors,
-}
+LAYERS = {"all-gather": Gathering, "all-reduce": RowParallel, "DTensor": OfDTensors}
 
 
 def run_layers(rank, world_size):
