@@ -24,7 +24,7 @@ _HOPS = {"allreduce": 2, "reducescatter": 1, "allgather": 1}  # times that (N - 
 _SMALL = 2.0**-100  # scale of the timed input: sums in place grow with each iteration and must stay finite
 _FEW, _MANY = 29, 65521  # different values of the checked input: of few, sums of 8 ranks are exact in every order
 
-Call = Callable[[OfRanks, OfRanks], OfRanks]  # given inputs and outputs of this process's ranks; returns the results
+Call = Callable[[Any, Any], Any]  # of an input and an output, in one process of lists of them; returns the results
 
 
 @dataclass(frozen=True)
@@ -102,23 +102,23 @@ class Ranks:
         """Returns the calls of a backend. Collective: it may make a process group."""
         op = self._options.op
         if backend == "graphar":
-            call = self._call_graphar
+            own = partial(getattr(graphar, op), group=self._communicator, **self._how)
             if op == "allreduce":
-                return Calls(backend, lambda xs, outs: call(xs, out=outs), lambda xs, outs: call(xs, out=xs))
-            return Calls(backend, lambda xs, outs: call(xs), None)  # a new result each time
+                return Calls(backend, lambda x, out: own(x, out=out), lambda x, out: own(x, out=x))
+            return Calls(backend, lambda x, out: own(x), None)  # a new result each time
         group = dist.new_group(backend=backend)
         if op == "allreduce":
 
-            def summed(xs: OfRanks, outs: OfRanks) -> OfRanks:
-                dist.all_reduce(xs[0], group=group)
-                return xs
+            def summed(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+                dist.all_reduce(x, group=group)
+                return x
 
             return Calls(backend, None, summed)
         function = dist.all_gather_into_tensor if op == "allgather" else dist.reduce_scatter_tensor
 
-        def moved(xs: OfRanks, outs: OfRanks) -> OfRanks:
-            function(outs[0], xs[0], group=group)
-            return outs
+        def moved(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+            function(out, x, group=group)
+            return out
 
         return Calls(backend, moved, moved)
 
@@ -127,27 +127,24 @@ class Ranks:
         count = max(1, nbytes // self._dtype.itemsize)
         if self._options.op != "allreduce":
             count = -(-count // self.world_size) * self.world_size
-        of_place = (calls.out_of_place, calls.in_place)
-        measured = [call and self._measure(calls.backend, call, count, call is calls.in_place) for call in of_place]
+        measured = [
+            call and self._measure(calls.backend, call, count, in_place)
+            for in_place, call in ((False, calls.out_of_place), (True, calls.in_place))
+        ]
         redop = "none" if self._options.op == "allgather" else "sum"
         nbytes = count * self._dtype.itemsize
         return Row(nbytes, count, self._options.dtype, redop, calls.backend, *measured)
-
-    def _call_graphar(self, xs: OfRanks, **out: OfRanks) -> OfRanks:
-        function = partial(getattr(graphar, self._options.op), **self._how)
-        if self._communicator:
-            return function(xs, group=self._communicator, **out)
-        return [function(xs[0], **{name: outs[0] for name, outs in out.items()})]
 
     def _measure(self, backend: str, call: Call, count: int, in_place: bool) -> Measured:
         wrong = self._count_wrong(backend, call, *self._tensors(count, in_place)) if self._options.check else None
         xs, outs = self._tensors(count, in_place)
         for x in xs:
             x.copy_(torch.randn(x.numel(), device=x.device) * _SMALL)
+        given = (xs, outs) if self._communicator else (xs[0], outs[0])
 
         def run(calls: int) -> None:
             for _ in range(calls):
-                call(xs, outs)
+                call(*given)
 
         run(self._options.warmup_iters)
         elapsed_us = self._elapsed_us(partial(run, self._options.iters))
@@ -163,8 +160,9 @@ class Ranks:
         expected = SpecifiedCall(self._options.op, [inputs], **how).expected()
         for rank, x in zip(self.numbers, xs, strict=True):
             x.copy_(inputs[rank])
-        pairs = zip(call(xs, outs), (expected[rank][0] for rank in self.numbers), strict=True)
-        wrong = sum(count_wrong(found, right.to(found.device)) for found, right in pairs)
+        results = call(xs, outs) if self._communicator else [call(xs[0], outs[0])]
+        pairs = zip(results, (expected[rank][0] for rank in self.numbers), strict=True)
+        wrong = sum(count_wrong(result, right.to(result.device)) for result, right in pairs)
         return int(self._of_all_processes(wrong, dist.ReduceOp.SUM))
 
     def _tensors(self, count: int, in_place: bool) -> tuple[OfRanks, OfRanks]:

@@ -28,6 +28,7 @@ Results = Sequence[OfRanks]  # by rank, the tensors that it gets
 _CYCLED_NBYTES = 128 << 20  # the least bytes of the weights of "matmul", used in turn: together they do not fit into L2
 _CLOSE = 0.01  # relative error of a sum of matmuls: kernels add the products in another order than torch
 _CLOSE_WITH_CODEC = 0.05
+_WINDOW = 1 << 24  # elements of a sum that are computed at a time, for its fp32 needs much memory; whole buckets
 _WITH_CODEC = {"allreduce": reference.quantized_allreduce, "reducescatter": reference.quantized_reducescatter}
 
 
@@ -54,10 +55,18 @@ class SpecifiedCall:
     def expected(self) -> Results:
         """Returns the specification's results, computed on the device of the first rank's tensor."""
         first = self._operands[0][0].device
-        operands = [*([x.to(first) for x in xs] for xs in self._operands), *(one.to(first) for one in self._equal)]
-        specification = own_specification(self._options.get("algorithm", "auto")) or getattr(reference, self._op)
+        own = own_specification(self._options.get("algorithm", "auto"))
+        specification = own or getattr(reference, self._op)
         if self._options.get("codec") and self._op in _WITH_CODEC:
             specification = partial(_WITH_CODEC[self._op], codec=self._options["codec"])
+        if self._op == "allreduce" and not own:
+            (xs,), total = self._operands, torch.empty_like(self._operands[0][0])
+            for begin in range(0, total.numel(), _WINDOW):
+                window = slice(begin, begin + _WINDOW)
+                total.view(-1)[window] = specification([x.view(-1)[window].to(first) for x in xs])
+            return [(total,)] * len(xs)
+        own_operands = ([x.to(first, copy=bool(own)) for x in xs] for xs in self._operands)  # which it may write
+        operands = [*own_operands, *(one.to(first) for one in self._equal)]
         if self._op == "fused_allgather_matmul":  # specified for the weight of one rank
             a, weights = operands
             of_ranks = [specification(a, w) for w in weights]

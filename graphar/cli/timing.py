@@ -11,9 +11,8 @@ from functools import partial
 
 import torch
 
-from graphar import reference
 from graphar.cli import specified
-from graphar.cli.specified import DTYPE, Prepared, count_wrong, own_specification
+from graphar.cli.specified import DTYPE, Prepared, SpecifiedCall, count_wrong
 from graphar.communicator import Communicator
 from graphar.errors import GrapharError, UnsupportedError
 from graphar.plan.call import Call
@@ -31,7 +30,6 @@ HOPELESS = 1.5  # stop timing a configuration that takes this many times as long
 CALLS = 12  # calls of a repeat; a multiple of the number of weights that take turns
 _PAUSE = 200_000  # clocks, 0.1 ms: enough for the host to queue a graph on each device
 _LONGEST_PAUSE = 1 << 28  # 0.15 s; if the host is still late after that, it limits the time
-_WINDOW = 1 << 24  # elements of the expected sum that are computed at a time; whole buckets of every codec
 _DEADLINE_S = 20.0
 
 Tensors = Sequence[torch.Tensor]  # one of each rank
@@ -111,7 +109,9 @@ class Timer(Stopwatch):
         xs = self._random(call.work.numel, call.dtype)
         outs = [torch.empty_like(x) for x in xs]
         bound = [self._bind(call, config, xs, outs) for config in configs]
-        expected = _expected(xs, call)
+        how = {"algorithm": call.algorithm} | ({"codec": call.wire} if call.wire else {})
+        of_ranks = SpecifiedCall("allreduce", [xs], **how).expected()
+        expected = [total.to(x.device) for (total,), x in zip(of_ranks, xs, strict=True)]
         self._check(configs, bound, outs, expected)
         gc.collect()  # freeing an older graph during a capture would invalidate it
         count = launches_of(call.nbytes)
@@ -220,16 +220,3 @@ def _worthwhile(times: list[list[float]]) -> list[int]:
         return list(range(len(times)))
     best = min(min(of_run) for of_run in times)
     return [at for at, of_run in enumerate(times) if min(of_run) <= HOPELESS * best]
-
-
-def _expected(xs: list[torch.Tensor], call: Call) -> list[torch.Tensor]:
-    """Returns the specification's sum on each GPU, computed in windows, because its fp32 needs much memory."""
-    codec, expected = call.wire, torch.empty_like(xs[0])
-    if own := own_specification(call.algorithm):
-        expected = own([x.to(expected.device, copy=True) for x in xs])
-        return [expected.to(x.device) for x in xs]
-    for start in range(0, expected.numel(), _WINDOW):
-        window = slice(start, start + _WINDOW)
-        parts = [x[window].to(expected.device) for x in xs]
-        expected[window] = reference.quantized_allreduce(parts, codec) if codec else reference.allreduce(parts)
-    return [expected.to(x.device) for x in xs]

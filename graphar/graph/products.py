@@ -100,7 +100,8 @@ class Product:
 def read(node: Node) -> Product | None:
     """Returns the matmul that a node is; None if it is something else."""
     if node.target in MATMULS:
-        a, w, bias = (node.args[at] if at is not None and at < len(node.args) else None for at in MATMULS[node.target])
+        given = operands(node)
+        a, w, bias = (None if at is None or at >= len(given) else given[at] for at in MATMULS[node.target])
         return Product(node, a, w, bias)
     if node.target not in SCALED:
         return None

@@ -112,10 +112,14 @@ def test_every_op_and_dtype_is_timed_on_gpus(op, dtype):
 
 
 def of_rank(rank, world_size, *arguments):
-    """What a rank prints; its process group is there already."""
+    """What a rank prints, and whether its tensors were in place; its process group is there already."""
     os.environ |= {"LOCAL_RANK": str(rank), "TORCHELASTIC_RUN_ID": "a test"}
     bench_ranks.dist.init_process_group = bench_ranks.dist.destroy_process_group = lambda *_: None
-    return benched(*arguments, "-n", "2", "-w", "1", "--json")
+    places, tensors = [], bench_ranks.Ranks._tensors
+    bench_ranks.Ranks._tensors = lambda ranks, count, in_place: (
+        places.append(in_place) or tensors(ranks, count, in_place)
+    )
+    return *benched(*arguments, "-n", "2", "-w", "1", "--json"), places
 
 
 @pytest.mark.parametrize(
@@ -127,21 +131,23 @@ def of_rank(rank, world_size, *arguments):
     ],
 )
 def test_backends_are_timed_and_checked_beside_each_other(op, in_place, sizes):
-    (status, out), *others = run_ranks(of_rank, 3, "100", "4K", "--op", op)
+    (status, out, places), *others = run_ranks(of_rank, 3, "100", "4K", "--op", op)
 
     found = json.loads(out)
-    assert (status, others) == (0, [(0, "")] * 2)
+    assert (status, others) == (0, [(0, "", places)] * 2)
+    asked = [at for has in in_place.values() for at in (False, True) if has[at]] * len(sizes)
+    assert places == [at for at in asked for _ in ("checked", "timed")]
     assert [(row["nbytes"], row["backend"]) for row in found["rows"]] == [(n, name) for n in sizes for name in in_place]
     check_rows(found, 3, op, in_place)
 
 
 def with_a_mistake(rank, world_size):
-    graphar.allreduce = lambda x, algorithm, out: out.copy_(x)
+    graphar.allreduce = lambda x, group, algorithm, out: out.copy_(x)
     return of_rank(rank, world_size, "64", "--backend", "graphar")
 
 
 def test_wrong_elements_are_counted_over_all_ranks():
-    (status, out), (other, _) = run_ranks(with_a_mistake, 2)
+    (status, out, _), (other, *_) = run_ranks(with_a_mistake, 2)
 
     (row,) = json.loads(out)["rows"]
     assert (status, other) == (1, 1)
@@ -154,7 +160,7 @@ def with_an_algorithm_from_outside(rank, world_size):
 
 
 def test_between_processes_graphars_calls_take_an_algorithm_from_outside():
-    (status, out), _ = run_ranks(with_an_algorithm_from_outside, 2)
+    (status, out, _), _ = run_ranks(with_an_algorithm_from_outside, 2)
 
     assert (status, [row["backend"] for row in json.loads(out)["rows"]]) == (0, ["graphar"])
 

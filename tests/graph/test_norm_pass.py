@@ -336,36 +336,33 @@ class Layer(torch.nn.Module):
         return self.norm(x), x
 
 
-def run_plan(rank, world_size):
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-
-    mesh, compile_pass = dist.device_mesh.init_device_mesh("cpu", (world_size,)), graphar.compile_pass()
-    model = parallelize_module(Layer(), mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
-    inputs = [torch.randn(2, count, COLUMNS, generator=torch.Generator().manual_seed(count)) for count in TOKENS]
-    fast, whole = compiled(model, compile_pass), Layer()
-    return [(fast(x), whole(x)) for x in inputs], [entry.rewrite for entry in compile_pass.report.rewritten]
+PLANS = {"plan": ["norm"], "sequence-parallel plan": ["norm", "allgather"]}  # and the rewrites of a graph
 
 
-def run_sequence_parallel_plan(rank, world_size):
-    """This rank's tokens of a layer whose tokens are divided between ranks, and of the whole layer."""
-    from torch.distributed.tensor import Shard
+def run_plan(rank, world_size, in_parts):
+    """Results of a layer by a plan of torch's, and of the whole layer; of divided tokens, this rank's."""
+    from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
     mesh, compile_pass = dist.device_mesh.init_device_mesh("cpu", (world_size,)), graphar.compile_pass()
-    layers = {"up": ColwiseParallel(input_layouts=Shard(1)), "down": RowwiseParallel(output_layouts=Shard(1))}
-    layers["norm"] = SequenceParallel(use_local_output=True)
+    tokens = Shard(1) if in_parts else Replicate()
+    layers = {"up": ColwiseParallel(input_layouts=tokens), "down": RowwiseParallel(output_layouts=tokens)}
+    layers |= {"norm": SequenceParallel(use_local_output=True)} if in_parts else {}
     fast, whole, results = compiled(parallelize_module(Layer(), mesh, layers), compile_pass), Layer(), []
+
+    def own(x):
+        return x.chunk(world_size, 1)[rank] if in_parts else x
+
     for count in TOKENS:
         x = torch.randn(2, world_size * count, COLUMNS, generator=torch.Generator().manual_seed(count))
-        expected = [one.chunk(world_size, 1)[rank] for one in whole(x)]
-        results.append((fast(x.chunk(world_size, 1)[rank]), expected))
+        results.append((fast(own(x)), [own(one) for one in whole(x)]))
     return results, [entry.rewrite for entry in compile_pass.report.rewritten], compile_pass.report.graphs
 
 
 def run_layers(rank, world_size):
     with torch.no_grad():
-        found = {name: run_layer(rank, name, COMPILED[name]) for name in NORMS} | {"plan": run_plan(rank, world_size)}
-        return found | {"sequence-parallel plan": run_sequence_parallel_plan(rank, world_size)}
+        found = {name: run_layer(rank, name, COMPILED[name]) for name in NORMS}
+        return found | {name: run_plan(rank, world_size, "sequence" in name) for name in PLANS}
 
 
 @functools.cache
@@ -384,20 +381,13 @@ def test_a_compiled_layer_has_the_bits_of_eager_graphar_and_is_close_to_the_mode
                 torch.testing.assert_close(one, other)
 
 
-def test_an_unmodified_plan_of_torch_gets_the_fused_norm():
-    first, *others = (rank["plan"] for rank in results_of_layers())
+@pytest.mark.parametrize("name", PLANS)
+def test_an_unmodified_plan_of_torch_gets_the_fused_norm(name):
+    of_ranks = [rank[name] for rank in results_of_layers()]
 
-    for results, rewrites in (first, *others):
-        assert set(rewrites) == {"norm"}
-        for (mine, whole), (theirs, _) in zip(results, first[0], strict=True):
-            assert [same_bits(one, other) for one, other in zip(mine, theirs, strict=True)] == [0, 0]
-            for one, other in zip(mine, whole, strict=True):
+    for results, rewrites, graphs in of_ranks:
+        assert rewrites == PLANS[name] * graphs
+        for (mine, whole), (theirs, _) in zip(results, of_ranks[0][0], strict=True):
+            for one, other, first in zip(mine, whole, theirs, strict=True):
                 torch.testing.assert_close(one, other)
-
-
-def test_a_sequence_parallel_plan_of_torch_gets_the_fused_norm_of_its_own_rows():
-    for results, rewrites, graphs in (rank["sequence-parallel plan"] for rank in results_of_layers()):
-        assert rewrites == ["norm", "allgather"] * graphs
-        for mine, whole in results:
-            for one, other in zip(mine, whole, strict=True):
-                torch.testing.assert_close(one, other)
+                assert name != "plan" or same_bits(one, first) == 0

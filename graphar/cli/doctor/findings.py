@@ -36,6 +36,11 @@ def problem(name: str, found: str, advice: str) -> Finding:
     return Finding(name, found, PROBLEM, advice)
 
 
+def judged(name: str, found: str, advice: str) -> Finding:
+    """Returns a problem if there is advice, or else what is well."""
+    return Finding(name, found, PROBLEM if advice else OK, advice)
+
+
 def note(name: str, found: str) -> Finding:
     return Finding(name, found, NOTE)
 

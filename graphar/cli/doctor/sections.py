@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 import graphar
-from graphar.cli.doctor.findings import Finding, note, problem
+from graphar.cli.doctor.findings import Finding, judged, note, problem
 from graphar.plan import tables
 from graphar.plan.scratch import MAX_RANKS
 from graphar.plan.sizes import GB, MB
@@ -58,10 +58,10 @@ def gpus() -> Iterator[Finding]:
     for index in range(count):
         name, of_it = f"cuda:{index}", torch.cuda.get_device_properties(index)
         text = f"{of_it.name}, {of_it.total_memory / GB:.1f} GB, sm_{of_it.major}{of_it.minor}"
-        if of_it.major < 8:
-            yield problem(name, text, "graphar's kernels need sm_80 or newer: leave it out by CUDA_VISIBLE_DEVICES")
-        else:
-            yield Finding(name, text)
+        advice = (
+            "graphar's kernels need sm_80 or newer: leave it out by CUDA_VISIBLE_DEVICES" if of_it.major < 8 else ""
+        )
+        yield judged(name, text, advice)
     if count == 1:
         yield note("ranks", "kernels run between 2 or more GPUs; there is one")
     if count > MAX_RANKS:
@@ -150,12 +150,9 @@ def peers() -> Iterator[Finding]:
         reached = [peer for peer in everyone if peer != index and torch.cuda.can_device_access_peer(index, peer)]
         missing = [peer for peer in everyone if peer != index and peer not in reached]
         text = f"reaches {_list(reached)}"
-        if missing:
-            advice = "see why in `nvidia-smi topo -p2p r` (no NVLink, MIG, a virtual machine, IOMMU); "
-            advice += f"with {_list(missing)} it takes torch.distributed"
-            yield problem(f"cuda:{index}", f"{text}; not {_list(missing)}", advice)
-        else:
-            yield Finding(f"cuda:{index}", text)
+        advice = f"with {_list(missing)} it takes torch.distributed"
+        advice = f"see why in `nvidia-smi topo -p2p r` (no NVLink, MIG, a virtual machine, IOMMU); {advice}"
+        yield judged(f"cuda:{index}", f"{text}; not {_list(missing)}" if missing else text, advice if missing else "")
 
 
 def _list(devices: list[int]) -> str:
@@ -171,10 +168,8 @@ def multicast_state() -> Iterator[Finding]:
     attribute = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED
     able = Counter(bool(call(driver.cuDeviceGetAttribute, attribute, index)) for index in range(gpu_count()))
     text = f"{able[True]} of {able.total()} have the hardware for it"
-    if shut or able[False] == 0:
-        yield Finding("GPUs", text)
-    else:
-        yield problem("GPUs", text, f"{multicast.OPT_IN}=1 has no effect here: unset it")
+    has_effect = shut or able[False] == 0
+    yield judged("GPUs", text, "" if has_effect else f"{multicast.OPT_IN}=1 has no effect here: unset it")
 
 
 # ---- software --------------------------------------------------------------------------------------------------------
@@ -202,9 +197,8 @@ def _distribution(name: str, specifier: str) -> Finding:
 
 
 def _judge(name: str, version: str, specifier: str, advice: str) -> Finding:
-    if meets(version, specifier):
-        return Finding(name, version)
-    return problem(name, f"{version}, graphar needs {specifier}", advice)
+    is_met = meets(version, specifier)
+    return judged(name, version if is_met else f"{version}, graphar needs {specifier}", "" if is_met else advice)
 
 
 def _nvrtc() -> Finding:
@@ -238,11 +232,9 @@ def environment() -> Iterator[Finding]:
     """Yields the environment variables that are set and that graphar reads."""
     names = [name for name in sorted(os.environ) if name.startswith("GRAPHAR_") or name in multicast.FORBIDDING]
     for name in [*names, *({"CUDA_VISIBLE_DEVICES"} & set(os.environ))]:
-        value = os.environ[name] or '""'
-        if name.startswith("GRAPHAR_") and name not in _READ:
-            yield problem(name, f"{value}, which graphar does not read", f"unset it; graphar reads {', '.join(_READ)}")
-        else:
-            yield Finding(name, value)
+        value, is_read = os.environ[name] or '""', name in _READ or not name.startswith("GRAPHAR_")
+        advice = "" if is_read else f"unset it; graphar reads {', '.join(_READ)}"
+        yield judged(name, value if is_read else f"{value}, which graphar does not read", advice)
     if not names:
         yield Finding("none", "no variable of graphar is set")
 
