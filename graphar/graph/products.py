@@ -101,8 +101,8 @@ def read(node: Node) -> Product | None:
     """Returns the matmul that a node is; None if it is something else."""
     if node.target in MATMULS:
         given = operands(node)
-        a, w, bias = (None if at is None or at >= len(given) else given[at] for at in MATMULS[node.target])
-        return Product(node, a, w, bias)
+        a, w, bias = MATMULS[node.target]
+        return Product(node, given[a], given[w], given[bias] if bias is not None and bias < len(given) else None)
     if node.target not in SCALED:
         return None
     named = arguments(node)
