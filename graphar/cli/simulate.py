@@ -90,7 +90,6 @@ def _algorithms(subject: str) -> list[str]:
 
 
 def _loaded() -> list[str]:
-    """Returns the algorithms from outside the package."""
     return [one.value for named in NAMED.values() for one in named.values() if is_from_outside(one)]
 
 

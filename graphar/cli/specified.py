@@ -141,7 +141,6 @@ class Prepared:
 
 
 def _call(workload: Workload, devices: Sequence[torch.device]) -> SpecifiedCall:
-    """Returns the call of every workload but "matmul"."""
     op, rows, columns, k = workload.op, workload.rows, workload.columns, workload.k
     codec: dict[str, Any] = {"codec": workload.codec} if workload.codec else {}
     named = {"algorithm": workload.algorithm} if workload.algorithm != "auto" else {}

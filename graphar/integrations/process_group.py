@@ -91,7 +91,6 @@ def _batch_isend_irecv(p2p_op_list):
 
 
 def _of_torch_group(op: dist.P2POp) -> dist.P2POp:
-    """Returns the operation, in torch's own group if its group has this backend."""
     own = getattr(op, "group", None)
     if not isinstance(own, GrapharProcessGroup):
         return op

@@ -302,7 +302,6 @@ class Routing(_OfTorch):
     # ---- which calls graphar serves ---------------------------------------------------------------------------------
 
     def _why_no_sum(self, op: str, opts: Any, tensors: Sequence[torch.Tensor]) -> Reason | None:
-        """As :meth:`_why_not`, for a call that reduces."""
         if opts is not None and not (opts.reduceOp == dist.ReduceOp.SUM or _is_average(opts)):
             return "graphar's kernels add, and do nothing else"
         return self._why_not(op, opts, tensors)
@@ -345,7 +344,6 @@ class Routing(_OfTorch):
             return engine.why_no_kernel(op, x) if x.is_cuda else f"graphar does not serve {x.device.type} tensors"
 
     def _is_backend_of(self, device: torch.device) -> bool:
-        """Whether the group was made with this backend for tensors on ``device``."""
         return True
 
     @property

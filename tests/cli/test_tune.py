@@ -85,28 +85,31 @@ def test_the_table_that_tuning_writes_is_found(three_gpus, user_folder, capsys):
     assert str(user_folder / "nvidia_b999.json") in capsys.readouterr().out
 
 
-def test_codecs_are_timed_as_well_and_faster_codecs_is_said(three_gpus, capsys):
-    assert command.main(["tune", "--world-size", "2", "--max-nbytes", "128K"]) == 0
+CODECS = {  # by options: the times in the table, and what is said
+    "--max-nbytes 128K": (
+        {name: [[32 * KB, 1.5], [128 * KB, 1.5]] for name in NAMES},
+        "2 ranks, int4: faster than exact at 32 KB (1.5 us, exact 2.0 us), 128 KB (1.5 us, exact 2.0 us)\n",
+    ),
+    "--max-nbytes 32K --codecs int8": ({"int8": [[32 * KB, 1.5]]}, "2 ranks, int8: faster than exact at 32 KB"),
+    "--max-nbytes 32K --only codecs": (
+        {name: [[32 * KB, 1.5]] for name in NAMES},
+        "2 ranks, int4: exact was not measured\n",
+    ),
+}
 
-    found = find_table(DEVICE)
-    assert found.codecs == {2: {name: [[32 * KB, 1.5], [128 * KB, 1.5]] for name in NAMES}}
-    line = "2 ranks, int4: faster than exact at 32 KB (1.5 us, exact 2.0 us), 128 KB (1.5 us, exact 2.0 us)\n"
-    assert line in capsys.readouterr().out
 
+@pytest.mark.parametrize("options", CODECS)
+def test_codecs_are_timed_and_faster_codecs_are_said(three_gpus, options, capsys):
+    times, line = CODECS[options]
 
-def test_tuning_can_do_with_few_codecs_or_none(three_gpus, capsys):
-    assert command.main(["tune", "--world-size", "2", "--max-nbytes", "32K", "--codecs", "int8"]) == 0
+    assert command.main(["tune", "--world-size", "2", *options.split()]) == 0
+    said = capsys.readouterr().out
     assert command.main(["tune", "--world-size", "3", "--max-nbytes", "32K", "--codecs"]) == 0
 
-    assert find_table(DEVICE).codecs == {2: {"int8": [[32 * KB, 1.5]]}}  # the second run left it unchanged
-    assert capsys.readouterr().out.count("faster than exact") == 1
-
-
-def test_codecs_can_be_timed_before_anything_else(three_gpus, capsys):
-    assert command.main(["tune", "--world-size", "2", "--max-nbytes", "32K", "--only", "codecs"]) == 0
-
-    assert find_table(DEVICE).codecs == {2: {name: [[32 * KB, 1.5]] for name in NAMES}}
-    assert "2 ranks, int4: exact was not measured\n" in capsys.readouterr().out
+    assert find_table(DEVICE).codecs == {2: times}  # the second run left it unchanged
+    assert line in said
+    assert said.count("faster than exact") == (0 if "--only" in options else len(times))
+    assert "faster than exact" not in capsys.readouterr().out
 
 
 def test_what_tuning_found_is_one_document_or_a_line(three_gpus, user_folder, capsys):
@@ -213,18 +216,6 @@ def test_graphars_matmul_is_timed_against_torchs_by_the_costs_that_were_found(th
     )
 
 
-@pytest.mark.parametrize("section", ["norm", "rows"])
-def test_matmuls_are_not_timed_if_other_sections_are_asked_for(three_gpus, monkeypatch, section):
-    def measure_under(timer, workload, tables):
-        assert workload.op != "matmul"
-        return [2.0] * len(tables)
-
-    monkeypatch.setattr(EvenTimer, "measure_under", measure_under)
-
-    assert command.main(["tune", "--only", section, "--max-nbytes", "2K"]) == 0
-    assert find_table(DEVICE).matmul == shipped_table("default").matmul
-
-
 # By section: a number of the table of a user who measured all of them before.
 MEASURED = {
     "rows": ("measured", 2, [[2048, 1.5]]),
@@ -240,7 +231,12 @@ MEASURED = {
 
 
 @pytest.mark.parametrize("section", MEASURED)
-def test_sections_that_are_not_measured_stay_as_they_are(three_gpus, tmp_path, section):
+def test_sections_that_are_not_measured_stay_as_they_are(three_gpus, monkeypatch, tmp_path, section):
+    def measure_under(timer, workload, tables):
+        assert workload.op != "matmul" or section == "matmul"
+        return [2.0] * len(tables)
+
+    monkeypatch.setattr(EvenTimer, "measure_under", measure_under)
     out, older = tmp_path / "table.json", replace(shipped_table("default"), name=NEW.name)
     older = replace(older, measured={2: [], 3: []}, codecs={2: {}, 3: {}})
     for *path, value in MEASURED.values():
