@@ -106,7 +106,8 @@ class Timer(Stopwatch):
             GrapharError: a result is wrong; the message names the configuration.
             CollectiveTimeout: a kernel waited past its deadline.
         """
-        xs = self._random(call.work.numel, call.dtype)
+        xs = specified.random(self.communicator.devices or (), call.work.numel, dtype=call.dtype)
+        self.communicator.synchronize()  # other streams will read them
         outs = [torch.empty_like(x) for x in xs]
         bound = [self._bind(call, config, xs, outs) for config in configs]
         how = {"algorithm": call.algorithm} | ({"codec": call.wire} if call.wire else {})
@@ -180,11 +181,6 @@ class Timer(Stopwatch):
                 if turn > 0:  # the first one warms up
                     times[at].append(time_us)
         return [statistics.median(of_run) for of_run in times]
-
-    def _random(self, numel: int, dtype: torch.dtype) -> list[torch.Tensor]:
-        xs = specified.random(self.communicator.devices or (), numel, dtype=dtype)
-        self.communicator.synchronize()  # other streams will read them
-        return xs
 
     def _bind(self, call: Call, config: Config, xs: Tensors, outs: Tensors) -> list[Callable[[], None]]:
         """Returns, for each rank, a function that launches its kernel on the current stream."""

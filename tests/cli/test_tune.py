@@ -348,12 +348,12 @@ def test_what_is_timed_is_what_is_checked(monkeypatch):
     bound = lambda timer, call, config, xs, outs: [partial(out.copy_, sum(xs)) for out in outs]  # noqa: E731
     monkeypatch.setattr(timing.Timer, "__init__", lambda timer: None)
     monkeypatch.setattr(timing.Timer, "_bind", bound)
-    monkeypatch.setattr(timing.Timer, "_random", lambda timer, numel, dtype: xs)
+    monkeypatch.setattr(timing.specified, "random", lambda devices, numel, dtype: xs)
     monkeypatch.setattr(timing.Timer, "elapsed_us", lambda timer, run: 1.0)
     monkeypatch.setattr(torch.cuda, "stream", nullcontext)
     timer = timing.Timer()
     timer.streams = [None, None]
-    timer.communicator = SimpleNamespace(synchronize=lambda: None)
+    timer.communicator = SimpleNamespace(synchronize=lambda: None, devices=())
     call = Call(Sum(64), torch.bfloat16, 0)
 
     monkeypatch.setattr(timing.Timer, "_capture", lambda timer, rank, run, count: SimpleNamespace(replay=run))

@@ -32,8 +32,9 @@ def traced(function, columns=COLUMNS, **kinds):
     return Traced(function, (8, columns), (8, columns), (columns,), **kinds)
 
 
-def traced_parts(function, part=(2, COLUMNS), columns=COLUMNS, **kinds):
+def traced_parts(function, part=None, columns=COLUMNS, **kinds):
     """Traces a function of the summed x [8, columns], of this rank's residual of shape ``part``, and of a weight."""
+    part = part or (2, columns)
     return Traced(function, (2 * RANKS, columns), part, part[-1:], **kinds)
 
 
@@ -152,51 +153,16 @@ def test_a_scattered_sum_that_is_seen_in_another_shape_has_its_residual_and_resu
     assert [one.meta["val"].shape for one in graph.output_node().args[0]] == [(1, 2, COLUMNS)] * 2
 
 
-def as_halves(x, y, w):
-    return torchs(y + scattered(x).view(4, -1), w)
-
-
-def with_part(x, y, w):
-    total = scattered(x)
-    return torchs(y + total, w), total * 2
-
-
-LEFT_SCATTERED = {
-    "in halves": (as_halves, {"part": (4, COLUMNS // 2)}, "the sum is seen in another shape"),
-    "parts are used": (with_part, {}, "the sum has further uses"),
-    "an average": (lambda x, y, w: torchs(y + scattered(x, reduction="avg"), w), {}, "graphar has sums, not avg"),
-    "no rows": (
-        lambda x, y, w: torchs(y + scattered(x.flatten()), w),
-        {"part": (2 * COLUMNS,)},
-        "the scattered tensor has no rows",
-    ),
-    "odd columns of parts": (
-        lambda x, y, w: torchs(y + scattered(x), w),
-        {"part": (2, 33), "columns": 33, "device": "cuda"},
-        "no kernel norms rows of 33 columns",
-    ),
-}
-
-
 # ---- what is left ---------------------------------------------------------------------------------------------------
 
 
-def with_sum(x, y, w):
-    total = summed(x)
-    return torchs(y + total, w), total * 2
-
-
-def written(wide, of=None, dim=-1, eps=EPS):
-    """``of``, or what is squared, divided by the root of the mean of squares."""
-    return (wide if of is None else of) * torch.rsqrt(wide.pow(2).mean(dim, keepdim=True) + eps)
-
-
-def with_residual(x, y):
-    return (y + summed(x)).float()
+def with_sum(x, y, w, total=summed):
+    added = total(x)
+    return torchs(y + added, w), added * 2
 
 
 def with_inverse(x, y, w):
-    wide = with_residual(x, y)
+    wide = (y + summed(x)).float()
     inverse = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + EPS)
     return (wide * inverse * w).to(x.dtype), inverse
 
@@ -206,67 +172,61 @@ def with_its_own_weight(x, y, w):
     return llamas(residual, residual.select(0, 0))
 
 
-def with_eps_of_a_tensor(x, y, w):
-    return (written(with_residual(x, y), eps=w.select(0, 0).float()) * w).to(x.dtype)
+def written(x, y, w, of=None, dim=-1, eps=EPS, dtype=None):
+    """A norm as models write it, of the sum and a residual; of something else than what is squared, if asked for."""
+    wide = (y + summed(x)).float()
+    return ((wide if of is None else of) * torch.rsqrt(wide.pow(2).mean(dim, keepdim=True) + eps) * w).to(
+        dtype or x.dtype
+    )
 
 
-USED = "what is between the sum and the norm has further uses"
-LEFT = {
-    "the sum is used": (with_sum, {}, "the sum has further uses"),
-    "inner values are used": (with_inverse, {}, USED),
-    "no sum": (lambda x, y, w: torchs(y + summed(x, "max"), w), {}, "graphar has sums, not max"),
-    "another tensor": (
-        lambda x, y, w: (written(with_residual(x, y), y.float()) * w).to(x.dtype),
-        {},
-        "what is squared is not what is normed, or has further uses",
-    ),
-    "another dtype": (
-        lambda x, y, w: (written(with_residual(x, y)) * w).half(),
-        {},
-        "the norm gives another dtype than the sum",
-    ),
-    "no cast": (
-        lambda x, y, w: written(with_residual(x, y)) * w,
-        {},
-        "it is no RMSNorm: output follows aten.mul.Tensor",
-    ),
-    "over rows": (
-        lambda x, y, w: (written(with_residual(x, y), dim=0) * w).to(x.dtype),
-        {},
-        "the norm is not over the last dimension alone",
-    ),
-    "a late weight": (with_its_own_weight, {}, "the norm's weight is made after the sum"),
-    "fp64": (lambda x, y, w: llamas(y + summed(x), w), {"dtype": torch.float64}, "no norm for torch.float64"),
-    "eps": (with_eps_of_a_tensor, {}, "the norm's eps is not a number"),
-    "no weight": (
-        lambda x, y, w: torch.nn.functional.rms_norm(y + summed(x), w.shape) * 2,
-        {},
-        "the norm has no weight",
-    ),
-    "a wide weight": (
-        lambda x, y, w: llamas(y + summed(x), y),
-        {},
-        "the norm's weight is not one torch.bfloat16 a column",
-    ),
-    "a narrow residual": (lambda x, y, w: torchs(w + summed(x), w), {}, "the residual is not like the sum"),
-    "a factor": (lambda x, y, w: torchs(torch.add(y, summed(x), alpha=2), w), {}, "something is added with a factor"),
-    "no residual": (lambda x, y, w: torchs(summed(x) + 1, w), {}, "no residual is added to the sum"),
-    "not in fp32": (lambda x, y, w: written(y + summed(x)) * w, {}, "the norm is not in fp32"),
-    "odd columns": (
-        lambda x, y, w: torchs(y + summed(x), w),
-        {"columns": 33, "device": "cuda"},
-        "no kernel norms rows of 33 columns",
-    ),
+def in_narrow(x, y, w):
+    residual = y + summed(x)
+    return residual * torch.rsqrt(residual.pow(2).mean(-1, keepdim=True) + EPS) * w
+
+
+LEFT = {  # by reason
+    "the sum has further uses": with_sum,
+    "what is between the sum and the norm has further uses": with_inverse,
+    "graphar has sums, not max": lambda x, y, w: torchs(y + summed(x, "max"), w),
+    "what is squared is not what is normed, or has further uses": lambda *t: written(*t, of=t[1].float()),
+    "the norm gives another dtype than the sum": lambda *t: written(*t, dtype=torch.half),
+    "it is no RMSNorm: output follows aten.mul.Tensor": lambda *t: written(*t, dtype=torch.float32),
+    "the norm is not over the last dimension alone": lambda *t: written(*t, dim=0),
+    "the norm's weight is made after the sum": with_its_own_weight,
+    "no norm for torch.float64": lambda x, y, w: llamas(y + summed(x), w),
+    "the norm's eps is not a number": lambda *t: written(*t, eps=t[2].select(0, 0).float()),
+    "the norm has no weight": lambda x, y, w: torch.nn.functional.rms_norm(y + summed(x), w.shape) * 2,
+    "the norm's weight is not one torch.bfloat16 a column": lambda x, y, w: llamas(y + summed(x), y),
+    "the residual is not like the sum": lambda x, y, w: torchs(w + summed(x), w),
+    "something is added with a factor": lambda x, y, w: torchs(torch.add(y, summed(x), alpha=2), w),
+    "no residual is added to the sum": lambda x, y, w: torchs(summed(x) + 1, w),
+    "the norm is not in fp32": in_narrow,
+    "no kernel norms rows of 33 columns": lambda x, y, w: torchs(y + summed(x), w),
+}
+LEFT_SCATTERED = {
+    "the sum is seen in another shape": lambda x, y, w: torchs(y + scattered(x).view(4, -1), w),
+    "the sum has further uses": lambda *t: with_sum(*t, total=scattered),
+    "graphar has sums, not avg": lambda x, y, w: torchs(y + scattered(x, reduction="avg"), w),
+    "the scattered tensor has no rows": lambda x, y, w: torchs(y + scattered(x.flatten()), w),
+    "no kernel norms rows of 33 columns": lambda x, y, w: torchs(y + scattered(x), w),
+}
+KINDS = {  # by reason: how it is traced
+    "no norm for torch.float64": {"dtype": torch.float64},
+    "no kernel norms rows of 33 columns": {"columns": 33, "device": "cuda"},
+    "the sum is seen in another shape": {"part": (4, COLUMNS // 2)},
+    "the scattered tensor has no rows": {"part": (2 * COLUMNS,)},
 }
 
 
-@pytest.mark.parametrize("name", LEFT | LEFT_SCATTERED)
-def test_another_form_is_left_with_the_reason_and_its_sum_rewritten_alone(make_pass, name):
-    collective = "allreduce" if name in LEFT else "reducescatter"
-    (function, kinds, why), (_, trace, op, _) = (LEFT | LEFT_SCATTERED)[name], FUSED[collective]
+@pytest.mark.parametrize(
+    ("collective", "why"), [(op, why) for op, left in zip(FUSED, (LEFT, LEFT_SCATTERED), strict=True) for why in left]
+)
+def test_another_form_is_left_with_the_reason_and_its_sum_rewritten_alone(make_pass, collective, why):
+    function, (_, trace, op, _) = (LEFT if collective == "allreduce" else LEFT_SCATTERED)[why], FUSED[collective]
     compile_pass = make_pass()
 
-    drawing = rewritten(compile_pass, trace(function, **kinds))
+    drawing = rewritten(compile_pass, trace(function, **KINDS.get(why, {})))
 
     entries = [(entry.rewrite, entry.why_left) for entry in compile_pass.report.entries]
     assert entries[0] == ("norm", why)

@@ -27,10 +27,6 @@ class Finding:
     status: str = OK  # OK; NOTE: good to know, needs no action; PROBLEM
     advice: str = ""  # what to do about a problem; an empty string otherwise
 
-    def __post_init__(self) -> None:
-        if (self.status == PROBLEM) != bool(self.advice):
-            raise ValueError(f"{self.name}: a problem, and nothing else, comes with advice")
-
 
 def problem(name: str, found: str, advice: str) -> Finding:
     return Finding(name, found, PROBLEM, advice)
