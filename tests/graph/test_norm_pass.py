@@ -156,9 +156,12 @@ def test_a_scattered_sum_that_is_seen_in_another_shape_has_its_residual_and_resu
 # ---- what is left ---------------------------------------------------------------------------------------------------
 
 
-def with_sum(x, y, w, total=summed):
-    added = total(x)
-    return torchs(y + added, w), added * 2
+def with_use_of(total):
+    def layer(x, y, w):
+        added = total(x)
+        return torchs(y + added, w), added * 2
+
+    return layer
 
 
 def with_inverse(x, y, w):
@@ -186,7 +189,7 @@ def in_narrow(x, y, w):
 
 
 LEFT = {  # by reason
-    "the sum has further uses": with_sum,
+    "the sum has further uses": with_use_of(summed),
     "what is between the sum and the norm has further uses": with_inverse,
     "graphar has sums, not max": lambda x, y, w: torchs(y + summed(x, "max"), w),
     "what is squared is not what is normed, or has further uses": lambda *t: written(*t, of=t[1].float()),
@@ -206,7 +209,7 @@ LEFT = {  # by reason
 }
 LEFT_SCATTERED = {
     "the sum is seen in another shape": lambda x, y, w: torchs(y + scattered(x).view(4, -1), w),
-    "the sum has further uses": lambda *t: with_sum(*t, total=scattered),
+    "the sum has further uses": with_use_of(scattered),
     "graphar has sums, not avg": lambda x, y, w: torchs(y + scattered(x, reduction="avg"), w),
     "the scattered tensor has no rows": lambda x, y, w: torchs(y + scattered(x.flatten()), w),
     "no kernel norms rows of 33 columns": lambda x, y, w: torchs(y + scattered(x), w),
