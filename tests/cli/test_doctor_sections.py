@@ -46,27 +46,24 @@ def own_cache(tmp_path, monkeypatch):
 # ---- GPUs -----------------------------------------------------------------------------------------------------------
 
 
-def test_gpus_are_told_with_memory_and_capability(machine):
-    machine(2)
+@pytest.mark.parametrize(
+    ("gpus", "name", "status", "words"),
+    [
+        ((2,), "cuda:0", OK, "NVIDIA H200, 140.0 GB, sm_90"),
+        ((2,), "cuda:1", OK, "NVIDIA H200, 140.0 GB, sm_90"),
+        ((2, (7, 5)), "cuda:1", PROBLEM, "sm_75"),
+        ((1,), "ranks", NOTE, "2 or more"),
+        ((9,), "ranks", NOTE, "at most 8"),
+    ],
+    ids=str,
+)
+def test_gpus_are_told_and_what_kernels_do_not_serve(machine, gpus, name, status, words):
+    machine(*gpus)
 
-    found = {name: one.found for name, one in told(sections.gpus).items()}
-    assert found == dict.fromkeys(("cuda:0", "cuda:1"), "NVIDIA H200, 140.0 GB, sm_90")
-
-
-@pytest.mark.parametrize(("count", "status", "words"), [(1, NOTE, "2 or more"), (9, NOTE, "at most 8")])
-def test_a_number_of_gpus_that_kernels_do_not_serve_is_noted(machine, count, status, words):
-    machine(count)
-
-    said = told(sections.gpus)["ranks"]
+    said = told(sections.gpus)[name]
 
     assert said.status == status
     assert words in said.found
-
-
-def test_a_gpu_that_is_too_old_is_a_problem(machine):
-    machine(2, (7, 5))
-
-    assert {one.status for one in sections.gpus()} == {PROBLEM}
 
 
 @pytest.mark.parametrize(("kind", "status"), [("0x030200", PROBLEM), ("0x040300", NOTE)], ids=["a GPU", "its sound"])
@@ -236,25 +233,18 @@ def test_a_directory_of_sockets_that_others_may_enter_is_noted_with_what_follows
     assert "is not trusted" in said.found
 
 
-def test_a_gpu_whose_memory_must_stay_is_noted_with_the_reason(monkeypatch):
+def test_where_memory_must_stay_the_reason_and_namespaces_other_than_the_hosts_are_noted(monkeypatch):
     monkeypatch.setattr(sections, "gpu_count", lambda: 2)
     monkeypatch.setattr(sections, "missing_software", lambda: "")
     monkeypatch.setattr(sections.virtual_memory, "why_not", lambda device: "it is a sandbox" if device else "")
-
-    assert told(sections.sharing)["GPU memory of ranks"].found.endswith("since it is a sandbox")
-
-
-def test_namespaces_other_than_the_hosts_are_noted_where_cuda_ipc_needs_them(monkeypatch):
-    monkeypatch.setattr(sections, "gpu_count", lambda: 2)
-    monkeypatch.setattr(sections, "missing_software", lambda: "")
-    monkeypatch.setattr(sections.virtual_memory, "why_not", lambda device: "it is a sandbox")
     monkeypatch.setattr(sections, "_namespace", lambda kind: {"ipc": 0xEFFFFFFF, "pid": 4026532999}[kind])
 
-    said = told(sections.sharing)["CUDA IPC"]
+    said = told(sections.sharing)
 
-    assert said.status == NOTE
-    assert said.found.startswith("own pid namespace")
-    assert "`--pid=host`" in said.found
+    assert said["GPU memory of ranks"].found.endswith("since it is a sandbox")
+    assert said["CUDA IPC"].status == NOTE
+    assert said["CUDA IPC"].found.startswith("own pid namespace")
+    assert "`--pid=host`" in said["CUDA IPC"].found
 
 
 def test_the_caches_entries_are_counted_and_damaged_ones_named(own_cache):
