@@ -8,6 +8,7 @@ import itertools
 import statistics
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -110,7 +111,7 @@ class Timer(Stopwatch):
         self.communicator.synchronize()  # other streams will read them
         outs = [torch.empty_like(x) for x in xs]
         bound = [self._bind(call, config, xs, outs) for config in configs]
-        how = {"algorithm": call.algorithm} | ({"codec": call.wire} if call.wire else {})
+        how: dict[str, Any] = {"algorithm": call.algorithm} | ({"codec": call.wire} if call.wire else {})
         of_ranks = SpecifiedCall("allreduce", [xs], **how).expected()
         expected = [total.to(x.device) for (total,), x in zip(of_ranks, xs, strict=True)]
         self._check(configs, bound, outs, expected)

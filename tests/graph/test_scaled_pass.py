@@ -286,7 +286,7 @@ def scaled_again(a, w, a_scale, w_scale, scale):
 
 def of_blocks_alike(a, w, a_scale, w_scale):
     a_scale, w_scale = [one.t().contiguous().t() for one in (a_scale, w_scale)]
-    return summed(second(a, w, a_scale, w_scale, *[ScalingType.BlockWise1x128] * 2))
+    return summed(second(a, w, a_scale, w_scale, ScalingType.BlockWise1x128, ScalingType.BlockWise1x128))
 
 
 def alone(*tensors):
