@@ -1,71 +1,39 @@
-"""`python -m graphar bench`: times a collective on this machine, gives its bandwidth, and checks its bits.
-
-In one process it has all ranks. Under torchrun each rank is a process: bench_ranks.py.
-"""
+"""`python -m graphar bench`: times a collective on this machine, gives its bandwidth, and checks its bits."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import statistics
-import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 
 import torch
 
-from graphar.cli import bench_ranks
-from graphar.cli.bench_ranks import BACKENDS, bandwidths
-from graphar.cli.options import add_call, add_command, add_load, algorithm_named, by_name, count, load, ranks_here, size
-from graphar.cli.progress import progress
-from graphar.cli.timing import Timer
-from graphar.cli.workloads import Prepared
-from graphar.communicator import Communicator
+import graphar
+from graphar.cli.bench_ranks import BACKENDS, Measured, Ranks, Row
+from graphar.cli.options import (
+    add_call,
+    add_command,
+    add_load,
+    algorithm_named,
+    by_name,
+    count,
+    load,
+    progress,
+    ranks_here,
+    size,
+)
 from graphar.errors import GrapharError
-from graphar.numerics.codecs import codec
 from graphar.numerics.dtypes import TYPE_NAMES
-from graphar.plan.algorithms import Algorithm
-from graphar.plan.call import Call
-from graphar.plan.config import FALLBACK
-from graphar.plan.entries import by_entries
-from graphar.plan.select import Facts, explain, select
 from graphar.plan.sizes import GB, KB, MB, format_nbytes
-from graphar.plan.trials import Workload
-from graphar.plan.work import Sum
 from graphar.runtime.availability import is_available
-from graphar.runtime.launcher import chip
-from graphar.runtime.life import compresses
-from graphar.runtime.user_tables import find_table
 
 SIZES = (2 * KB, 64 * KB, MB, 16 * MB, 256 * MB)
 CPU_SIZES = (2 * KB, 64 * KB, MB)
 MAX_NBYTES = {"allreduce": 4 * GB, "reducescatter": 256 * MB, "allgather": 256 * MB}  # by op; some hold many results
 DTYPES = by_name(TYPE_NAMES)
-REPEATS = 5
-
-
-@dataclass(frozen=True)
-class Timed:
-    """The result for one size."""
-
-    nbytes: int  # the size of one rank's input, in bytes
-    algorithm: str  # the name of the algorithm
-    time_us: float  # the median time of one call, in microseconds; of an all-reduce on GPUs in a CUDA graph
-    # GB/s (1e9 bytes), as nccl-tests defines them: of an all-gather the size is the result's.
-    algbw: float
-    busbw: float
-    expected_us: float | None  # the time in the tuning table, in microseconds; None if the table has none
-
-
-# Flags of nccl-tests that are refused.
-NOT_TAKEN = ("-t --nthreads", "-i --stepbytes", "-m --agg_iters", "-N --run_cycles", "-p --parallel_init", "-r --root")
-NOT_TAKEN += ("-z --blocking", "-y --stream_null", "-T --timeout", "-G --cudagraph", "-C --report_cputime")
-NOT_TAKEN += ("-a --average", "-R --local_register", "-x --cta_policy", "-J --output_file")
-
-
-class _NotTaken(argparse.Action):
-    def __call__(self, parser, namespace, values, option_string=None):
-        parser.error(f"{option_string} of nccl-tests is not taken: `{parser.prog} --help` lists what is")
+_COLUMNS = "{:>12} {:>13} {:>9} {:>6} {:>8}  {:>9} {:>7} {:>7} {:>6}  {:>9} {:>7} {:>7} {:>6}"
 
 
 def add(commands) -> None:
@@ -75,8 +43,8 @@ def add(commands) -> None:
         run,
         summary="time a collective at a few sizes here, and check its bits",
         description="Times a collective in this process: between all GPUs, or without them on the CPU. Under torchrun, "
-        "between its processes, with the flags and columns of nccl-tests, and other backends beside graphar. "
-        "`nox -s perf` in a checkout sets it beside its peers.",
+        "between its processes, and other backends beside graphar. It has flags and columns of nccl-tests. The size of "
+        "an all-gather is that of its result. `nox -s perf` in a checkout sets graphar beside its peers.",
         quiet="show no progress",
     )
     add_call(one, DTYPES, count="*", what="one rank's input", ranks="all GPUs")
@@ -92,22 +60,16 @@ def add(commands) -> None:
     one.add_argument("-b", "--minbytes", type=size, metavar="SIZE", help="in place of sizes: the smallest of several")
     one.add_argument("-e", "--maxbytes", type=size, metavar="SIZE", help="the largest (default: the smallest)")
     one.add_argument("-f", "--stepfactor", type=int, default=2, metavar="N", help="from size to size (default: 2)")
-    ranks = one.add_argument_group(
-        "under torchrun, as in `torchrun --nproc-per-node=2 -m graphar bench`",
-        "The size of an all-gather is that of its result, as in nccl-tests.",
-    )
-    ranks.add_argument("-n", "--iters", type=count, default=20, metavar="N", help="timed calls (default: 20)")
-    ranks.add_argument("-w", "--warmup_iters", type=count, default=5, metavar="N", help="calls before (default: 5)")
-    ranks.add_argument("-c", "--check", type=int, choices=(0, 1), default=1, help="compare with the exact result")
-    ranks.add_argument("-g", "--ngpus", choices=("1",), metavar="1", help="GPUs of a process; torchrun starts several")
-    ranks.add_argument("-o", choices=("sum",), metavar="sum", help="what a reduction computes")
-    for flags in NOT_TAKEN:
-        ranks.add_argument(*flags.split(), nargs="?", action=_NotTaken, help=argparse.SUPPRESS)
-    ranks.add_argument(
+    one.add_argument("-n", "--iters", type=count, default=20, metavar="N", help="timed calls (default: 20)")
+    one.add_argument("-w", "--warmup_iters", type=count, default=5, metavar="N", help="calls before (default: 5)")
+    one.add_argument("-c", "--check", type=int, choices=(0, 1), default=1, help="compare with the exact result")
+    one.add_argument("-g", "--ngpus", choices=("1",), metavar="1", help="GPUs of a process; torchrun starts several")
+    one.add_argument("-o", choices=("sum",), metavar="sum", help="what a reduction computes")
+    one.add_argument(
         "--backend",
         type=backends,
         metavar="NAMES",
-        help=f"{', '.join(BACKENDS)}, separated by commas (default: graphar, and nccl or without GPUs gloo)",
+        help=f"under torchrun: {', '.join(BACKENDS)}, separated by commas (default: graphar, and nccl or gloo)",
     )
 
 
@@ -141,88 +103,65 @@ def sizes_of(options: argparse.Namespace, defaults: Sequence[int]) -> list[int]:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Runs the command. Raises GrapharError if a result is wrong or there are too few GPUs."""
+    """Runs the command; of several processes, rank 0 prints. Returns the exit status: 1 if a result is wrong."""
     load(options.load)
     options.algorithm = algorithm_named(options.op, options.algorithm)
-    available, dtype = is_available(), DTYPES[options.dtype]
+    available = is_available()
     sizes = sizes_of(options, SIZES if available else CPU_SIZES)
-    if torch.distributed.is_torchelastic_launched():
-        return bench_ranks.run(options, sizes)
-    if options.backend:
-        raise ValueError("bench: --backend needs processes: torchrun --nproc-per-node=2 -m graphar bench ...")
     if options.codec and options.op != "allreduce":
         raise ValueError(f"bench: --codec needs --op allreduce, got {options.op}")
     if options.codec and options.algorithm != "auto":
         raise ValueError("bench: give --codec or --algorithm")
-    world_size = options.world_size or ranks_here()
-    if available and world_size > torch.cuda.device_count():
+    is_one_process = not torch.distributed.is_torchelastic_launched()
+    world_size = options.world_size or ranks_here() if is_one_process else None
+    if is_one_process and options.backend:
+        raise ValueError("bench: --backend needs processes: torchrun --nproc-per-node=2 -m graphar bench ...")
+    if available and world_size and world_size > torch.cuda.device_count():
         raise GrapharError(f"bench: {world_size} ranks need as many GPUs, torch sees {torch.cuda.device_count()}")
-    text = codec(options.codec).text if options.codec else ""
-    how = {"codec": text, "dtype": dtype, "algorithm": options.algorithm}
-    workloads = [Workload(options.op, -(-nbytes // dtype.itemsize), 1, **how) for nbytes in sizes]
-    rows = []
-    with progress("bench", len(sizes), options.quiet) as done:
-        for nbytes, row in zip(sizes, (on_gpus if available else on_cpu)(world_size, workloads), strict=True):
-            rows.append(timed(nbytes, options.op, world_size, *row))
-            done(format_nbytes(nbytes))
-    where = torch.cuda.get_device_name(0) if available else "CPU"
-    if options.json:
-        call = {"device": where, "world_size": world_size, "op": options.op, "dtype": options.dtype}
-        print(json.dumps(call | {"codec": options.codec, "rows": [asdict(row) for row in rows]}, indent=1))
-    else:
-        why = "" if available else f" ({available.reason})"
-        print(f"{options.op}, {world_size} ranks on {where}{why}, {options.dtype}; every result is right, bit for bit")
-        show(rows)
-    return 0
+    with Ranks(options, world_size) as ranks:
+        on_gpu, is_first = ranks.devices[0].type == "cuda", 0 in ranks.numbers
+        backends = options.backend or (["graphar"] if is_one_process else ["graphar", "nccl" if on_gpu else "gloo"])
+        calls, rows = [ranks.calls_of(backend) for backend in backends], []
+        with progress("bench", len(sizes), options.quiet or not is_first) as done:
+            for nbytes in sizes:
+                rows += [ranks.row(one, nbytes) for one in calls]
+                done(format_nbytes(nbytes))
+    where = torch.cuda.get_device_name() if on_gpu else "CPU"
+    if is_first and options.json:
+        call = {"device": where, "world_size": ranks.world_size, "op": options.op, "codec": options.codec}
+        print(json.dumps(call | {"rows": [asdict(row) for row in rows]}, indent=1))
+    elif is_first:
+        why = "" if on_gpu else f" ({available.reason})"
+        print("\n".join(lines(options, rows, f"{ranks.world_size} ranks on {where}{why}")))
+    return int(any(one.wrong for row in rows for one in row.measured()))
 
 
-def show(rows: Sequence[Timed]) -> None:
-    print(f"{'size':>8} {'time (us)':>11} {'expected':>11} {'algbw':>9} {'busbw (GB/s)':>13}  algorithm")
+def lines(options: argparse.Namespace, rows: Sequence[Row], where: str) -> Iterator[str]:
+    """Yields the table."""
+    codec = f", {options.codec} on the wire" if options.codec else ""
+    yield (
+        f"# {options.op}, {where}{codec}, graphar {graphar.__version__}, torch {torch.__version__}: {options.iters} "
+        f"iterations after {options.warmup_iters}"
+    )
+    yield "#"
+    yield f"#{'out-of-place':>77} {'in-place':>35}"
+    times = ("time", "algbw", "busbw", "#wrong")
+    yield "#" + _COLUMNS.format("size", "count", "type", "redop", "backend", *times, *times)
+    units = ("(us)", "(GB/s)", "(GB/s)", "")
+    yield "#" + _COLUMNS.format("(B)", "(elements)", "", "", "", *units, *units).rstrip()
     for row in rows:
-        expected = f"{row.expected_us:.2f}" if row.expected_us else "-"
-        print(
-            f"{format_nbytes(row.nbytes):>8} {row.time_us:>11.2f} {expected:>11} {row.algbw:>9.2f} {row.busbw:>13.2f}"
-            f"  {row.algorithm}"
-        )
+        cells = [cell for one in (row.out_of_place, row.in_place) for cell in _cells(one)]
+        yield " " + _COLUMNS.format(row.nbytes, row.count, row.dtype, row.redop, row.backend, *cells)
+    if options.check:
+        wrong = sum(one.wrong or 0 for row in rows for one in row.measured())
+        yield f"# Wrong elements: {wrong} {'OK' if not wrong else 'FAILED'}"
+    for backend in dict.fromkeys(row.backend for row in rows):
+        rates = [one.busbw for row in rows if row.backend == backend for one in row.measured()]
+        yield f"# Average bus bandwidth, {backend}: {statistics.fmean(rates):.4g} GB/s"
 
 
-Row = tuple[str, float, float | None]  # the algorithm, the time and the expected time, in microseconds
-
-
-def on_gpus(world_size: int, workloads: Sequence[Workload]) -> Iterator[Row]:
-    """Times the algorithm that calls take. The timer compares every result with the specification."""
-    table = find_table(torch.cuda.get_device_name(0))
-    with Timer(world_size) as timer:
-        for one in workloads:
-            nbytes = one.rows * one.dtype.itemsize
-            if one.op == "allreduce":
-                facts = Facts(world_size, table, chip(0), lossless=compresses(None))
-                call = Call(Sum(one.rows, one.codec), one.dtype, 0, algorithm=one.algorithm)
-                config = select(call, facts).config
-                (time_us,) = timer.measure(call, [config])
-                yield config.algorithm.value, time_us, None if one.codec else explain(call, facts).expected_us
-            else:
-                part = nbytes if one.op == "allgather" else -(-one.rows // world_size) * one.dtype.itemsize
-                (time_us,) = timer.measure_under(one, [table])
-                asked = None if one.algorithm == "auto" else Algorithm(one.algorithm)
-                yield by_entries(table.parts[one.op], 1, part, asked).algorithm.value, time_us, None
-
-
-def on_cpu(world_size: int, workloads: Sequence[Workload]) -> Iterator[Row]:
-    """Times the fallback on the CPU, with one tensor per rank."""
-    with Communicator(devices=["cpu"] * world_size) as communicator:
-        for one in workloads:
-            prepared, times = Prepared(one, communicator), []
-            results = prepared.run(0)  # warms up
-            for at in range(1, 1 + REPEATS):
-                begin = time.perf_counter()
-                results = prepared.run(at)
-                times.append((time.perf_counter() - begin) * 1e6)
-            prepared.check(REPEATS, results)
-            yield FALLBACK.algorithm.value, statistics.median(times), None
-
-
-def timed(nbytes: int, op: str, world_size: int, algorithm: str, time_us: float, expected: float | None) -> Timed:
-    """Returns the row of a size, with its bandwidths."""
-    whole = nbytes * (world_size if op == "allgather" else 1)
-    return Timed(nbytes, algorithm, time_us, *bandwidths(op, whole, world_size, time_us), expected)
+def _cells(measured: Measured | None) -> tuple[str, ...]:
+    if measured is None:
+        return ("N/A",) * 4
+    wrong = "N/A" if measured.wrong is None else str(measured.wrong)
+    return f"{measured.time_us:.2f}", f"{measured.algbw:.3g}", f"{measured.busbw:.3g}", wrong

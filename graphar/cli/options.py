@@ -1,13 +1,14 @@
-"""The options that commands share, and their exit status."""
+"""What commands share: options, exit status and a progress bar."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import runpy
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -151,3 +152,18 @@ def fail(reason: str, status: int = 1) -> int:
     """Prints why a command failed, and returns its exit status."""
     print(f"graphar: {reason}", file=sys.stderr)
     return status
+
+
+@contextlib.contextmanager
+def progress(title: str, total: int, quiet: bool = False) -> Iterator[Callable[[str], None]]:
+    """Yields a function to call after each of ``total`` steps. It moves a bar on a terminal, if rich is installed."""
+    try:
+        from rich.console import Console
+        from rich.progress import Progress
+    except ImportError:
+        yield lambda step: None
+        return
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=quiet or not console.is_terminal) as bar:
+        task = bar.add_task(title, total=total)
+        yield lambda step: bar.update(task, advance=1, description=step)

@@ -7,8 +7,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from graphar.cli.options import add_command, by_name, count, dtype_name, load, python_file, world_size
-from graphar.cli.progress import progress
+from graphar.cli.options import add_command, by_name, count, dtype_name, load, progress, python_file, world_size
 from graphar.numerics.dtypes import TYPE_NAMES
 from graphar.plan.algorithms import NAMED, is_from_outside
 from graphar.plan.scratch import MAX_RANKS, WORLD_SIZES
@@ -91,7 +90,6 @@ def _algorithms(subject: str) -> list[str]:
 
 
 def _loaded() -> list[str]:
-    """Returns the algorithms from outside the package."""
     return [one.value for named in NAMED.values() for one in named.values() if is_from_outside(one)]
 
 

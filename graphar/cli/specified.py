@@ -1,23 +1,34 @@
-"""A call of an op on the tensors of all ranks, with the results that the specification gives."""
+"""Calls of ops on the tensors of all ranks, with the results that the specification gives, and those of trials."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 
 import graphar
 from graphar import reference
 from graphar.communicator import Communicator
+from graphar.errors import GrapharError
+from graphar.numerics.partitions import split
 from graphar.plan.algorithms import Algorithm
+from graphar.plan.trials import Workload
+from graphar.plan.work import MATMUL_ALLREDUCE, Product
+from graphar.product.multiply.choice import choose
+from graphar.product.operands import MatmulOperands
+from graphar.runtime.engine import Engine
 
 DTYPE = torch.bfloat16
 
 OfRanks = Sequence[torch.Tensor]  # a tensor for each rank
 Results = Sequence[OfRanks]  # by rank, the tensors that it gets
 
-
+_CYCLED_NBYTES = 128 << 20  # the least bytes of the weights of "matmul", used in turn: together they do not fit into L2
+_CLOSE = 0.01  # relative error of a sum of matmuls: kernels add the products in another order than torch
+_CLOSE_WITH_CODEC = 0.05
+_WINDOW = 1 << 24  # elements of a sum that are computed at a time, for its fp32 needs much memory; whole buckets
 _WITH_CODEC = {"allreduce": reference.quantized_allreduce, "reducescatter": reference.quantized_reducescatter}
 
 
@@ -44,10 +55,18 @@ class SpecifiedCall:
     def expected(self) -> Results:
         """Returns the specification's results, computed on the device of the first rank's tensor."""
         first = self._operands[0][0].device
-        operands = [*([x.to(first) for x in xs] for xs in self._operands), *(one.to(first) for one in self._equal)]
-        specification = own_specification(self._options.get("algorithm", "auto")) or getattr(reference, self._op)
+        own = own_specification(self._options.get("algorithm", "auto"))
+        specification = own or getattr(reference, self._op)
         if self._options.get("codec") and self._op in _WITH_CODEC:
             specification = partial(_WITH_CODEC[self._op], codec=self._options["codec"])
+        if self._op == "allreduce" and not own:
+            (xs,), total = self._operands, torch.empty_like(self._operands[0][0])
+            for begin in range(0, total.numel(), _WINDOW):
+                window = slice(begin, begin + _WINDOW)
+                total.view(-1)[window] = specification([x.view(-1)[window].to(first) for x in xs])
+            return [(total,)] * len(xs)
+        own_operands = ([x.to(first, copy=bool(own)) for x in xs] for xs in self._operands)  # which it may write
+        operands = [*own_operands, *(one.to(first) for one in self._equal)]
         if self._op == "fused_allgather_matmul":  # specified for the weight of one rank
             a, weights = operands
             of_ranks = [specification(a, w) for w in weights]
@@ -82,3 +101,80 @@ def count_wrong(found: torch.Tensor, expected: torch.Tensor) -> int:
     """Returns how many elements of two tensors on one device differ in any bit."""
     kind = {2: torch.int16, 4: torch.int32}[found.itemsize]
     return int((found.view(kind) != expected.view(kind)).sum())
+
+
+# ---- workloads of trials --------------------------------------------------------------------------------------------
+
+
+class Prepared:
+    """A workload with its tensors on the communicator's devices."""
+
+    def __init__(self, workload: Workload, communicator: Communicator) -> None:
+        self.workload = workload
+        # Whether results must have the bits of `expected`.
+        self.exact = workload.op not in ("matmul", "matmul_allreduce", "allgather_matmul")
+        # `run` makes the call with the given number, on the current streams, and returns each rank's results.
+        # `expected` are the ranks' results of the first calls, on the first device; later calls repeat them.
+        self.run: Callable[[int], Results]
+        self.expected: Sequence[Results]
+        devices = communicator.devices or ()
+        if workload.op == "matmul":
+            self.run, self.expected = _matmul(workload, devices, communicator.engine)
+        else:
+            call = _call(workload, devices)
+            make, self.expected = call.over(communicator), [call.expected()]
+            self.run = lambda at: make()
+
+    def check(self, at: int, results: Results) -> None:
+        """Raises GrapharError if a rank's results of call ``at`` are not the expected ones."""
+        expected = self.expected[at % len(self.expected)]
+        for rank, (found, right) in enumerate(zip(results, expected, strict=True)):
+            for one, other in zip(found, right, strict=True):
+                one = one.to(other.device)
+                if self.exact:
+                    is_right = count_wrong(one, other) == 0
+                else:
+                    distance = (one.float() - other.float()).norm() / other.float().norm()
+                    is_right = distance.item() <= (_CLOSE_WITH_CODEC if self.workload.codec else _CLOSE)
+                if not is_right:
+                    raise GrapharError(f"{self.workload}: rank {rank} has a wrong result")
+
+
+def _call(workload: Workload, devices: Sequence[torch.device]) -> SpecifiedCall:
+    op, rows, columns, k = workload.op, workload.rows, workload.columns, workload.k
+    codec: dict[str, Any] = {"codec": workload.codec} if workload.codec else {}
+    named = {"algorithm": workload.algorithm} if workload.algorithm != "auto" else {}
+    if op == "allgather_matmul":
+        whole = random(devices[:1], (rows, k))[0]
+        operands = [whole.split(split(rows, len(devices))), random(devices, (columns, k), seed=1)]
+        return SpecifiedCall("fused_allgather_matmul", operands, partition=workload.partition)
+    if op == "matmul_allreduce":
+        operands = [random(devices, (rows, k)), random(devices, (columns, k), seed=1)]
+        return SpecifiedCall("fused_matmul_allreduce", operands, partition=workload.partition, **codec)
+    xs, equal = random(devices, (rows, columns), dtype=workload.dtype), []
+    if op == "allreduce_residual_rmsnorm":
+        equal = [*random(devices[:1], (rows, columns), seed=1), *random(devices[:1], columns, seed=2)]
+    return SpecifiedCall(op, [xs], equal, **codec, **named)
+
+
+def _matmul(
+    workload: Workload, devices: Sequence[torch.device], engine: Engine
+) -> tuple[Callable[[int], Results], Sequence[Results]]:
+    """A matmul on each rank, by the one that the communicator's table takes before a sum."""
+    m, n, k = workload.rows, workload.columns, workload.k
+    work = Product(MATMUL_ALLREDUCE, (m,), n)
+    count = next(count for count in (4, 6, 12) if count == 12 or count * 2 * n * k >= _CYCLED_NBYTES)
+    xs = random(devices, (m, k))
+    weights = [random(devices, (n, k), seed=1 + at) for at in range(count)]
+
+    def run(at: int) -> Results:
+        pairs = zip(xs, weights[at % count], strict=True)
+        members = [MatmulOperands(x, w, None, out=x.new_empty(m, n)) for x, w in pairs]
+        for one in members:
+            choose(engine, work, one).multiply.make(one.step)
+        return [(one.out,) for one in members]
+
+    first = [x.to(devices[0]) for x in xs]
+    return run, [
+        [(reference.linear(x, w.to(x.device)),) for x, w in zip(first, of_ranks, strict=True)] for of_ranks in weights
+    ]

@@ -8,13 +8,12 @@ import itertools
 import statistics
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 
-from graphar import reference
 from graphar.cli import specified
-from graphar.cli.specified import DTYPE, count_wrong, own_specification
-from graphar.cli.workloads import Prepared
+from graphar.cli.specified import DTYPE, Prepared, SpecifiedCall, count_wrong
 from graphar.communicator import Communicator
 from graphar.errors import GrapharError, UnsupportedError
 from graphar.plan.call import Call
@@ -32,7 +31,6 @@ HOPELESS = 1.5  # stop timing a configuration that takes this many times as long
 CALLS = 12  # calls of a repeat; a multiple of the number of weights that take turns
 _PAUSE = 200_000  # clocks, 0.1 ms: enough for the host to queue a graph on each device
 _LONGEST_PAUSE = 1 << 28  # 0.15 s; if the host is still late after that, it limits the time
-_WINDOW = 1 << 24  # elements of the expected sum that are computed at a time; whole buckets of every codec
 _DEADLINE_S = 20.0
 
 Tensors = Sequence[torch.Tensor]  # one of each rank
@@ -43,33 +41,61 @@ def launches_of(nbytes: int) -> int:
     return 50 if nbytes <= MB else 20 if nbytes <= 64 * MB else 5
 
 
-class Timer:
+class Stopwatch:
+    """Measures work on a stream of each of a communicator's GPUs, all in one process, without the host's time."""
+
+    def __init__(self, communicator: Communicator, streams: Sequence[torch.cuda.Stream]) -> None:
+        self.communicator, self.streams, self._pause_cycles = communicator, streams, _PAUSE
+
+    def elapsed_us(self, run: Callable[[], None]) -> float:
+        """Returns the time of the work that ``run`` queues on the streams, in microseconds."""
+        while True:
+            pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in self.streams]
+            pauses = [partial(torch.cuda._sleep, self._pause_cycles)] * len(pairs)
+            self.on_streams(pauses)
+            self.on_streams([begin.record for begin, _ in pairs])
+            run()
+            late = any(begin.query() for begin, _ in pairs)  # the pause ended before all was queued
+            self.on_streams([end.record for _, end in pairs])
+            self.communicator.synchronize()
+            if not late or self._pause_cycles >= _LONGEST_PAUSE:
+                # The minimum: a rank that began early waited for other ranks, and the last rank to begin did not wait.
+                return min(begin.elapsed_time(end) for begin, end in pairs) * 1e3
+            self._pause_cycles *= 2
+
+    def on_streams(self, functions: Sequence[Callable[[], None]]) -> None:
+        """Calls one function for each rank, with the rank's stream as the current one."""
+        for stream, function in zip(self.streams, functions, strict=True):
+            with torch.cuda.stream(stream):
+                function()
+
+
+class Timer(Stopwatch):
     """Times configurations of all-reduce between the first ``world_size`` GPUs; a context manager.
 
-    ``lossless`` is the communicator's: whether ``auto`` may compress; None: as the environment says.
+    ``auto`` may compress, whatever the environment says.
 
     Raises:
         UnsupportedError: graphar's kernels cannot reach all of these GPUs.
     """
 
-    def __init__(self, world_size: int, lossless: bool | None = None) -> None:
-        self._world_size, self._pause_cycles = world_size, _PAUSE
-        self._communicator = Communicator(devices=range(world_size), timeout_s=_DEADLINE_S, lossless=lossless)
-        self._streams = [torch.cuda.Stream(device) for device in range(world_size)]
-        xs = [torch.ones(PACK_NBYTES, dtype=DTYPE, device=stream.device) for stream in self._streams]
+    def __init__(self, world_size: int) -> None:
+        communicator = Communicator(devices=range(world_size), timeout_s=_DEADLINE_S, lossless=True)
+        super().__init__(communicator, [torch.cuda.Stream(device) for device in range(world_size)])
+        xs = [torch.ones(PACK_NBYTES, dtype=DTYPE, device=stream.device) for stream in self.streams]
         try:
-            self._communicator.allreduce(xs)
-            if self._communicator.engine.runner is None:
-                raise UnsupportedError(f"{world_size} GPUs: {self._communicator.explain(xs).reason}")
+            self.communicator.allreduce(xs)
+            if self.communicator.engine.runner is None:
+                raise UnsupportedError(f"{world_size} GPUs: {self.communicator.explain(xs).reason}")
         except GrapharError:
-            self._communicator.close()
+            self.communicator.close()
             raise
 
     def __enter__(self) -> Timer:
         return self
 
     def __exit__(self, *_) -> None:
-        self._communicator.close()
+        self.communicator.close()
 
     def measure(self, call: Call, configs: Sequence[Config]) -> list[float]:
         """Returns the median time of an all-reduce with each of ``configs``, in microseconds; repeats alternate.
@@ -81,16 +107,19 @@ class Timer:
             GrapharError: a result is wrong; the message names the configuration.
             CollectiveTimeout: a kernel waited past its deadline.
         """
-        xs = self._random(call.work.numel, call.dtype)
+        xs = specified.random(self.communicator.devices or (), call.work.numel, dtype=call.dtype)
+        self.communicator.synchronize()  # other streams will read them
         outs = [torch.empty_like(x) for x in xs]
         bound = [self._bind(call, config, xs, outs) for config in configs]
-        expected = _expected(xs, call)
+        how: dict[str, Any] = {"algorithm": call.algorithm} | ({"codec": call.wire} if call.wire else {})
+        of_ranks = SpecifiedCall("allreduce", [xs], **how).expected()
+        expected = [total.to(x.device) for (total,), x in zip(of_ranks, xs, strict=True)]
         self._check(configs, bound, outs, expected)
         gc.collect()  # freeing an older graph during a capture would invalidate it
         count = launches_of(call.nbytes)
         graphs = [[self._capture(rank, run, count) for rank, run in enumerate(runs)] for runs in bound]
         replays = [[graph.replay for graph in of_config] for of_config in graphs]
-        times = self._medians([partial(self._on_streams, of_config) for of_config in replays])
+        times = self._medians([partial(self.on_streams, of_config) for of_config in replays])
         self._check(configs, replays, outs, expected)
         return [time_us / count for time_us in times]
 
@@ -104,15 +133,15 @@ class Timer:
             GrapharError: a result is wrong; the message names the call.
             CollectiveTimeout: a kernel waited past its deadline.
         """
-        engine, prepared = self._communicator.engine, Prepared(workload, self._communicator)
-        self._communicator.synchronize()  # the tensors are made; other streams will read them
+        engine, prepared = self.communicator.engine, Prepared(workload, self.communicator)
+        self.communicator.synchronize()  # the tensors are made; other streams will read them
         own = engine.table
         results: list = [[] for _ in tables]  # of all calls of a repeat
 
         def call(at: int, calls: int) -> None:
             engine.use_table(tables[at])
             with contextlib.ExitStack() as streams:
-                for stream in self._streams:
+                for stream in self.streams:
                     streams.enter_context(torch.cuda.stream(stream))
                 results[at] = [prepared.run(one) for one in range(calls)]
 
@@ -121,10 +150,10 @@ class Timer:
             for out in itertools.chain.from_iterable(itertools.chain.from_iterable(results[at])):
                 out.fill_(torch.nan)
             results[at] = []
-            self._communicator.synchronize()
+            self.communicator.synchronize()
 
         def check() -> None:
-            self._communicator.synchronize()
+            self.communicator.synchronize()
             for of_table in results:
                 for one, of_call in enumerate(of_table):
                     prepared.check(one, of_call)
@@ -149,19 +178,14 @@ class Timer:
             for at in _worthwhile(times):
                 if before:
                     before(at)
-                time_us = self._elapsed_us(runs[at])
+                time_us = self.elapsed_us(runs[at])
                 if turn > 0:  # the first one warms up
                     times[at].append(time_us)
         return [statistics.median(of_run) for of_run in times]
 
-    def _random(self, numel: int, dtype: torch.dtype) -> list[torch.Tensor]:
-        xs = specified.random(self._communicator.devices or (), numel, dtype=dtype)
-        self._communicator.synchronize()  # other streams will read them
-        return xs
-
     def _bind(self, call: Call, config: Config, xs: Tensors, outs: Tensors) -> list[Callable[[], None]]:
         """Returns, for each rank, a function that launches its kernel on the current stream."""
-        engine, whole = self._communicator.engine, Slice(call.work.numel)
+        engine, whole = self.communicator.engine, Slice(call.work.numel)
         launches = bind_slice(runner_of(engine), call, config, whole, _DEADLINE_S, put_of(engine, call))
         return [partial(launch, (x,), (out,)) for launch, x, out in zip(launches, xs, outs, strict=True)]
 
@@ -170,43 +194,21 @@ class Timer:
         for config, runs in zip(configs, launches, strict=True):
             for out in outs:
                 out.fill_(torch.nan)
-            self._communicator.synchronize()
-            self._on_streams(runs)
-            self._communicator.synchronize()
+            self.communicator.synchronize()
+            self.on_streams(runs)
+            self.communicator.synchronize()
             wrong = [rank for rank, out in enumerate(outs) if count_wrong(out, expected[rank])]
             if wrong:
                 size = format_nbytes(outs[0].nbytes)
-                raise GrapharError(f"{self._world_size} GPUs, {size}: {config} gave wrong sums on rank(s) {wrong}")
+                raise GrapharError(f"{len(outs)} GPUs, {size}: {config} gave wrong sums on rank(s) {wrong}")
 
     def _capture(self, rank: int, run: Callable[[], None], count: int) -> torch.cuda.CUDAGraph:
         # Captured calls launch nothing, so the ranks can be captured one after another.
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.device(rank), torch.cuda.graph(graph, stream=self._streams[rank]):
+        with torch.cuda.device(rank), torch.cuda.graph(graph, stream=self.streams[rank]):
             for _ in range(count):
                 run()
         return graph
-
-    def _elapsed_us(self, run: Callable[[], None]) -> float:
-        """Returns the time of the work that ``run`` queues on the streams, in microseconds."""
-        while True:
-            pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in self._streams]
-            pauses = [partial(torch.cuda._sleep, self._pause_cycles)] * len(pairs)
-            self._on_streams(pauses)
-            self._on_streams([begin.record for begin, _ in pairs])
-            run()
-            late = any(begin.query() for begin, _ in pairs)  # the pause ended before all was queued
-            self._on_streams([end.record for _, end in pairs])
-            self._communicator.synchronize()
-            if not late or self._pause_cycles >= _LONGEST_PAUSE:
-                # The minimum: a rank that began early waited for other ranks, and the last rank to begin did not wait.
-                return min(begin.elapsed_time(end) for begin, end in pairs) * 1e3
-            self._pause_cycles *= 2
-
-    def _on_streams(self, functions: Sequence[Callable[[], None]]) -> None:
-        """Calls one function for each rank, with the rank's stream as the current one."""
-        for stream, function in zip(self._streams, functions, strict=True):
-            with torch.cuda.stream(stream):
-                function()
 
 
 def _worthwhile(times: list[list[float]]) -> list[int]:
@@ -215,16 +217,3 @@ def _worthwhile(times: list[list[float]]) -> list[int]:
         return list(range(len(times)))
     best = min(min(of_run) for of_run in times)
     return [at for at, of_run in enumerate(times) if min(of_run) <= HOPELESS * best]
-
-
-def _expected(xs: list[torch.Tensor], call: Call) -> list[torch.Tensor]:
-    """Returns the specification's sum on each GPU, computed in windows, because its fp32 needs much memory."""
-    codec, expected = call.wire, torch.empty_like(xs[0])
-    if own := own_specification(call.algorithm):
-        expected = own([x.to(expected.device, copy=True) for x in xs])
-        return [expected.to(x.device) for x in xs]
-    for start in range(0, expected.numel(), _WINDOW):
-        window = slice(start, start + _WINDOW)
-        parts = [x[window].to(expected.device) for x in xs]
-        expected[window] = reference.quantized_allreduce(parts, codec) if codec else reference.allreduce(parts)
-    return [expected.to(x.device) for x in xs]

@@ -13,8 +13,7 @@ from pathlib import Path
 
 import torch
 
-from graphar.cli.options import add_command, add_load, fail, load, size
-from graphar.cli.progress import progress
+from graphar.cli.options import add_command, add_load, fail, load, progress, size
 from graphar.cli.specified import DTYPE
 from graphar.cli.timing import Timer
 from graphar.numerics.codecs import NAMES, Codec, codec
@@ -82,7 +81,10 @@ def run(options: argparse.Namespace) -> int:
     machine = f"{torch.cuda.device_count()}x {device}"
     blank = Table(slug(device), machine, date, options.report, rows={}, chip=chip(0))
     new, changed, faster = measure_all(old, blank, world_sizes, options)
-    path = write(new, options.out)
+    if path := options.out:
+        path.write_text(new.to_json())
+    else:
+        path = cache.store_file(FOLDER, f"{new.name}.json", new.to_json().encode())
     if options.json:
         print(json.dumps({"path": str(path), "changed": changed, "codecs": faster, "table": json.loads(new.to_json())}))
         return 0
@@ -116,7 +118,7 @@ def measure_all(
         new = tuning.update(old, blank, measurements, codec_times)
         changed = tuning.what_changed(old, new, measurements)
         for world_size in world_sizes:
-            with Timer(world_size, lossless=True) as timer:
+            with Timer(world_size) as timer:
                 for trial in tried[world_size]:
                     new, line = settle(timer, new, trial)
                     changed += [line] if line else []
@@ -136,19 +138,10 @@ def read(path: Path) -> Table:
         raise ValueError(f"{path} holds no tuning table: {error}") from error
 
 
-def write(table: Table, out: Path | None) -> Path:
-    """Writes a table to ``out`` and returns the path; None: to the user's cache, where graphar looks for it."""
-    content = table.to_json().encode()
-    if out is None:
-        return cache.store_file(FOLDER, f"{table.name}.json", content)
-    out.write_bytes(content)
-    return out
-
-
 def measure(world_size: int, sizes: Sequence[int], done: Callable[[str], None]) -> tuning.Measurements:
     """Returns the time of every candidate at every size on the first ``world_size`` GPUs."""
     measurements = {}
-    with Timer(world_size, lossless=True) as timer:
+    with Timer(world_size) as timer:
         for nbytes in sizes:
             tried = tuning.candidates("allreduce", [world_size], nbytes, chip(0))
             configs = [fitted(candidate, world_size, nbytes) for candidate in tried]
@@ -164,7 +157,7 @@ def measure_codecs(
     """Returns the time of the chosen algorithm with each codec at every size on the first ``world_size`` GPUs."""
     times: dict[str, dict[int, float]] = {codec.text: {} for codec in codecs}
     facts = Facts(world_size, table, chip(0))
-    with Timer(world_size, lossless=True) as timer:
+    with Timer(world_size) as timer:
         for nbytes in sizes:
             for codec in codecs:
                 call = Call(Sum(nbytes // DTYPE.itemsize, codec.text), DTYPE, 0)

@@ -6,7 +6,7 @@ x -- allgather -- views -+- mm, addmm or linear     becomes fused_allgather_matm
 Of several matmuls, the one with the largest weight is fused. Where rows are reordered between the two, as in an
 all-gather along another dimension than the first, the rows of the product are reordered instead.
 
-torch's scaled products of e4m3 operands (scaled.py) are fused if the scales of rows are gathered like the rows:
+torch's scaled products of e4m3 operands are fused if the scales of rows are gathered like the rows:
 
 a -- allgather ------- views -+- _scaled_mm         becomes fused_allgather_matmul with scales
 a_scale -- allgather - views -+
@@ -23,13 +23,11 @@ import torch
 from torch.fx import Graph, Node
 
 from graphar.errors import Reason
-from graphar.graph import rows, scaled
-from graphar.graph.collectives import CASTS, VIEWS, Collective, are_same, call, ours, reached
+from graphar.graph import products, rows
+from graphar.graph.collectives import CASTS, VIEWS, Collective, are_same, call, first, ours, reached, value
 from graphar.graph.matmul import MANY_ROWS, TRANSPOSES, why_no_kernel
-from graphar.graph.nodes import value
 from graphar.graph.places import Places
-from graphar.graph.scaled import ScaledProduct
-from graphar.graph.weights import MATMULS, operands_of, stored
+from graphar.graph.products import Product
 from graphar.numerics.dtypes import TYPE_NAMES
 from graphar.numerics.fp8_products import FP8
 from graphar.numerics.partitions import BATCH_INVARIANT, TP_INVARIANT
@@ -38,7 +36,6 @@ from graphar.ops.register import op_of
 from graphar.plan.algorithms import MATMUL_TYPES
 
 _aten = torch.ops.aten
-_MATMULS = (*MATMULS, *scaled.TARGETS)
 _MOVABLE = (*VIEWS, *TRANSPOSES, *CASTS)  # what may be done to a weight between the all-gather and the matmul
 
 
@@ -46,7 +43,7 @@ _MOVABLE = (*VIEWS, *TRANSPOSES, *CASTS)  # what may be done to a weight between
 class Gathered(Collective):
     """A graphar all-gather whose rows are multiplied."""
 
-    matmuls: list[Node]  # by two-dimensional weights, in the graph's order
+    matmuls: list[Product]  # by two-dimensional weights, in the graph's order
 
 
 @dataclass(frozen=True)
@@ -60,10 +57,11 @@ class AllgatherMatmul:
     partition: str = "auto"
 
     def find(self, graph: Graph) -> list[Gathered]:
-        by_gather: dict[Node, list[Node]] = {}
+        by_gather: dict[Node, list[Product]] = {}
         for node in graph.nodes:
-            if node.target in _MATMULS and node.users and _is_gather(gather := rows.origin(_operands(node)[0])):
-                by_gather.setdefault(gather, []).append(node)
+            product = products.read(node) if node.users else None
+            if product and _is_gather(gather := rows.origin(product.a)):
+                by_gather.setdefault(gather, []).append(product)
         return [Gathered(**ours(gather, allgather.OP), matmuls=matmuls) for gather, matmuls in by_gather.items()]
 
     def why_not(self, gathered: Gathered, places: Places) -> Reason | None:
@@ -85,24 +83,24 @@ class AllgatherMatmul:
         return why or _why_not_faster(gathered, places)
 
     def replace(self, graph: Graph, gathered: Gathered, places: Places) -> None:
-        node, (matmul, _) = gathered.node, _choose(gathered)
-        x, weight, bias = _operands(matmul)
-        path, others, first = rows.path(x), _has_others(matmul), _place(gathered, matmul)
-        scales = rows.path(with_scales.a_scale) if (with_scales := scaled.read(matmul)) else []
-        for late in _late(gathered, matmul) or ():
-            first.prepend(late)
-        with graph.inserting_before(first):
-            w = weight if matmul.target is _aten.linear.default else stored(graph, weight)
+        node, (product, _) = gathered.node, _choose(gathered)
+        matmul, x, bias = product.node, product.a, product.bias
+        path, others, before = rows.path(x), _has_others(product), _place(gathered, product)
+        scales = rows.path(product.scales[0]) if product.scales else []
+        for late in _late(gathered, product) or ():
+            before.prepend(late)
+        with graph.inserting_before(before):
             arguments = allgather.OP.read(node.args)
             arguments = {name: argument for name, argument in arguments.items() if allgather_matmul.OP.takes(name)}
-            arguments |= {"a": gathered.inputs[0], "w": w, "bias": [bias] if bias else [], "gathered": others}
-            arguments |= {"partition": self.partition} | _scaling(graph, matmul)
+            arguments |= {"a": gathered.inputs[0], "w": product.stored_weight(graph), "bias": [bias] if bias else []}
+            arguments |= {"gathered": others, "partition": self.partition}
+            arguments |= product.scaling(graph, lambda scale: first(rows.origin(scale)))
             results = rows.called(graph, allgather_matmul.OP.one, allgather_matmul.OP.write(arguments))
             results.stack_trace = matmul.stack_trace
-            product = call(graph, operator.getitem, (results, 0), results.meta["val"][0])
-            whole = call(graph, operator.getitem, (results, 1), results.meta["val"][1]) if others else None
+            multiplied = call(graph, operator.getitem, (results, 0), value(results)[0])
+            whole = call(graph, operator.getitem, (results, 1), value(results)[1]) if others else None
         with graph.inserting_before(matmul):
-            matmul.replace_all_uses_with(rows.move(graph, x, product))
+            matmul.replace_all_uses_with(rows.move(graph, x, multiplied))
         for old in reversed([*scales, *path[1:], matmul]):
             if not old.users:
                 graph.erase_node(old)
@@ -117,37 +115,27 @@ def _is_gather(node: Node) -> bool:
     return op_of(node.target) is allgather.OP and not node.kwargs and node.meta["val"].ndim > 1
 
 
-def _operands(matmul: Node) -> list:
-    """Returns the nodes of a matmul's rows, weight and bias; the bias may be None."""
-    if product := scaled.read(matmul):
-        return [product.a, product.weight, product.bias]
-    return operands_of(matmul)
-
-
-def _columns(matmul: Node) -> int | torch.SymInt:
-    return matmul.meta["val"].shape[-1]
-
-
-def _choose(gathered: Gathered) -> tuple[Node, Reason | None]:
+def _choose(gathered: Gathered) -> tuple[Product, Reason | None]:
     """Returns the matmul of the largest weight that can be fused; if none can, the largest, and why it cannot."""
-    matmuls = sorted(gathered.matmuls, key=lambda node: -columns if isinstance(columns := _columns(node), int) else 0)
-    reasons = [_why_not_one(gathered, matmul) for matmul in matmuls]
+    matmuls = sorted(gathered.matmuls, key=lambda one: -one.columns if isinstance(one.columns, int) else 0)
+    reasons = [_why_not_one(gathered, product) for product in matmuls]
     chosen = reasons.index(None) if None in reasons else 0
     return matmuls[chosen], reasons[chosen]
 
 
-def _why_not_one(gathered: Gathered, matmul: Node) -> Reason | None:
-    (x, _, bias), columns, product = _operands(matmul), _columns(matmul), scaled.read(matmul)
-    if product and (why := product.why_not or _why_no_own_scale(gathered, product)):
+def _why_not_one(gathered: Gathered, product: Product) -> Reason | None:
+    dtype, columns, bias = value(product.node).dtype, product.columns, product.bias
+    if product.scales and (why := product.why_no_scales or _why_no_own_scale(gathered, product.a, product.scales[0])):
         return why
-    if not rows.are_all(x):
+    if not rows.are_all(product.a):
         return "only some of the gathered rows are multiplied"
     if not isinstance(columns, int):
         return "the weight's number of rows varies"
-    kind = (value(bias).dtype, *value(bias).shape) if bias else (value(matmul).dtype, columns)
-    if (matmul.kwargs and not product) or kind != (value(matmul).dtype, columns):
+    if (product.node.kwargs and not product.scales) or (
+        bias and (value(bias).dtype, *value(bias).shape) != (dtype, columns)
+    ):
         return "something else than a bias is added to the product"
-    if _late(gathered, matmul) is None:
+    if _late(gathered, product) is None:
         return "the weight is made after the rows are gathered"
     return None
 
@@ -161,11 +149,11 @@ def _share_scales(graph: Graph, gather: Node, results: Node) -> None:
         graph.erase_node(gather)
 
 
-def _why_no_own_scale(gathered: Gathered, product: ScaledProduct) -> Reason | None:
+def _why_no_own_scale(gathered: Gathered, a: Node, a_scale: Node) -> Reason | None:
     """Returns why the op cannot gather the scales of a product's rows."""
-    of_scales = rows.origin(product.a_scale)
+    of_scales = rows.origin(a_scale)
     are_gathered = _is_gather(of_scales) and _are_alike(of_scales, gathered.node)
-    if not (are_gathered and all(map(rows.are_in_order, (product.a, product.a_scale)))):
+    if not (are_gathered and all(map(rows.are_in_order, (a, a_scale)))):
         return "the scales are not gathered like the rows"
     return None
 
@@ -178,13 +166,6 @@ def _are_alike(gather: Node, other: Node) -> bool:
     return where[0] == where[1] and are_same(*sizes)
 
 
-def _scaling(graph: Graph, matmul: Node) -> dict[str, object]:
-    """Returns the arguments for a product's scales: the scales of this rank's rows, and of the weight."""
-    if (product := scaled.read(matmul)) is None:
-        return {}
-    return product.options(graph, lambda x: rows.origin(x).args[0])
-
-
 def _why_not_faster(gathered: Gathered, places: Places) -> Reason | None:
     count = math.prod(gathered.node.meta["val"].shape[:-1])
     world_size = places.resolve(gathered.group).size()
@@ -194,25 +175,24 @@ def _why_not_faster(gathered: Gathered, places: Places) -> Reason | None:
     return None
 
 
-def _has_others(matmul: Node) -> bool:
-    """Whether something else than ``matmul`` uses the gathered rows."""
-    path = rows.path(_operands(matmul)[0])
-    return any(user not in (*path, matmul) for node in path for user in node.users)
+def _has_others(product: Product) -> bool:
+    """Whether something else than the matmul uses the gathered rows."""
+    path = rows.path(product.a)
+    return any(user not in (*path, product.node) for node in path for user in node.users)
 
 
-def _place(gathered: Gathered, matmul: Node) -> Node:
+def _place(gathered: Gathered, product: Product) -> Node:
     """Returns the node before which the op is inserted: the first node that needs one of its results."""
-    return min(gathered.node.users) if _has_others(matmul) else matmul
+    return min(gathered.node.users) if _has_others(product) else product.node
 
 
-def _late(gathered: Gathered, matmul: Node) -> list[Node] | None:
+def _late(gathered: Gathered, product: Product) -> list[Node] | None:
     """Returns the nodes that make the weight and the bias too late, in order; None if they cannot be made earlier."""
-    first = _place(gathered, matmul)
+    place = _place(gathered, product)
 
     def late(nodes: Iterable[Node | None]) -> list[Node]:
-        return [node for node in nodes if node is not None and (node is gathered.node or not node < first)]
+        return [node for node in nodes if node is not None and (node is gathered.node or not node < place)]
 
-    product = scaled.read(matmul)
-    scales = [rows.origin(product.a_scale).args[0], product.w_scale] if product else []
-    nodes = reached(late([*_operands(matmul)[1:], *scales]), lambda node: late(node.all_input_nodes))
+    scales = [first(rows.origin(product.scales[0])), product.scales[1]] if product.scales else []
+    nodes = reached(late([product.weight, product.bias, *scales]), lambda node: late(node.all_input_nodes))
     return sorted(nodes) if all(node.target in _MOVABLE for node in nodes) else None

@@ -12,13 +12,12 @@ import torch
 from torch.fx import Graph, Node
 
 from graphar.errors import Reason
-from graphar.graph import collectives, tp_invariance
-from graphar.graph.collectives import CASTS, VIEWS, Collective, reached
+from graphar.graph import collectives, products, tp_invariance
+from graphar.graph.collectives import CASTS, VIEWS, Collective, arguments, first, operands, reached, value
 from graphar.graph.matmul import Matmul
-from graphar.graph.nodes import arguments, first, operands, value
 from graphar.graph.places import Places
+from graphar.graph.products import MATMULS
 from graphar.graph.report import Break
-from graphar.graph.weights import MATMULS
 from graphar.numerics.partitions import TP_INVARIANT
 from graphar.ops.register import Op, op_of
 
@@ -59,7 +58,8 @@ def _why(node: Node, tree: Matmul, places: Places) -> Reason | None:
         return "graphar has no such product"
     if node.target in MATMULS:
         alone = _OF_ONE_RANK if places.count == 1 else None
-        return tp_invariance.why_not(node, places) or alone if node.users else None
+        matmul = products.read(node)
+        return tp_invariance.why_not(matmul, places) or alone if node.users and matmul else None
     if node.target is _aten.sum.dim_IntList and _is_product_in_parts(first(node)):
         return "torch has written a matmul as products and a sum"
     op = op_of(node.target)
@@ -72,29 +72,29 @@ def _why_ours(op: Op, node: Node, tree: Matmul, places: Places) -> Reason | None
         return None if options["partition"] == TP_INVARIANT else f"its partition is {options['partition']!r}"
     if op.name.startswith(("allgather", "cross_entropy")) or options.get("order") == "tree" or _is_lookup(first(node)):
         return None
-    product = tree.product(node)
-    return (product and tree.why_not(product, places)) or _why_sum(node)
+    summed = tree.read(node)
+    return (summed and tree.why_not(summed, places)) or _why_sum(node)
 
 
 def _why_torchs(node: Node, places: Places) -> Reason | None:
     """Returns why a collective of torch's adds in another order; None if it is exact, as a maximum is."""
-    for collective in _of_torch(node):
-        if collective.reduction in ("min", "max", "band", "bor", "bxor") or all(map(_is_lookup, collective.inputs)):
-            return None
-        return collectives.why_not(collective, places) or collectives.why_no_sum(collective) or _why_sum(node)
-    return None
+    collective = _of_torch(node)
+    if not collective or collective.reduction in ("min", "max", "band", "bor", "bxor"):
+        return None
+    if all(map(_is_lookup, collective.inputs)):
+        return None
+    return collectives.why_not(collective, places) or collectives.why_no_sum(collective) or _why_sum(node)
 
 
-def _of_torch(node: Node) -> list[Collective]:
-    ops = torch.ops._c10d_functional
-    names = {getattr(ops, f"{name}{end}").default: name for name in _CALLS for end in ("", "_coalesced")}
-    return [collectives.read(node, names[node.target])] if node.target in names else []
+def _of_torch(node: Node) -> Collective | None:
+    name = _name(node).removesuffix("_coalesced") if getattr(node.target, "namespace", "") == "_c10d_functional" else ""
+    return collectives.read(node, name) if name in _CALLS else None
 
 
 def _why_sum(node: Node) -> Reason | None:
     """Returns why a sum over ranks that follows no matmul adds in another order."""
     before = reached([node], lambda other: other.all_input_nodes)
-    if any(collective.reduction == "max" for other in before for collective in _of_torch(other)):
+    if any((collective := _of_torch(other)) and collective.reduction == "max" for other in before):
         return "it sums over features that ranks divide, such as a vocabulary"
     return "it sums what is no product of a matmul"
 

@@ -11,17 +11,16 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from graphar.errors import Reason
-from graphar.graph.nodes import arguments, sources
 from graphar.graph.places import Places
 from graphar.numerics.dtypes import ACCUMULATION_DTYPES, TYPE_NAMES
-from graphar.ops.register import Op
+from graphar.ops.register import Op, op_of
 from graphar.ranks.groups import process_group
 
 _torch_ops = torch.ops._c10d_functional
@@ -29,6 +28,39 @@ _wait = _torch_ops.wait_tensor.default
 _aten = torch.ops.aten
 CASTS = (torch.ops.prims.convert_element_type.default, _aten._to_copy.default)
 VIEWS = (_aten.view.default, _aten.reshape.default, _aten._unsafe_view.default)
+
+
+# ---- what nodes hold, typed: torch types operands as anything that a graph can have --------------------------------
+
+
+def first(node: Node) -> Node:
+    """Returns the first operand of an op that takes a tensor."""
+    return cast(Node, node.args[0])
+
+
+def operands(node: Node) -> list[Any]:
+    """Returns the operands of an op without their names."""
+    return list(node.args)
+
+
+def sources(node: Node) -> list[Node]:
+    """Returns the nodes of the first argument of an op: a tensor, or a list of them."""
+    first: Any = next(iter([*node.args, *node.kwargs.values()]))
+    return [first] if isinstance(first, Node) else list(first)
+
+
+def value(node: object) -> torch.Tensor:
+    """Returns the fake tensor of a node: it has shape and dtype, and no memory."""
+    return cast(Node, node).meta["val"]
+
+
+def arguments(node: Node) -> dict[str, Any]:
+    """Returns the arguments that an op of torch's was called with, by the names in its schema."""
+    schema = cast(torch._ops.OpOverload, node.target)._schema
+    return dict(zip([argument.name for argument in schema.arguments], node.args, strict=False)) | node.kwargs
+
+
+# ---- collectives ----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -193,3 +225,41 @@ def call(graph: Graph, target: Any, arguments: tuple, value: object) -> Node:
     node = graph.call_function(target, arguments)
     node.meta["val"] = value
     return node
+
+
+# ---- their order ----------------------------------------------------------------------------------------------------
+
+
+def keep_order(graph: Graph) -> None:
+    """Makes each of graphar's ops depend on the previous collective, through ``after`` if its inputs do not.
+
+    The order of collectives must be the same on every rank. Inductor orders nodes by the data they need, and by sizes
+    and timings, which may differ from rank to rank. It keeps the order of torch's collectives, but not of graphar's
+    ops. An op that does not depend on the previous collective therefore takes that collective's result as ``after``,
+    which it does not read. Limit: torch's collectives have no such argument, so one that follows an op of graphar's
+    without depending on it may still be reordered. Call it after all other passes.
+    """
+    last = None
+    for node in list(graph.nodes):
+        if op := op_of(node.target):
+            if last is not None and not _needs(node, last):
+                with graph.inserting_before(node):
+                    node.args = op.write(op.read(node.args) | {"after": [_tensor(graph, last)]})
+            # Inductor cuts lists to the lengths in the traced call: it would drop an ``after``.
+            node.meta.pop("eager_input_vals", None)
+            last = node
+        elif node.target is _wait:
+            last = node
+
+
+def _tensor(graph: Graph, node: Node) -> Node:
+    """Returns the result of a collective, or the first of several."""
+    value = node.meta["val"]
+    if isinstance(value, torch.Tensor):
+        return node
+    return call(graph, operator.getitem, (node, 0), value[0])
+
+
+def _needs(node: Node, earlier: Node) -> bool:
+    """Whether ``node`` needs the result of ``earlier``, directly or not."""
+    return earlier in reached([node], lambda other: [x for x in other.all_input_nodes if x is earlier or earlier < x])

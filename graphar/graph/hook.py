@@ -11,7 +11,7 @@ from typing import Any
 from torch._inductor import config, custom_graph_pass
 from torch.fx import Graph
 
-from graphar.graph import order
+from graphar.graph import collectives
 from graphar.graph.passes import CompilePass
 
 # The class of passes that are told whether the graph is for inference only; older torch versions lack it.
@@ -41,10 +41,10 @@ class OrderPass(custom_graph_pass.CustomGraphPass):
     """Keeps the calls of graphar's ops in the order of the program. A CompilePass does that, too."""
 
     def __call__(self, graph: Graph) -> None:
-        order.keep(graph)
+        collectives.keep_order(graph)
 
     def uuid(self) -> bytes:
-        return custom_graph_pass.get_hash_for_files((order.__file__,))
+        return custom_graph_pass.get_hash_for_files((collectives.__file__,))
 
 
 def keep_order() -> None:

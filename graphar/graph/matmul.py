@@ -8,7 +8,7 @@ a, w -- mm -- views -- reducescatter, of rows        becomes fused_matmul_reduce
 The options of the sum carry over. A sum with a codec is not fused. Where rows are reordered before the
 sum, as in a reduce-scatter along another dimension than the first, the rows of ``a`` are reordered instead.
 
-torch's scaled products of e4m3 operands (scaled.py) are fused like mm.
+torch's scaled products of e4m3 operands are fused like mm.
 
 With the partition "tp_invariant" the op also takes a bias, which it adds before it rounds:
 
@@ -25,12 +25,10 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from graphar.errors import Reason
-from graphar.graph import rows, scaled
-from graphar.graph.collectives import VIEWS, Collective, are_same, ours
-from graphar.graph.nodes import first, operands, value
+from graphar.graph import products, rows
+from graphar.graph.collectives import VIEWS, Collective, are_same, first, operands, ours, value
 from graphar.graph.places import Places
-from graphar.graph.scaled import ScaledProduct
-from graphar.graph.weights import is_constant, stored
+from graphar.graph.products import Product, is_constant
 from graphar.numerics.dtypes import TYPE_NAMES
 from graphar.numerics.leaf_tree import LEAVES
 from graphar.numerics.partitions import BATCH_INVARIANT, TP_INVARIANT
@@ -54,22 +52,16 @@ _QUOTIENTS = (_aten.div.Tensor, _aten.div.Scalar)
 
 
 @dataclass(frozen=True)
-class Product(Collective):
+class Summed(Collective):
     """A graphar op that sums the result of a matmul."""
 
     of: Op  # the op that sums: a key of _FUSED
-    matmul: Node  # or an addition of several
-    scaled: ScaledProduct | None  # what the matmul is, if its operands are in e4m3
+    matmul: Product | None  # None: several are added before the sum
 
     @property
     def call(self) -> dict[str, object]:
         """The op's arguments, by name."""
         return self.of.read(self.node.args)
-
-    @property
-    def operands(self) -> list[Node]:
-        """The nodes of the matmul's rows and weight. If there is a bias, its node comes first."""
-        return [self.scaled.a, self.scaled.weight] if self.scaled else operands(self.matmul)
 
 
 @dataclass(frozen=True)
@@ -79,10 +71,10 @@ class Matmul:
     partition: str = "auto"  # BATCH_INVARIANT and TP_INVARIANT: fuse wherever graphar can, never with torch's matmul
     constant_weights: bool = False  # whether parameters that the graph only reads are constant weights
 
-    def find(self, graph: Graph) -> list[Product]:
-        return [product for node in graph.nodes if (product := self.product(node))]
+    def find(self, graph: Graph) -> list[Summed]:
+        return [summed for node in graph.nodes if (summed := self.read(node))]
 
-    def product(self, node: Node) -> Product | None:
+    def read(self, node: Node) -> Summed | None:
         """Returns the op of ``node`` with the matmul before it; None if they cannot be fused."""
         op = op_of(node.target)
         if op is None or op not in _FUSED or node.kwargs:
@@ -91,56 +83,57 @@ class Matmul:
         if arguments.get("codec") or arguments.get("output", "like_input") != "like_input":
             return None
         matmul = _before(first(node))
-        biased = self.partition == TP_INVARIANT and matmul.target is _aten.addmm.default
-        if not biased and not _is_product(matmul):
+        if not _is_product(matmul, self.partition == TP_INVARIANT):
             return None
-        return Product(**ours(node, op), of=op, matmul=matmul, scaled=scaled.read(matmul))
+        return Summed(**ours(node, op), of=op, matmul=products.read(matmul))
 
-    def why_not(self, product: Product, places: Places) -> Reason | None:
-        (x,), (total,) = product.inputs, product.tensors()
+    def why_not(self, summed: Summed, places: Places) -> Reason | None:
+        (x,), (total,), product = summed.inputs, summed.tensors(), summed.matmul
         if total.dtype not in (TYPE_NAMES if self.partition == TP_INVARIANT else MATMUL_TYPES):
             return f"no matmul of {total.dtype} sums its tiles"
-        if product.matmul.target is _aten.add.Tensor:
+        if product is None:
             return "several products are added before the sum"
-        if product.scaled and (why := self._why_not_scaled(product.scaled)):
+        if product.scales and (why := self._why_not_scaled(product)):
             return why
-        columns = product.operands[-1].meta["val"].shape[1]
-        if not isinstance(columns, int) or rows.origin(x) is not product.matmul or not rows.are_all(x):
+        columns = product.columns
+        if not isinstance(columns, int) or rows.origin(x) is not product.node or not rows.are_all(x):
             return "the product is summed in another shape"
         path = rows.path(x)
         rest: list[Node] = []  # what else the sum takes, such as a residual
-        map_arg(product.node.args[1:], rest.append)
-        users = (*path, product.node, *_lengths(product))
+        map_arg(summed.node.args[1:], rest.append)
+        users = (*path, summed.node, *_lengths(summed))
         if not set(rest).isdisjoint(path) or any(user not in users for node in path for user in node.users):
             return "the product has further uses"
-        if product.call.get("algorithm", "auto") != "auto" or product.call.get("axis", 0) != 0:
+        if summed.call.get("algorithm", "auto") != "auto" or summed.call.get("axis", 0) != 0:
             return "the sum names an algorithm or an axis"
         if self.partition == BATCH_INVARIANT:
-            return _why_not_own(product, places, columns)
+            return _why_not_own(summed, places, columns)
         if self.partition == TP_INVARIANT:
-            return _why_no_tree(product, places)
-        if product.scaled and total.is_cuda and (why := places.why_no_matmul(product.group)):
+            return _why_no_tree(summed, product, places)
+        if product.scales and total.is_cuda and (why := places.why_no_matmul(summed.group)):
             return why
-        return _why_not_faster(product, places, columns)
+        return _why_not_faster(summed, product, places)
 
-    def _why_not_scaled(self, product: ScaledProduct) -> Reason | None:
+    def _why_not_scaled(self, product: Product) -> Reason | None:
         if self.partition == TP_INVARIANT:
-            return scaled.NO_TREE
-        return "each rank adds a bias to its product" if product.bias else product.why_not
+            return products.NO_TREE
+        return "each rank adds a bias to its product" if product.bias else product.why_no_scales
 
-    def replace(self, graph: Graph, product: Product, places: Places) -> None:
-        node, op, path = product.node, _FUSED[product.of], rows.path(product.inputs[0])
-        *added, a, weight = product.operands
+    def replace(self, graph: Graph, summed: Summed, places: Places) -> None:
+        node, op, path, product = summed.node, _FUSED[summed.of], rows.path(summed.inputs[0]), summed.matmul
+        assert product
         with graph.inserting_before(path[-1].next):
-            a, scaling = _moved(graph, path[-1], a), self._scaling(graph, product, path[-1])
-        for length in _lengths(product):
+            a = _moved(graph, path[-1], product.a)
+            scaling = product.scaling(graph, lambda x: x if products.is_number(x) else _moved(graph, path[-1], x))
+        for length in _lengths(summed):
             length.replace_input_with(path[-1], a)
         with graph.inserting_before(node):
-            w = stored(graph, weight)
-            arguments = {name: argument for name, argument in product.call.items() if op.takes(name)}
-            arguments |= {"a": a, "w": w, "partition": self.partition}
-            arguments |= {name: argument for name, argument in scaling.items() if op.takes(name)}
-            arguments |= {"bias": [addend.args[0] for addend in added]} if added else {}
+            w = product.stored_weight(graph)
+            # Every product in e4m3 is batch-invariant.
+            added = scaling | {"a": a, "w": w, "partition": "auto" if scaling else self.partition}
+            arguments = {name: argument for name, argument in (summed.call | added).items() if op.takes(name)}
+            if product.bias and not scaling:
+                arguments["bias"] = [first(product.bias)]
             if self.constant_weights and op.takes("constant_weight") and is_constant(w):
                 arguments["constant_weight"] = True
             new = graph.call_function(op.one, op.write(arguments))
@@ -151,49 +144,41 @@ class Matmul:
         if self.partition == TP_INVARIANT:
             _take_bias(graph, new, op)
 
-    def _scaling(self, graph: Graph, product: Product, like: Node) -> dict[str, object]:
-        """Returns the options of a product in e4m3, whose rows are moved like the rows of ``like``."""
-        if product.scaled is None:
-            return {}
-        options = product.scaled.options(graph, lambda x: x if scaled.is_number(x) else _moved(graph, like, x))
-        return options | {"partition": "auto"}  # every product in e4m3 is batch-invariant
 
-
-def _why_not_faster(product: Product, places: Places, columns: int) -> Reason | None:
-    count = product.matmul.meta["val"].shape[0]
+def _why_not_faster(summed: Summed, product: Product, places: Places) -> Reason | None:
+    count, columns = value(product.node).shape
     count = count if isinstance(count, int) else MANY_ROWS
-    scattered = product.of in _SCATTERED or bool(product.call.get("epilogue"))
-    world_size, policy = places.resolve(product.group).size(), places.table.matmul
-    factors = Factors(scaled.format_of(product.scaled) if product.scaled else "")
+    scattered = summed.of in _SCATTERED or bool(summed.call.get("epilogue"))
+    world_size, policy = places.resolve(summed.group).size(), places.table.matmul
+    factors = Factors(product.format())
     if not prefers_tiles(policy, places.chip, world_size, count, columns, scattered, factors=factors):
         return "not known to be faster as one op"
     return None
 
 
-def _why_not_own(product: Product, places: Places, columns: int) -> Reason | None:
+def _why_not_own(summed: Summed, places: Places, columns: int) -> Reason | None:
     """Returns why graphar's matmul cannot multiply. The answer is the same on every rank."""
-    if product.tensors()[0].device.type != "cuda":
+    if summed.tensors()[0].device.type != "cuda":
         return "graphar's matmul needs a GPU"
     if columns % COLUMNS:
         return f"graphar's matmul needs a multiple of {COLUMNS} columns, not {columns}"
-    return places.why_no_matmul(product.group)
+    return places.why_no_matmul(summed.group)
 
 
-def _why_no_tree(product: Product, places: Places) -> Reason | None:
+def _why_no_tree(summed: Summed, product: Product, places: Places) -> Reason | None:
     """Returns why graphar cannot add the products as a tree of leaves. The answer is the same on every rank."""
-    *added, a, weight = product.operands
-    ranks, length = places.resolve(product.group).size(), weight.meta["val"].shape[0]
-    if added and not _is_part(added[0], ranks):
+    ranks, length, bias = places.resolve(summed.group).size(), value(product.weight).shape[0], product.bias
+    if bias and not _is_part(bias, ranks):
         return "each rank adds something else than its part of a bias to its product"
-    if product.matmul.kwargs or (added and (product.call.get("epilogue") or not _FUSED[product.of].takes("bias"))):
+    if product.node.kwargs or (bias and (summed.call.get("epilogue") or not _FUSED[summed.of].takes("bias"))):
         return "the product is scaled, or an epilogue or a norm follows its bias"
     if ranks not in (1, 2, 4, 8):
         return f"a tree of {LEAVES} leaves is for 1, 2, 4 or 8 ranks, not {ranks}"
     if not isinstance(length, int) or length % (LEAVES // ranks):
         return f"{length} columns on each of {ranks} ranks are not {LEAVES} leaves of equal length"
-    if any(operand.target is _aten.constant_pad_nd.default for operand in (a, weight)):
+    if any(operand.target is _aten.constant_pad_nd.default for operand in (product.a, product.weight)):
         return "torch has padded the columns"
-    return why_no_kernel(product.tensors()[0], product.group, places)
+    return why_no_kernel(summed.tensors()[0], summed.group, places)
 
 
 def why_no_kernel(x: torch.Tensor, group: object, places: Places) -> Reason | None:
@@ -234,16 +219,16 @@ def _before(node: Node) -> Node:
     return before
 
 
-def _is_product(node: Node) -> bool:
+def _is_product(node: Node, may_be_biased: bool = False) -> bool:
     """Whether a node is a matmul, or adds matmuls."""
-    if node.target is not _aten.add.Tensor:
-        return node.target is _aten.mm.default or node.target in scaled.TARGETS
-    return all(isinstance(operand, Node) and _is_product(_before(operand)) for operand in node.args)
+    if node.target is _aten.add.Tensor:
+        return all(isinstance(operand, Node) and _is_product(_before(operand)) for operand in node.args)
+    return node.target in (_aten.mm.default, *products.SCALED, *[_aten.addmm.default] * may_be_biased)
 
 
-def _lengths(product: Product) -> list[Node]:
+def _lengths(summed: Summed) -> list[Node]:
     """Returns the users that read only the length of the summed tensor's first axis, such as a reduce-scatter's."""
-    (x,) = product.inputs
+    (x,) = summed.inputs
     return [user for user in x.users if user.target is _aten.sym_size.int and user.args[1] == 0]
 
 

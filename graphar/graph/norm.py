@@ -22,8 +22,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from graphar.errors import Reason
 from graphar.graph import collectives, rows
-from graphar.graph.collectives import CASTS, VIEWS, Collective, call, path_behind
-from graphar.graph.nodes import arguments, first, value
+from graphar.graph.collectives import CASTS, VIEWS, Collective, are_same, arguments, call, first, path_behind, value
 from graphar.graph.places import Places
 from graphar.graph.single import ALLREDUCE, REDUCESCATTER, place
 from graphar.numerics.dtypes import TYPE_NAMES
@@ -57,6 +56,11 @@ class Norm:
 
 class _OtherForm(Exception):
     """Nodes look like an RMSNorm but cannot be replaced by one; the message says why."""
+
+
+def _expect(holds: bool, why: str) -> None:
+    if not holds:
+        raise _OtherForm(why)
 
 
 def find(graph: Graph) -> list[NormedSum]:
@@ -136,57 +140,49 @@ def _mean_of_squares(add: Node) -> tuple[Node, Node, Node] | None:
 
 
 def _is_square(node: Node, of: Node) -> bool:
-    return (node.target is _aten.pow.Tensor_Scalar and node.args == (of, 2)) or (
-        node.target is _aten.mul.Tensor and node.args == (of, of)
-    )
+    return (node.target, node.args) in ((_aten.pow.Tensor_Scalar, (of, 2)), (_aten.mul.Tensor, (of, of)))
 
 
 def _is_widened(node: Node) -> bool:
     """Whether a node is a cast to fp32 on the same device."""
-    return node.target in CASTS and (value(node).dtype, value(node).device) == (
-        torch.float32,
-        value(first(node)).device,
-    )
+    if node.target not in CASTS:
+        return False
+    return value(node).dtype == torch.float32 and value(node).device == value(first(node)).device
 
 
 def _read(collective: NormedSum) -> Norm:
     (*_, total, add), (wide, square, mean) = collective.path, collective.start
     x = add.meta["val"]
     residual = _residual(total, add)
-    if wide.meta["val"].dtype != torch.float32:
-        raise _OtherForm("the norm is not in fp32")
+    _expect(value(wide).dtype == torch.float32, "the norm is not in fp32")
     axes = arguments(mean)["dim"] or ()
-    if [axis % max(1, x.ndim) for axis in axes] != [x.ndim - 1] or mean.args[2:] != (True,) or mean.kwargs:
-        raise _OtherForm("the norm is not over the last dimension alone")
+    is_over_last = [axis % max(1, x.ndim) for axis in axes] == [x.ndim - 1] and mean.args[2:] == (True,)
+    _expect(is_over_last and not mean.kwargs, "the norm is not over the last dimension alone")
     shifted = _only_user(mean, *_ADDS)
     eps = _other_operand(shifted, mean)
     if not isinstance(eps, (int, float)):
         raise _OtherForm("the norm's eps is not a number")
     inverse = _only_user(_only_of(square, mean, shifted), _aten.rsqrt.default)
     normal = _only_user(inverse, _aten.mul.Tensor)
-    if _other_operand(normal, inverse) is not wide or (wide is not add and wide.users.keys() != {square, normal}):
-        raise _OtherForm("what is squared is not what is normed, or has further uses")
+    is_normed = _other_operand(normal, inverse) is wide and (wide is add or wide.users.keys() == {square, normal})
+    _expect(is_normed, "what is squared is not what is normed, or has further uses")
     rest, scale = _scaled(normal, x.dtype)
     weight, weight_offset = _offset(scale, x.dtype)
     kind = weight.meta["val"]
-    if (kind.ndim, kind.dtype) != (1, x.dtype) or not statically_known_true(kind.shape[0] == x.shape[-1]):
-        raise _OtherForm(f"the norm's weight is not one {x.dtype} a column")
-    if add < weight:
-        raise _OtherForm("the norm's weight is made after the sum")
+    is_a_column = (kind.ndim, kind.dtype) == (1, x.dtype) and statically_known_true(kind.shape[0] == x.shape[-1])
+    _expect(is_a_column, f"the norm's weight is not one {x.dtype} a column")
+    _expect(not add < weight, "the norm's weight is made after the sum")
     cast = [] if wide is add else [wide]
     return Norm(residual, weight, float(eps), weight_offset, [*cast, square, mean, shifted, inverse, normal, *rest])
 
 
 def _residual(total: Node, add: Node) -> Node:
-    if len(total.users) > 1:
-        raise _OtherForm("the sum has further uses")
+    _expect(len(total.users) == 1, "the sum has further uses")
     x, residual = add.meta["val"], _other_operand(add, total)
     if not isinstance(residual, Node) or residual is total:
         raise _OtherForm("no residual is added to the sum")
-    for kind in (total.meta["val"], residual.meta["val"]):
-        same = kind.ndim == x.ndim and all(map(statically_known_true, map(operator.eq, kind.shape, x.shape)))
-        if kind.dtype != x.dtype or not same:
-            raise _OtherForm("the residual is not like the sum")
+    for kind in map(value, (total, residual)):
+        _expect(kind.dtype == x.dtype and are_same(kind.shape, x.shape), "the residual is not like the sum")
     return residual
 
 
@@ -200,8 +196,8 @@ def _scaled(normal: Node, dtype: torch.dtype) -> tuple[list[Node], Node]:
         nodes, scale = [after], _other_operand(after, normal)
         if dtype != torch.float32:
             nodes.append(_only_user(after, *CASTS))
-    if nodes[-1].meta["val"].dtype != dtype or (dtype == torch.float32 and len(nodes) > 1):
-        raise _OtherForm("the norm gives another dtype than the sum")
+    is_rounded = value(nodes[-1]).dtype == dtype and (dtype != torch.float32 or len(nodes) == 1)
+    _expect(is_rounded, "the norm gives another dtype than the sum")
     if not isinstance(scale, Node):
         raise _OtherForm("the norm has no weight")
     return nodes, scale
@@ -219,21 +215,18 @@ def _offset(scale: Node, dtype: torch.dtype) -> tuple[Node, float]:
 
 def _only_user(node: Node, *targets) -> Node:
     user = next(iter(_only_of(node).users))
-    if user.target not in targets:
-        raise _OtherForm(f"it is no RMSNorm: {user.target} follows {node.target}")
+    _expect(user.target in targets, f"it is no RMSNorm: {user.target} follows {node.target}")
     return user
 
 
 def _only_of(*nodes: Node) -> Node:
     """Returns the last of the nodes; raises if one of them has more than one user."""
-    if any(len(node.users) != 1 for node in nodes):
-        raise _OtherForm("what is between the sum and the norm has further uses")
+    _expect(all(len(node.users) == 1 for node in nodes), "what is between the sum and the norm has further uses")
     return nodes[-1]
 
 
 def _other_operand(node: Node, operand: Node) -> object:
     """Returns the operand of an addition or multiplication that is not ``operand``."""
-    if node.kwargs:
-        raise _OtherForm("something is added with a factor")
+    _expect(not node.kwargs, "something is added with a factor")
     first, second = node.args
     return second if first is operand else first

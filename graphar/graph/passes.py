@@ -10,7 +10,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_file
 from torch.fx import Graph
 
 from graphar.errors import Reason
-from graphar.graph import breaks, collectives, epilogue, norm, order, tp_invariance
+from graphar.graph import breaks, collectives, epilogue, norm, tp_invariance
 from graphar.graph.allgather_matmul import AllgatherMatmul
 from graphar.graph.collectives import Collective
 from graphar.graph.matmul import Matmul
@@ -89,7 +89,7 @@ class CompilePass(CustomGraphPass):
             broken = breaks.find(graph, self._places, self.report.graphs)
             self.report.breaks = [*(self.report.breaks or []), *broken]
             tp_invariance.add_in_order(graph, self._places)
-        order.keep(graph)
+        collectives.keep_order(graph)
         self.report.graphs += 1
 
     def _rewrite(self, graph: Graph, name: str) -> None:
@@ -102,18 +102,18 @@ class CompilePass(CustomGraphPass):
 
     def uuid(self) -> bytes:
         """The pass's part of Inductor's cache key: its source, its options, and where the ranks are."""
-        options = f"{sorted(self.off)} {sorted(self.on)} {self.batch_invariant} {self.constant_weights}"
-        options += f" {self.tp_invariant}"
-        return get_hash_for_files(_SOURCES, f"{options} {self._places.describe()}")
+        return get_hash_for_files(_SOURCES, f"{self._options()} {self._places.describe()}")
 
     def __deepcopy__(self, memo: dict) -> CompilePass:
         """Returns itself: ``torch.compile(mode=...)`` copies Inductor's configuration, but groups cannot be copied."""
         return self
 
-    def __repr__(self) -> str:
+    def _options(self) -> str:
         options = f"on={sorted(self.on)}, off={sorted(self.off)}, batch_invariant={self.batch_invariant}"
-        options += f", tp_invariant={self.tp_invariant}, constant_weights={self.constant_weights}"
-        return f"CompilePass({options}, graphs={self.report.graphs})"
+        return f"{options}, tp_invariant={self.tp_invariant}, constant_weights={self.constant_weights}"
+
+    def __repr__(self) -> str:
+        return f"CompilePass({self._options()}, graphs={self.report.graphs})"
 
     def __enter__(self) -> CompilePass:
         return self

@@ -19,8 +19,7 @@ from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.fx.node import map_arg
 
-from graphar.graph.collectives import VIEWS, are_same, call, reached
-from graphar.graph.nodes import first, operands, sources
+from graphar.graph.collectives import VIEWS, are_same, call, first, operands, reached, sources
 
 _aten = torch.ops.aten
 # By op, the position of the dimension among the arguments.

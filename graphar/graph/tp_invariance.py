@@ -14,12 +14,11 @@ from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from graphar.errors import Reason
-from graphar.graph import rows
-from graphar.graph.collectives import VIEWS, call, first_size
+from graphar.graph import products, rows
+from graphar.graph.collectives import VIEWS, arguments, call, first, first_size, value
 from graphar.graph.matmul import TRANSPOSES, why_no_kernel
-from graphar.graph.nodes import arguments, first, value
 from graphar.graph.places import Places
-from graphar.graph.weights import MATMULS, operands_of, stored
+from graphar.graph.products import MATMULS, Product, stored
 from graphar.numerics.dtypes import TYPE_NAMES
 from graphar.numerics.leaf_tree import LEAVES
 from graphar.ops.register import op_of
@@ -33,19 +32,23 @@ def add_in_order(graph: Graph, places: Places) -> None:
     for total in bias_gradients(graph):
         if not why_not_added(first(total), places):
             _replace_bias_gradient(graph, total)
-    matmuls = [node for node in graph.nodes if node.target in MATMULS and node.users and not why_not(node, places)]
-    for matmul in matmuls:
-        _replace_matmul(graph, matmul)
+    for matmul in matmuls(graph):
+        if matmul.node.users and not why_not(matmul, places):
+            _replace_matmul(graph, matmul)
 
 
-def why_not(matmul: Node, places: Places) -> Reason | None:
+def matmuls(graph: Graph) -> list[Product]:
+    """Returns the matmuls of a graph without scales."""
+    return [product for node in graph.nodes if node.target in MATMULS and (product := products.read(node))]
+
+
+def why_not(matmul: Product, places: Places) -> Reason | None:
     """Returns why a matmul cannot become graphar::linear."""
-    a, w, bias = operands_of(matmul)
-    x = a.meta["val"]
-    kind = (x.dtype, 1) if bias is None else (bias.meta["val"].dtype, bias.meta["val"].ndim)
-    if matmul.kwargs or kind != (x.dtype, 1) or w.meta["val"].ndim != 2:
+    dtype, bias = value(matmul.a).dtype, matmul.bias
+    is_bias = bias is None or (value(bias).dtype, value(bias).ndim) == (dtype, 1)
+    if matmul.node.kwargs or not is_bias or value(matmul.weight).ndim != 2:
         return "something else than a bias is added to the product"
-    return why_not_added(a, places)
+    return why_not_added(matmul.a, places)
 
 
 def why_not_added(a: Node, places: Places) -> Reason | None:
@@ -78,8 +81,8 @@ def _multiplied(node: Node) -> list[tuple[Node, int | torch.SymInt]]:
     op = op_of(node.target)
     if op and op.takes("a") and not op.takes("gathered"):  # which takes only the rows of this rank
         a = op.read(node.args)["a"]
-    elif node.target in MATMULS:
-        a, *_ = operands_of(node)
+    elif node.target in MATMULS and (product := products.read(node)):
+        a = product.a
     else:
         return []
     # A weight's gradient multiplies transposed rows.
@@ -95,11 +98,10 @@ def _origin(node: Node) -> Node:
 # ---- what is written ------------------------------------------------------------------------------------------------
 
 
-def _replace_matmul(graph: Graph, node: Node) -> None:
-    a, w, bias = operands_of(node)
+def _replace_matmul(graph: Graph, matmul: Product) -> None:
+    node = matmul.node
     with graph.inserting_before(node):
-        w = w if node.target is _aten.linear.default else stored(graph, w)
-        new = graph.call_function(LINEAR, (a, w, bias))
+        new = graph.call_function(LINEAR, (matmul.a, matmul.stored_weight(graph), matmul.bias))
     new.meta = node.meta
     new.meta.pop("eager_input_vals", None)
     node.replace_all_uses_with(new)

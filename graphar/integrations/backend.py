@@ -25,7 +25,6 @@ def register() -> None:
 
 
 def _create(given: Any, backend_options: object) -> object:
-    """Returns the backend of a new group's process. torch calls it."""
     ranks = given.global_ranks_in_group or range(given.group_size)  # the default group has none
     form = GrapharBackend if torch.__version__ >= "2.14" else GrapharProcessGroup
     return form(given.store, given.group_rank, list(ranks), given.group_id, given.timeout)

@@ -209,7 +209,6 @@ def _run_into(out: torch.Tensor, x: torch.Tensor, run: Callable[[torch.Tensor, t
 
 
 def _contiguous(out: torch.Tensor) -> torch.Tensor:
-    """Returns ``out``, or a contiguous tensor in its place."""
     return out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format)
 
 

@@ -13,8 +13,7 @@ from torch._C import _distributed_c10d as c10d_of_torch
 from torch._C._distributed_c10d import AllgatherOptions, DebugLevel, Store, get_debug_level
 from torch.distributed import distributed_c10d as c10d
 
-from graphar.integrations.passed_on import tensors_in
-from graphar.integrations.routing import NAME, Routing
+from graphar.integrations.routing import NAME, Routing, tensors_in
 from graphar.integrations.untraced import untraced
 
 _OF_EQUAL_SIZE = ("allreduce", "broadcast", "reduce", "gather", "scatter")  # calls in which all ranks' tensors are
@@ -92,7 +91,6 @@ def _batch_isend_irecv(p2p_op_list):
 
 
 def _of_torch_group(op: dist.P2POp) -> dist.P2POp:
-    """Returns the operation, in torch's own group if its group has this backend."""
     own = getattr(op, "group", None)
     if not isinstance(own, GrapharProcessGroup):
         return op

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -24,7 +24,6 @@ from torch.distributed import distributed_c10d as c10d
 from graphar.communicator import Communicator
 from graphar.errors import GrapharError, Reason
 from graphar.integrations import collectives
-from graphar.integrations.passed_on import PassedOn, tensors_in
 from graphar.integrations.strides import Arguments
 from graphar.integrations.torch_group import TorchGroup
 from graphar.integrations.untraced import untraced
@@ -36,9 +35,15 @@ from graphar.ranks.group_calls import OneCall
 from graphar.runtime.checks.call_checks import LONGEST_S
 from graphar.runtime.checks.tensor_checks import check_own_memory
 from graphar.runtime.side_stream import SideStream
-from graphar.runtime.watch.stats import Stats, beside
+from graphar.runtime.watch.stats import CallStats, Stats, beside
 
 NAME = "graphar"
+_OPS = {  # graphar's names of calls that have others as methods
+    "allreduce_coalesced": "allreduce",
+    "reduce_scatter": "reducescatter",
+    "_reduce_scatter_base": "reducescatter",
+    "_allgather_base": "allgather",
+}
 _BETWEEN_TWO = ("send", "recv", "recv_anysource")
 _TENSORS = (torch.Tensor, torch.nn.Parameter)  # other subclasses need not have memory of their own
 _log = logging.getLogger("graphar")
@@ -74,6 +79,33 @@ def _check_one(op: str, tensors: object) -> None:
     """Raises ValueError for several tensors of a rank in one call: gloo adds them to each other, and NCCL does not."""
     if isinstance(tensors, list) and len(tensors) != 1:
         raise ValueError(f"{op}: takes one tensor of each rank, got {len(tensors)}; make a call for each, coalesced")
+
+
+def tensors_in(given: object) -> Iterator[torch.Tensor]:
+    """Yields the tensors of a call's arguments, which may be lists of lists."""
+    if isinstance(given, torch.Tensor):
+        yield given
+    elif isinstance(given, (list, tuple)):
+        for one in given:
+            yield from tensors_in(one)
+
+
+class PassedOn:
+    """Counts calls, and the bytes of their outputs or inputs, whichever are more, by op, library and reason."""
+
+    def __init__(self) -> None:
+        self._counts: dict[tuple[str, str, str], tuple[int, int]] = {}
+
+    def count(self, method: str, device: torch.device, why: str, given: Sequence[object]) -> None:
+        kind = _OPS.get(method, method), "nccl" if device.type == "cuda" else "gloo", why
+        calls, nbytes = self._counts.get(kind, (0, 0))
+        more = max((sum(x.nbytes for x in tensors_in(one)) for one in given), default=0)
+        self._counts[kind] = calls + 1, nbytes + more
+
+    def stats(self) -> Stats:
+        counts = dict(self._counts)  # a copy: another thread may add one
+        found = [CallStats(op, by, calls, 0, nbytes, why) for (op, by, why), (calls, nbytes) in counts.items()]
+        return Stats(tuple(found), 0, {}, 0.0, "")
 
 
 # This keeps them until they are shut down. With TORCH_DISTRIBUTED_DEBUG=DETAIL, torch does not keep the Python object
@@ -270,7 +302,6 @@ class Routing(_OfTorch):
     # ---- which calls graphar serves ---------------------------------------------------------------------------------
 
     def _why_no_sum(self, op: str, opts: Any, tensors: Sequence[torch.Tensor]) -> Reason | None:
-        """As :meth:`_why_not`, for a call that reduces."""
         if opts is not None and not (opts.reduceOp == dist.ReduceOp.SUM or _is_average(opts)):
             return "graphar's kernels add, and do nothing else"
         return self._why_not(op, opts, tensors)
@@ -313,7 +344,6 @@ class Routing(_OfTorch):
             return engine.why_no_kernel(op, x) if x.is_cuda else f"graphar does not serve {x.device.type} tensors"
 
     def _is_backend_of(self, device: torch.device) -> bool:
-        """Whether the group was made with this backend for tensors on ``device``."""
         return True
 
     @property

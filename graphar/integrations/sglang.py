@@ -11,10 +11,8 @@ from collections.abc import Callable
 
 import torch
 
-from graphar.communicator import Communicator
-from graphar.integrations.tensor_parallel import communicator_of, is_tensor_parallel, serves
-from graphar.plan.call import Call, Operands
-from graphar.plan.work import Parts
+from graphar.integrations import collectives
+from graphar.integrations.tensor_parallel import communicator_of, serves
 from graphar.runtime.registry import resume, suspend
 
 SWITCH = "GRAPHAR_SGLANG"
@@ -35,8 +33,8 @@ def register() -> None:
 
 def init(theirs: Callable, coordinator, *args, **kwargs) -> None:
     theirs(coordinator, *args, **kwargs)
-    is_served = is_tensor_parallel(coordinator.unique_name, TENSOR_PARALLEL) and coordinator.world_size > 1
-    coordinator.graphar = communicator_of(coordinator.device_group, coordinator.device) if is_served else None
+    group = coordinator.device_group
+    coordinator.graphar = communicator_of(coordinator.unique_name, TENSOR_PARALLEL, group, coordinator.device)
 
 
 def all_reduce(theirs: Callable, coordinator, input_: torch.Tensor) -> torch.Tensor:
@@ -62,13 +60,13 @@ def all_reduce_in_place(theirs: Callable, coordinator, input_: torch.Tensor) -> 
 def reduce_scatter_tensor(theirs: Callable, coordinator, output: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
     if not serves(coordinator.graphar, input) or not _fit(coordinator, input, output):
         return theirs(coordinator, output, input)
-    _run(coordinator.graphar, "reducescatter", input, output, output.numel())
+    collectives.reducescatter(coordinator.graphar, False, [output], [input], None)
     return output
 
 
 def all_gather_into_tensor(theirs: Callable, coordinator, output: torch.Tensor, input: torch.Tensor) -> None:
     if serves(coordinator.graphar, input) and _fit(coordinator, output, input):
-        _run(coordinator.graphar, "allgather", input, output, input.numel())
+        collectives.allgather(coordinator.graphar, [output], [input], None)
     else:
         theirs(coordinator, output, input)
 
@@ -105,13 +103,5 @@ HOOKS = {
 
 
 def _fit(coordinator, whole: torch.Tensor, part: torch.Tensor) -> bool:
-    """Whether ``part`` is one of as many parts of ``whole`` as there are ranks, and both lie apart, each contiguous."""
-    is_apart = part.data_ptr() + part.nbytes <= whole.data_ptr() or whole.data_ptr() + whole.nbytes <= part.data_ptr()
-    is_part = part.dtype is whole.dtype and part.numel() * coordinator.world_size == whole.numel()
-    return is_apart and is_part and whole.is_contiguous() and part.is_contiguous()
-
-
-def _run(communicator: Communicator, op: str, x: torch.Tensor, out: torch.Tensor, count: int) -> None:
-    """Makes a call whose ranks have ``count`` elements each, and writes its result into ``out``."""
-    call = Call.of(Parts(op, (count,) * communicator.world_size), x)
-    communicator.engine.run(call, [Operands((x.view(-1),), (out.view(-1),))])
+    """Whether ``part`` is one of as many parts of ``whole`` as there are ranks."""
+    return part.dtype is whole.dtype and part.numel() * coordinator.world_size == whole.numel()

@@ -15,16 +15,16 @@ OPS = ("allreduce", "reducescatter", "allgather")
 TIMEOUT_S = 600.0  # as torch has for NCCL: while models are loaded, one rank may compile for minutes
 
 
-def is_tensor_parallel(name: str, groups: tuple[str, ...]) -> bool:
-    """Whether the name of a group, such as "tp:0", is one of ``groups`` and a number."""
-    return name.split(":")[0] in groups
-
-
-def communicator_of(group: dist.ProcessGroup, device: torch.device) -> Communicator | None:
+def communicator_of(
+    name: str, served: tuple[str, ...], group: dist.ProcessGroup, device: torch.device
+) -> Communicator | None:
     """Returns a communicator with the kernels of all served calls loaded, or None if they cannot run. Collective.
 
-    On the CPU, it works over ``group`` without kernels.
+    On the CPU, it works over ``group`` without kernels. None also for a group of one rank, or whose ``name``, such as
+    "tp:0", is not one of ``served`` and a number.
     """
+    if name.split(":")[0] not in served or group.size() == 1:
+        return None
     made = Communicator(group, timeout_s=TIMEOUT_S)
     made.prepare(ops=OPS)
     if device.type != "cuda" or made.engine.find_runner(device):

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import logging
 import os
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
 
 from graphar.communicator import Communicator
-from graphar.integrations.tensor_parallel import communicator_of, is_tensor_parallel, serves
+from graphar.integrations.tensor_parallel import communicator_of, serves
 
 SWITCH = "GRAPHAR_VLLM"
 
@@ -41,8 +41,7 @@ class TensorParallel(_OfVllm):
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
-        if is_tensor_parallel(self.unique_name, ("tp",)) and self.world_size > 1:
-            self.graphar = communicator_of(self.device_group, self.device)
+        self.graphar = communicator_of(self.unique_name, ("tp",), self.device_group, self.device)
         if self.graphar is not None:
             _log.info("graphar serves the sums and gathers of group %s", self.unique_name)
 
@@ -63,27 +62,23 @@ class TensorParallel(_OfVllm):
 
     def suspend(self) -> None:
         super().suspend()
-        self._suspend_graphar()
+        if self.graphar is not None:
+            self.graphar.suspend()
 
     def resume(self) -> None:
-        self._resume_graphar()
+        if self.graphar is not None:
+            self.graphar.resume()
         super().resume()
 
     def checkpoint_prepare(self) -> None:
         super().checkpoint_prepare()
-        self._suspend_graphar()
-
-    def checkpoint_restore(self) -> None:
-        self._resume_graphar()
-        super().checkpoint_restore()
-
-    def _suspend_graphar(self) -> None:
         if self.graphar is not None:
             self.graphar.suspend()
 
-    def _resume_graphar(self) -> None:
+    def checkpoint_restore(self) -> None:
         if self.graphar is not None:
             self.graphar.resume()
+        super().checkpoint_restore()
 
     def destroy(self) -> None:
         if self.graphar is not None:
@@ -102,14 +97,13 @@ def __getattr__(name: str) -> type:
 
 
 def _make_platform() -> type:
-    own = _class_named(_name_of_own_platform())
-
+    own = resolve_name(_name_of_own_platform() or "")
     members = {"get_device_communicator_cls": classmethod(lambda cls: f"{__name__}.DeviceCommunicator")}
     return type("Platform", (own,), {"__module__": __name__} | members)
 
 
 def _make_device_communicator() -> type:
-    own = _class_named(_class_named(_name_of_own_platform()).get_device_communicator_cls())
+    own = resolve_name(resolve_name(_name_of_own_platform() or "").get_device_communicator_cls())
     return type("DeviceCommunicator", (TensorParallel, own), {"__module__": __name__})
 
 
@@ -118,8 +112,3 @@ def _name_of_own_platform() -> str | None:
     from vllm import platforms
 
     return platforms.cuda_platform_plugin() or platforms.cpu_platform_plugin()
-
-
-def _class_named(name: str | None) -> Any:
-    module, _, attribute = (name or "").rpartition(".")
-    return getattr(import_module(module), attribute)

@@ -198,11 +198,6 @@ def test_what_is_warned_of_is_told_once():
     assert [one.found for one in examine("GPUs", find, 5).findings] == ["the driver is too old"]
 
 
-def test_a_problem_without_advice_cannot_be_told():
-    with pytest.raises(ValueError, match="comes with advice"):
-        Finding("cuda:0", "is on fire", PROBLEM)
-
-
 def test_what_is_found_stands_in_one_column_beside_names_of_any_length():
     findings = [Finding("short", "found"), Finding("as_long_as_an_algorithms_name", "found")]
 

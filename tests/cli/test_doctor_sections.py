@@ -7,7 +7,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from graphar.cli.doctor import gpus, host, software
+from graphar.cli.doctor import sections
 from graphar.cli.doctor.findings import NOTE, OK, PROBLEM
 from graphar.plan import tables
 from graphar.runtime import cache, user_tables
@@ -46,27 +46,24 @@ def own_cache(tmp_path, monkeypatch):
 # ---- GPUs -----------------------------------------------------------------------------------------------------------
 
 
-def test_gpus_are_told_with_memory_and_capability(machine):
-    machine(2)
+@pytest.mark.parametrize(
+    ("gpus", "name", "status", "words"),
+    [
+        ((2,), "cuda:0", OK, "NVIDIA H200, 140.0 GB, sm_90"),
+        ((2,), "cuda:1", OK, "NVIDIA H200, 140.0 GB, sm_90"),
+        ((2, (7, 5)), "cuda:1", PROBLEM, "sm_75"),
+        ((1,), "ranks", NOTE, "2 or more"),
+        ((9,), "ranks", NOTE, "at most 8"),
+    ],
+    ids=str,
+)
+def test_gpus_are_told_and_what_kernels_do_not_serve(machine, gpus, name, status, words):
+    machine(*gpus)
 
-    found = {name: one.found for name, one in told(gpus.gpus).items()}
-    assert found == dict.fromkeys(("cuda:0", "cuda:1"), "NVIDIA H200, 140.0 GB, sm_90")
-
-
-@pytest.mark.parametrize(("count", "status", "words"), [(1, NOTE, "2 or more"), (9, NOTE, "at most 8")])
-def test_a_number_of_gpus_that_kernels_do_not_serve_is_noted(machine, count, status, words):
-    machine(count)
-
-    said = told(gpus.gpus)["ranks"]
+    said = told(sections.gpus)[name]
 
     assert said.status == status
     assert words in said.found
-
-
-def test_a_gpu_that_is_too_old_is_a_problem(machine):
-    machine(2, (7, 5))
-
-    assert {one.status for one in gpus.gpus()} == {PROBLEM}
 
 
 @pytest.mark.parametrize(("kind", "status"), [("0x030200", PROBLEM), ("0x040300", NOTE)], ids=["a GPU", "its sound"])
@@ -76,15 +73,15 @@ def test_a_gpu_that_torch_does_not_see_is_a_problem(machine, monkeypatch, tmp_pa
     device.mkdir()
     (device / "class").write_text(f"{kind}\n")
     (device / "vendor").write_text("0x10de\n")
-    monkeypatch.setattr(gpus, "_PCI_DEVICES", tmp_path)
+    monkeypatch.setattr(sections, "_PCI_DEVICES", tmp_path)
 
-    assert [one.status for one in gpus.gpus()] == [status]
+    assert [one.status for one in sections.gpus()] == [status]
 
 
 def test_a_pair_without_peer_access_is_told_on_its_side(machine):
     machine(3, peer_access=lambda i, j: (i, j) != (2, 1))
 
-    said = told(gpus.peers)
+    said = told(sections.peers)
 
     assert [said[f"cuda:{i}"].status for i in range(3)] == [OK, OK, PROBLEM]
     assert said["cuda:0"].found == "reaches cuda:1 cuda:2"
@@ -117,7 +114,7 @@ def test_a_link_that_is_down_on_one_gpu_is_a_problem(machine, monkeypatch):
     machine(2)
     nvml(monkeypatch, [18, 17])
 
-    said = told(gpus.links)
+    said = told(sections.links)
 
     assert (said["cuda:0"].status, said["cuda:1"].status) == (OK, PROBLEM)
     assert "links [17] carry nothing" in said["cuda:1"].advice
@@ -137,13 +134,15 @@ def test_links_are_counted_and_what_is_not_there_is_noted(machine, monkeypatch, 
     machine(len(active))
     nvml(monkeypatch, active, error)
 
-    assert [(one.status, one.found) for one in gpus.links()] == found
+    assert [(one.status, one.found) for one in sections.links()] == found
 
 
 def test_multicast_is_off_with_the_reason(monkeypatch):
     monkeypatch.setattr(os, "environ", {"GRAPHAR_MULTICAST": "1", "NCCL_NVLS_ENABLE": "0"})
 
-    assert told(gpus.multicast_state)["NVLink multicast"].found == "off: NCCL_NVLS_ENABLE=0 forbids NVLink multicast"
+    assert (
+        told(sections.multicast_state)["NVLink multicast"].found == "off: NCCL_NVLS_ENABLE=0 forbids NVLink multicast"
+    )
 
 
 # ---- software -------------------------------------------------------------------------------------------------------
@@ -151,9 +150,9 @@ def test_multicast_is_off_with_the_reason(monkeypatch):
 
 @pytest.mark.parametrize(("version", "status"), [("2.10.1", PROBLEM), ("2.11.0+cu130", OK)])
 def test_a_version_that_is_too_old_is_a_problem_with_the_command_that_mends_it(monkeypatch, version, status):
-    monkeypatch.setattr(software.metadata, "version", lambda name: version if name == "torch" else "13.1")
+    monkeypatch.setattr(sections.metadata, "version", lambda name: version if name == "torch" else "13.1")
 
-    said = told(software.versions)["torch"]
+    said = told(sections.versions)["torch"]
 
     assert said.status == status
     assert said.advice == ("python -m pip install 'torch>=2.11'" if status == PROBLEM else "")
@@ -163,19 +162,19 @@ def test_a_version_that_is_too_old_is_a_problem_with_the_command_that_mends_it(m
 def test_what_is_not_installed_is_told(monkeypatch, name, status):
     def version(asked):
         if asked == name:
-            raise software.metadata.PackageNotFoundError
+            raise sections.metadata.PackageNotFoundError
         return "13.1"
 
-    monkeypatch.setattr(software.metadata, "version", version)
+    monkeypatch.setattr(sections.metadata, "version", version)
 
-    assert told(software.versions)[name].status == status
+    assert told(sections.versions)[name].status == status
 
 
 def test_a_driver_that_is_too_old_is_a_problem_where_there_are_gpus(machine, monkeypatch):
     machine(2)
     monkeypatch.setattr("graphar.runtime.availability.driver_cuda_version", lambda: (12, 8))
 
-    said = told(software.versions)["driver"]
+    said = told(sections.versions)["driver"]
 
     assert (said.status, said.found) == (PROBLEM, "the driver is for CUDA 12.8")
     assert said.advice == "install NVIDIA driver 580 or newer, for CUDA 13"
@@ -184,14 +183,14 @@ def test_a_driver_that_is_too_old_is_a_problem_where_there_are_gpus(machine, mon
 def test_variables_of_graphar_are_listed(monkeypatch):
     monkeypatch.setattr(os, "environ", {"GRAPHAR_MULTICAST": "0", "NCCL_NVLS_ENABLE": "", "NCCL_DEBUG": "INFO"})
 
-    found = {name: one.found for name, one in told(software.environment).items()}
+    found = {name: one.found for name, one in told(sections.environment).items()}
     assert found == {"GRAPHAR_MULTICAST": "0", "NCCL_NVLS_ENABLE": '""'}
 
 
 def test_a_variable_that_graphar_does_not_read_is_a_problem(monkeypatch):
     monkeypatch.setattr(os, "environ", {"GRAPHAR_CACHEDIR": "/tmp/kernels", "GRAPHAR_NVTX": "1"})
 
-    said = told(software.environment)
+    said = told(sections.environment)
 
     assert [one.status for one in said.values()] == [PROBLEM, OK]
     assert said["GRAPHAR_CACHEDIR"].found == "/tmp/kernels, which graphar does not read"
@@ -202,21 +201,21 @@ def test_a_variable_that_graphar_does_not_read_is_a_problem(monkeypatch):
 
 
 def test_shared_memory_that_is_not_there_is_a_problem(monkeypatch, tmp_path):
-    monkeypatch.setattr(host, "_SHARED_MEMORY", tmp_path / "shm")
+    monkeypatch.setattr(sections, "_SHARED_MEMORY", tmp_path / "shm")
 
-    assert told(host.sharing)[str(tmp_path / "shm")].status == PROBLEM
+    assert told(sections.sharing)[str(tmp_path / "shm")].status == PROBLEM
 
 
 def test_no_place_for_temporary_files_is_a_problem(monkeypatch, tmp_path):
-    monkeypatch.setattr(host.tempfile, "tempdir", str(tmp_path / "nowhere"))
+    monkeypatch.setattr(sections.tempfile, "tempdir", str(tmp_path / "nowhere"))
 
-    assert told(host.sharing)["temporary files"].advice.endswith("name a directory you may write in TMPDIR")
+    assert told(sections.sharing)["temporary files"].advice.endswith("name a directory you may write in TMPDIR")
 
 
 def test_ranks_share_memory_over_sockets_in_a_directory_that_is_named(monkeypatch, tmp_path):
     monkeypatch.setenv("GRAPHAR_SOCKET_DIR", str(tmp_path / "sockets"))
 
-    said = told(host.sharing)
+    said = told(sections.sharing)
 
     assert said["GPU memory of ranks"].status == OK
     assert said["GPU memory of ranks"].found.startswith(f"by file descriptors over sockets in {tmp_path / 'sockets'}, ")
@@ -227,32 +226,25 @@ def test_a_directory_of_sockets_that_others_may_enter_is_noted_with_what_follows
     (tmp_path / "sockets").mkdir(mode=0o755)
     monkeypatch.setenv("GRAPHAR_SOCKET_DIR", str(tmp_path / "sockets"))
 
-    said = told(host.sharing)["GPU memory of ranks"]
+    said = told(sections.sharing)["GPU memory of ranks"]
 
     assert said.status == NOTE
     assert said.found.startswith("by CUDA IPC, and `suspend` is refused, since ")
     assert "is not trusted" in said.found
 
 
-def test_a_gpu_whose_memory_must_stay_is_noted_with_the_reason(monkeypatch):
-    monkeypatch.setattr(host, "gpu_count", lambda: 2)
-    monkeypatch.setattr(host, "missing_software", lambda: "")
-    monkeypatch.setattr(host.virtual_memory, "why_not", lambda device: "it is a sandbox" if device else "")
+def test_where_memory_must_stay_the_reason_and_namespaces_other_than_the_hosts_are_noted(monkeypatch):
+    monkeypatch.setattr(sections, "gpu_count", lambda: 2)
+    monkeypatch.setattr(sections, "missing_software", lambda: "")
+    monkeypatch.setattr(sections.virtual_memory, "why_not", lambda device: "it is a sandbox" if device else "")
+    monkeypatch.setattr(sections, "_namespace", lambda kind: {"ipc": 0xEFFFFFFF, "pid": 4026532999}[kind])
 
-    assert told(host.sharing)["GPU memory of ranks"].found.endswith("since it is a sandbox")
+    said = told(sections.sharing)
 
-
-def test_namespaces_other_than_the_hosts_are_noted_where_cuda_ipc_needs_them(monkeypatch):
-    monkeypatch.setattr(host, "gpu_count", lambda: 2)
-    monkeypatch.setattr(host, "missing_software", lambda: "")
-    monkeypatch.setattr(host.virtual_memory, "why_not", lambda device: "it is a sandbox")
-    monkeypatch.setattr(host, "_namespace", lambda kind: {"ipc": 0xEFFFFFFF, "pid": 4026532999}[kind])
-
-    said = told(host.sharing)["CUDA IPC"]
-
-    assert said.status == NOTE
-    assert said.found.startswith("own pid namespace")
-    assert "`--pid=host`" in said.found
+    assert said["GPU memory of ranks"].found.endswith("since it is a sandbox")
+    assert said["CUDA IPC"].status == NOTE
+    assert said["CUDA IPC"].found.startswith("own pid namespace")
+    assert "`--pid=host`" in said["CUDA IPC"].found
 
 
 def test_the_caches_entries_are_counted_and_damaged_ones_named(own_cache):
@@ -261,7 +253,7 @@ def test_the_caches_entries_are_counted_and_damaged_ones_named(own_cache):
     (own_cache / ("b" * 64)).write_bytes(bytes(80))
     (own_cache / "unfinished-x").touch()
 
-    said = told(host.kernel_cache)
+    said = told(sections.kernel_cache)
 
     assert said["entries"].found == "2 compiled kernels"
     assert said["damaged"].found == "1 entries"
@@ -273,7 +265,7 @@ def test_a_cache_that_others_may_write_is_a_problem(own_cache):
     own_cache.mkdir()
     own_cache.chmod(0o777)
 
-    said = told(host.kernel_cache)
+    said = told(sections.kernel_cache)
 
     assert list(said) == ["directory"]
     assert "group and world must not" in said["directory"].found
@@ -285,7 +277,7 @@ def test_a_home_that_cannot_be_written_is_a_problem_with_advice_that_helps(monke
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setenv("HOME", "/proc")  # nobody can make a directory there
 
-    said = told(host.kernel_cache)
+    said = told(sections.kernel_cache)
 
     assert list(said) == ["directory"]
     assert said["directory"].found.startswith("/proc/.cache/graphar cannot be made: ")
@@ -295,12 +287,12 @@ def test_a_home_that_cannot_be_written_is_a_problem_with_advice_that_helps(monke
 def test_the_table_is_told_with_its_origin(machine, own_cache):
     machine(4)
 
-    assert told(host.tuning)["table"].found.startswith("nvidia_h200 from the package: 4x NVIDIA H200")
+    assert told(sections.tuning)["table"].found.startswith("nvidia_h200 from the package: 4x NVIDIA H200")
 
     mine = tables.shipped_table("nvidia_h200").to_json().encode()
     cache.store_file(user_tables.FOLDER, "nvidia_h200.json", mine)
 
-    assert told(host.tuning)["table"].found.startswith("nvidia_h200 from the cache, tuning/nvidia_h200.json")
+    assert told(sections.tuning)["table"].found.startswith("nvidia_h200 from the cache, tuning/nvidia_h200.json")
 
 
 def test_a_table_that_is_none_is_a_problem(machine, own_cache):
@@ -308,7 +300,7 @@ def test_a_table_that_is_none_is_a_problem(machine, own_cache):
     cache.store_file(user_tables.FOLDER, "nvidia_h200.json", b"{}")
 
     with pytest.warns(RuntimeWarning, match="is ignored"):
-        said = told(host.tuning)
+        said = told(sections.tuning)
 
     assert said["nvidia_h200.json"].status == PROBLEM
     assert "from the package" in said["table"].found
@@ -317,4 +309,4 @@ def test_a_table_that_is_none_is_a_problem(machine, own_cache):
 def test_ranks_that_were_not_measured_are_noted(machine, own_cache):
     machine(8)
 
-    assert told(host.tuning)["tune"].found.startswith("8 ranks were not measured")
+    assert told(sections.tuning)["tune"].found.startswith("8 ranks were not measured")

@@ -6,12 +6,9 @@ import pytest
 import torch
 
 from graphar import reference
-from graphar.cli import bench_ranks
 from graphar.cli.main import main
 from graphar.plan.tables import shipped_table
-from tests.cli.test_bench_ranks import options
 from tests.outside import PUSHED_SUM, load, unload
-from tests.processes import run_ranks
 
 pytestmark = pytest.mark.usefixtures("nothing_stays_loaded")
 
@@ -34,23 +31,13 @@ def file(tmp_path):
 def test_bench_times_an_algorithm_by_its_kernels_name(file, monkeypatch, capsys):
     calls = []
     monkeypatch.setattr(
-        "graphar.allreduce", lambda x, group, **given: calls.append(given) or [reference.allreduce(x)] * 2
+        "graphar.allreduce", lambda x, group, out, **given: calls.append(given) or [reference.allreduce(x)] * 2
     )
 
     assert main(["bench", "2K", "--world-size", "2", "--load", str(file), "--algorithm", "pushed_sum", "--json"]) == 0
 
     assert calls[0] == {"algorithm": load().value}
     assert [row["nbytes"] for row in json.loads(capsys.readouterr().out)["rows"]] == [2048]
-
-
-@NO_GPUS
-def test_bench_compares_with_a_specification_of_its_own(capsys):
-    doubled = load(specification=lambda tensors: 2 * sum(tensors))
-    wrong = load(op="allgather", specification=lambda tensors: torch.cat(tensors).zero_())
-
-    assert main(["bench", "2K", "--world-size", "2", "--quiet", "--algorithm", doubled]) == 0
-    assert main(["bench", "2K", "--world-size", "2", "--quiet", "--op", "allgather", "--algorithm", wrong]) == 0
-    assert capsys.readouterr().err == ""
 
 
 def test_a_row_that_breaks_a_rule_ends_a_command_with_the_files_name_and_line(file, capsys):
@@ -84,15 +71,3 @@ def test_tune_loads_files_before_it_looks_for_gpus(file, monkeypatch, capsys):
     assert main(["tune", "--load", str(file)]) == 2
 
     assert f"{file}:2: load_algorithm: op" in capsys.readouterr().err
-
-
-def test_between_processes_graphars_calls_take_it():
-    (rows, *_) = run_ranks(measured_by_it, 2)
-
-    assert [(row.backend, row.out_of_place.wrong) for row in rows] == [("graphar", 0)]
-
-
-def measured_by_it(rank, world_size):
-    twice = load(specification=lambda tensors: sum(tensors))
-
-    return bench_ranks.measure(options("allreduce", algorithm=twice, backend=["graphar"]), [64], torch.device("cpu"))

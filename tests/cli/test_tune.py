@@ -44,8 +44,7 @@ def test_tuning_without_gpus_says_what_is_missing(capsys, monkeypatch):
 class EvenTimer(nullcontext):
     """A timer of a machine on which every call takes 2 us, whatever the table."""
 
-    def __init__(self, world_size, lossless):
-        assert lossless, "whether compression pays is measured even where the environment turns it off"
+    def __init__(self, world_size):
         self.world_size = world_size
 
     def __enter__(self):
@@ -86,28 +85,31 @@ def test_the_table_that_tuning_writes_is_found(three_gpus, user_folder, capsys):
     assert str(user_folder / "nvidia_b999.json") in capsys.readouterr().out
 
 
-def test_codecs_are_timed_as_well_and_faster_codecs_is_said(three_gpus, capsys):
-    assert command.main(["tune", "--world-size", "2", "--max-nbytes", "128K"]) == 0
+CODECS = {  # by options: the times in the table, and what is said
+    "--max-nbytes 128K": (
+        {name: [[32 * KB, 1.5], [128 * KB, 1.5]] for name in NAMES},
+        "2 ranks, int4: faster than exact at 32 KB (1.5 us, exact 2.0 us), 128 KB (1.5 us, exact 2.0 us)\n",
+    ),
+    "--max-nbytes 32K --codecs int8": ({"int8": [[32 * KB, 1.5]]}, "2 ranks, int8: faster than exact at 32 KB"),
+    "--max-nbytes 32K --only codecs": (
+        {name: [[32 * KB, 1.5]] for name in NAMES},
+        "2 ranks, int4: exact was not measured\n",
+    ),
+}
 
-    found = find_table(DEVICE)
-    assert found.codecs == {2: {name: [[32 * KB, 1.5], [128 * KB, 1.5]] for name in NAMES}}
-    line = "2 ranks, int4: faster than exact at 32 KB (1.5 us, exact 2.0 us), 128 KB (1.5 us, exact 2.0 us)\n"
-    assert line in capsys.readouterr().out
 
+@pytest.mark.parametrize("options", CODECS)
+def test_codecs_are_timed_and_faster_codecs_are_said(three_gpus, options, capsys):
+    times, line = CODECS[options]
 
-def test_tuning_can_do_with_few_codecs_or_none(three_gpus, capsys):
-    assert command.main(["tune", "--world-size", "2", "--max-nbytes", "32K", "--codecs", "int8"]) == 0
+    assert command.main(["tune", "--world-size", "2", *options.split()]) == 0
+    said = capsys.readouterr().out
     assert command.main(["tune", "--world-size", "3", "--max-nbytes", "32K", "--codecs"]) == 0
 
-    assert find_table(DEVICE).codecs == {2: {"int8": [[32 * KB, 1.5]]}}  # the second run left it unchanged
-    assert capsys.readouterr().out.count("faster than exact") == 1
-
-
-def test_codecs_can_be_timed_before_anything_else(three_gpus, capsys):
-    assert command.main(["tune", "--world-size", "2", "--max-nbytes", "32K", "--only", "codecs"]) == 0
-
-    assert find_table(DEVICE).codecs == {2: {name: [[32 * KB, 1.5]] for name in NAMES}}
-    assert "2 ranks, int4: exact was not measured\n" in capsys.readouterr().out
+    assert find_table(DEVICE).codecs == {2: times}  # the second run left it unchanged
+    assert line in said
+    assert said.count("faster than exact") == (0 if "--only" in options else len(times))
+    assert "faster than exact" not in capsys.readouterr().out
 
 
 def test_what_tuning_found_is_one_document_or_a_line(three_gpus, user_folder, capsys):
@@ -214,18 +216,6 @@ def test_graphars_matmul_is_timed_against_torchs_by_the_costs_that_were_found(th
     )
 
 
-@pytest.mark.parametrize("section", ["norm", "rows"])
-def test_matmuls_are_not_timed_if_other_sections_are_asked_for(three_gpus, monkeypatch, section):
-    def measure_under(timer, workload, tables):
-        assert workload.op != "matmul"
-        return [2.0] * len(tables)
-
-    monkeypatch.setattr(EvenTimer, "measure_under", measure_under)
-
-    assert command.main(["tune", "--only", section, "--max-nbytes", "2K"]) == 0
-    assert find_table(DEVICE).matmul == shipped_table("default").matmul
-
-
 # By section: a number of the table of a user who measured all of them before.
 MEASURED = {
     "rows": ("measured", 2, [[2048, 1.5]]),
@@ -241,7 +231,12 @@ MEASURED = {
 
 
 @pytest.mark.parametrize("section", MEASURED)
-def test_sections_that_are_not_measured_stay_as_they_are(three_gpus, tmp_path, section):
+def test_sections_that_are_not_measured_stay_as_they_are(three_gpus, monkeypatch, tmp_path, section):
+    def measure_under(timer, workload, tables):
+        assert workload.op != "matmul" or section == "matmul"
+        return [2.0] * len(tables)
+
+    monkeypatch.setattr(EvenTimer, "measure_under", measure_under)
     out, older = tmp_path / "table.json", replace(shipped_table("default"), name=NEW.name)
     older = replace(older, measured={2: [], 3: []}, codecs={2: {}, 3: {}})
     for *path, value in MEASURED.values():
@@ -282,7 +277,7 @@ def test_the_fastest_grids_of_parts_become_their_entries(monkeypatch):
     monkeypatch.setattr(EvenTimer, "measure_under", measure_under)
     monkeypatch.setattr(tune_command, "chip", lambda device: CHIP)
 
-    timer = EvenTimer(2, lossless=True)
+    timer = EvenTimer(2)
     parts = tune_command.measure_parts(timer, shipped_table("default"), 2, tune.PART_SIZES, lambda step: None)
 
     assert limits_and_threads(parts["reducescatter"]) == [
@@ -293,10 +288,7 @@ def test_the_fastest_grids_of_parts_become_their_entries(monkeypatch):
         (256 * KB, "allgather_flagged", 128),
         (None, "allgather_push", 512),
     ]
-    assert limits_and_threads(parts["alltoall"]) == [
-        (256 * KB, "alltoall_flagged", 128),
-        (None, "alltoall_push", 512),
-    ]
+    assert limits_and_threads(parts["alltoall"]) == [(256 * KB, "alltoall_flagged", 128), (None, "alltoall_push", 512)]
 
 
 def test_a_file_that_holds_no_table_is_left_alone(three_gpus, tmp_path, capsys):
@@ -327,7 +319,7 @@ def test_two_gpus_are_tuned_and_calls_go_by_it(user_folder, capsys):
 
 @pytest.mark.gpu
 def test_a_candidate_with_wrong_sums_is_named(monkeypatch):
-    monkeypatch.setattr(timing.reference, "allreduce", lambda parts: parts[0])
+    monkeypatch.setattr(graphar.reference, "allreduce", lambda parts: parts[0])
 
     with (
         timing.Timer(2) as timer,
@@ -356,12 +348,12 @@ def test_what_is_timed_is_what_is_checked(monkeypatch):
     bound = lambda timer, call, config, xs, outs: [partial(out.copy_, sum(xs)) for out in outs]  # noqa: E731
     monkeypatch.setattr(timing.Timer, "__init__", lambda timer: None)
     monkeypatch.setattr(timing.Timer, "_bind", bound)
-    monkeypatch.setattr(timing.Timer, "_random", lambda timer, numel, dtype: xs)
-    monkeypatch.setattr(timing.Timer, "_elapsed_us", lambda timer, run: 1.0)
+    monkeypatch.setattr(timing.specified, "random", lambda devices, numel, dtype: xs)
+    monkeypatch.setattr(timing.Timer, "elapsed_us", lambda timer, run: 1.0)
     monkeypatch.setattr(torch.cuda, "stream", nullcontext)
     timer = timing.Timer()
-    timer._world_size, timer._streams = 2, [None, None]
-    timer._communicator = SimpleNamespace(synchronize=lambda: None)
+    timer.streams = [None, None]
+    timer.communicator = SimpleNamespace(synchronize=lambda: None, devices=())
     call = Call(Sum(64), torch.bfloat16, 0)
 
     monkeypatch.setattr(timing.Timer, "_capture", lambda timer, rank, run, count: SimpleNamespace(replay=run))
@@ -377,7 +369,8 @@ def test_a_timer_that_cannot_be_had_keeps_no_communicator(monkeypatch):
     closed = []
 
     class Refusing:
-        def __init__(self, **_) -> None:
+        def __init__(self, lossless, **_) -> None:
+            assert lossless, "whether compression pays is measured even where the environment turns it off"
             self.close = lambda: closed.append(True)
 
         def allreduce(self, xs) -> None:
@@ -402,12 +395,12 @@ def test_calls_under_tables_are_checked_after_their_time_was_taken(monkeypatch):
         return 12.0 * len(seen)
 
     monkeypatch.setattr(timing.Timer, "__init__", lambda timer: None)
-    monkeypatch.setattr(timing.Timer, "_elapsed_us", elapsed_us)
+    monkeypatch.setattr(timing.Timer, "elapsed_us", elapsed_us)
     monkeypatch.setattr(torch.cuda, "stream", nullcontext)
     timer = timing.Timer()
-    timer._streams = [None, None]
+    timer.streams = [None, None]
     with graphar.Communicator(devices=["cpu"] * 2) as communicator:
-        timer._communicator = communicator
+        timer.communicator = communicator
         # The two tables take turns: repeats take 1, 2, 3 ... us a call, and the first of each warms up.
         assert timer.measure_under(trials.Workload("allreduce", 2, 64), [table, few]) == [7.0, 8.0]
         assert seen[:4] == [24, 8, 24, 8]

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import graphar
-from graphar.cli import timing, workloads
-from graphar.cli.workloads import Prepared
+from graphar.cli import specified, timing
+from graphar.cli.specified import Prepared
 from graphar.plan.trials import Workload
 
 WORKLOADS = (
@@ -54,8 +54,8 @@ def test_matmuls_use_as_many_weights_in_turn_as_do_not_fit_into_l2(cpus, monkeyp
         made.append((shape, seed))
         return [torch.zeros(1, 1)] * len(devices)
 
-    monkeypatch.setattr(workloads, "random", random)
-    _, expected = workloads._matmul(Workload("matmul", 5, n, k), cpus.devices, cpus.engine)
+    monkeypatch.setattr(specified, "random", random)
+    _, expected = specified._matmul(Workload("matmul", 5, n, k), cpus.devices, cpus.engine)
 
     assert made == [((5, k), 0), *(((n, k), 1 + at) for at in range(count))]
     assert len(expected) == count
@@ -63,8 +63,8 @@ def test_matmuls_use_as_many_weights_in_turn_as_do_not_fit_into_l2(cpus, monkeyp
 
 
 def test_a_matmul_goes_by_the_engines_table_and_its_results_differ_by_weight(cpus, monkeypatch):
-    engines, choose = [], workloads.choose
-    monkeypatch.setattr(workloads, "choose", lambda *given: engines.append(given[0]) or choose(*given))
+    engines, choose = [], specified.choose
+    monkeypatch.setattr(specified, "choose", lambda *given: engines.append(given[0]) or choose(*given))
     prepared = Prepared(Workload("matmul", 5, 64, 128), cpus)
 
     results = prepared.run(0)

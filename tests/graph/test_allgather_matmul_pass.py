@@ -208,32 +208,33 @@ def halves(a, w):
     return functional.linear(gathered(a).split(ROWS * RANKS // 2)[0], w)
 
 
-LEFT = {
-    "no matmul of torch.float32 gathers its rows": (FORMS["a product"][0], {"dtype": torch.float32}),
-    "the rows are not gathered along the first axis": (
-        lambda a, w: functional.linear(own(a, 1), w),
-        {"rows": (2, ROWS)},
-    ),
-    "the gather names an algorithm": (lambda a, w: functional.linear(own(a, 0, algorithm="allgather_push"), w), {}),
-    "only some of the gathered rows are multiplied": (halves, {}),
-    "the weight is made after the rows are gathered": (with_a_late_weight, {}),
-    "something else than a bias is added to the product": (
-        lambda a, w: torch.addmm(w[0, :COLUMNS], gathered(a), w.t(), beta=2),
-        {},
-    ),
+def scaled_up(a, w):
+    return torch.addmm(w[0, :COLUMNS], gathered(a), w.t(), beta=2)
+
+
+A_PRODUCT, ON_GPUS = FORMS["a product"][0], {"device": "cuda"}
+LEFT = {  # by reason: the function, how it is traced, and the pass
+    "no matmul of torch.float32 gathers its rows": (A_PRODUCT, {"dtype": torch.float32}, {}),
+    "the rows are not gathered along the first axis": (lambda a, w: own(a, 1) @ w.t(), {"rows": (2, ROWS)}, {}),
+    "the gather names an algorithm": (lambda a, w: own(a, 0, algorithm="allgather_push") @ w.t(), {}, {}),
+    "only some of the gathered rows are multiplied": (halves, {}, {}),
+    "the weight is made after the rows are gathered": (with_a_late_weight, {}, {}),
+    "something else than a bias is added to the product": (scaled_up, {}, {}),
+    "rank 3 has no GPU of sm_90a": (A_PRODUCT, ON_GPUS, {"arch": "sm_80"}),
+    "gathered rows have no batch-invariant matmul": (A_PRODUCT, ON_GPUS, {"batch_invariant": True}),
 }
 
 
-@pytest.mark.parametrize(("function", "kinds"), LEFT.values(), ids=LEFT)
-def test_another_form_is_left_and_the_report_says_why(make_pass, pays, request, function, kinds):
-    compile_pass = make_pass()
+@pytest.mark.parametrize("why", LEFT)
+def test_another_form_is_left_and_the_report_says_why(make_pass, pays, why):
+    function, kinds, how = LEFT[why]
+    compile_pass = make_pass(**how)
 
     calls = rewritten(compile_pass, traced(function, **kinds)).calls()
 
     assert FUSED not in calls
     assert ops.allgather.default in calls
-    reason = request.node.callspec.id
-    assert reason in [entry.why_left for entry in of_matmul(compile_pass.report)]
+    assert why in [entry.why_left for entry in of_matmul(compile_pass.report)]
 
 
 def test_a_product_of_gathered_rows_with_themselves_is_left(make_pass, pays):
@@ -243,25 +244,6 @@ def test_a_product_of_gathered_rows_with_themselves_is_left(make_pass, pays):
 
     assert [entry.why_left for entry in of_matmul(compile_pass.report)] == [
         "the weight is made after the rows are gathered"
-    ]
-
-
-def test_other_gpus_are_left(make_pass, pays):
-    compile_pass = make_pass(arch="sm_80")
-
-    rewritten(compile_pass, traced(FORMS["a product"][0], device="cuda"))
-
-    assert [entry.why_left for entry in of_matmul(compile_pass.report)] == ["rank 3 has no GPU of sm_90a"]
-
-
-def test_batch_invariant_graphs_keep_torchs_matmul(make_pass, pays):
-    compile_pass = make_pass(batch_invariant=True)
-
-    calls = rewritten(compile_pass, traced(FORMS["a product"][0], device="cuda")).calls()
-
-    assert calls.count(aten.mm.default) == calls.count(ops.allgather.default) == 1
-    assert [entry.why_left for entry in of_matmul(compile_pass.report)] == [
-        "gathered rows have no batch-invariant matmul"
     ]
 
 

@@ -31,6 +31,23 @@ def flags(compile_pass, graph, static=(WEIGHT,), tokens=()):
     return [given(node)["constant_weight"] for node in graph.graph.nodes if op_of(node.target)]
 
 
+def written(graph):
+    """The graph, which now ends with a copy into the weight."""
+    weight = graph.graph.find_nodes(op="placeholder")[WEIGHT]
+    with graph.graph.inserting_before(graph.graph.output_node()):
+        seen = graph.graph.call_function(aten.view.default, (weight, [COLUMNS, K]))
+        copied = graph.graph.call_function(aten.copy_.default, (seen, weight))
+    seen.meta["val"] = copied.meta["val"] = weight.meta["val"]
+    return graph
+
+
+def of_training(name):
+    """A graph whose first input has a name as in graphs with gradients."""
+    graph = traced(LAYER)
+    graph.graph.find_nodes(op="placeholder")[0].target = name
+    return graph
+
+
 @pytest.mark.parametrize("name", FORMS)
 def test_a_parameter_that_is_only_read_is_constant(make_pass, name):
     assert flags(make_pass(constant_weights=True), traced(FORMS[name])) == [True]
@@ -42,52 +59,27 @@ def test_so_it_is_before_a_norm(make_pass):
     assert flags(make_pass(constant_weights=True), graph) == [True]
 
 
-def test_no_weight_is_constant_unless_asked_for(make_pass):
-    assert flags(make_pass(), traced(FORMS["a linear layer"])) == [False]
+LAYER = FORMS["a linear layer"]
+NOT_CONSTANT = {
+    "unless asked for": (lambda: traced(LAYER), {}, {}),
+    "an input that is no parameter": (lambda: traced(LAYER), {"constant_weights": True}, {"static": (0,)}),
+    "a computed weight": (lambda: traced(lambda a, w: LAYER(a, w * 2)), {"constant_weights": True}, {}),
+    "a weight that the graph writes": (lambda: written(traced(LAYER)), {"constant_weights": True}, {}),
+    "a graph with side effects": (lambda: traced(LAYER), {"constant_weights": True}, {"tokens": ["a print"]}),
+    "where gradients are recorded": (lambda: of_training("primals_1"), {"constant_weights": True}, {}),
+    "in a backward pass": (lambda: of_training("tangents_1"), {"constant_weights": True}, {}),
+}
 
 
-def test_an_input_that_is_no_parameter_is_not_constant(make_pass):
-    assert flags(make_pass(constant_weights=True), traced(FORMS["a linear layer"]), static=(0,)) == [False]
+@pytest.mark.parametrize(("graph", "how", "known"), NOT_CONSTANT.values(), ids=NOT_CONSTANT)
+def test_other_weights_are_not_constant(make_pass, graph, how, known):
+    assert flags(make_pass(**how), graph(), **known) == [False]
 
 
 def test_nothing_is_constant_in_a_graph_of_which_torch_tells_nothing(make_pass):
-    graph = rewritten(make_pass(constant_weights=True), traced(FORMS["a linear layer"])).graph
+    graph = rewritten(make_pass(constant_weights=True), traced(LAYER)).graph
 
     assert [given(node)["constant_weight"] for node in graph.nodes if op_of(node.target)] == [False]
-
-
-def test_a_weight_that_is_computed_is_not_constant(make_pass):
-    graph = traced(lambda a, w: FORMS["a linear layer"](a, w * 2))
-
-    assert flags(make_pass(constant_weights=True), graph) == [False]
-
-
-def written(graph):
-    """The graph, which now ends with a copy into the weight."""
-    weight = graph.graph.find_nodes(op="placeholder")[WEIGHT]
-    with graph.graph.inserting_before(graph.graph.output_node()):
-        seen = graph.graph.call_function(aten.view.default, (weight, [COLUMNS, K]))
-        copied = graph.graph.call_function(aten.copy_.default, (seen, weight))
-    seen.meta["val"] = copied.meta["val"] = weight.meta["val"]
-    return graph
-
-
-def test_a_weight_that_the_graph_writes_is_not_constant(make_pass):
-    assert flags(make_pass(constant_weights=True), written(traced(FORMS["a linear layer"]))) == [False]
-
-
-def test_nothing_is_constant_in_a_graph_with_side_effects(make_pass):
-    found = flags(make_pass(constant_weights=True), traced(FORMS["a linear layer"]), tokens=["a print"])
-
-    assert found == [False]
-
-
-@pytest.mark.parametrize("name", ["primals_1", "tangents_1"])
-def test_nothing_is_constant_where_gradients_are_recorded(make_pass, name):
-    graph = traced(FORMS["a linear layer"])
-    graph.graph.find_nodes(op="placeholder")[0].target = name
-
-    assert flags(make_pass(constant_weights=True), graph) == [False]
 
 
 # ---- in Inductor ----------------------------------------------------------------------------------------------------

@@ -88,19 +88,15 @@ def test_a_traced_graph_gives_the_specifications_bits(name, rows, on):
 
 
 @pytest.mark.parametrize("device", IN_PAIRS)
-@pytest.mark.parametrize("name", PAIRS)
-def test_pairs_of_devices_sum_among_themselves(name, device):
-    found = traced(PAIRS[name], 4)(inputs(4, ROWS[1], device))
-
-    assert wrong(found, PAIRS[name], inputs(4, ROWS[1])) == [0] * 4
-
-
-@pytest.mark.parametrize("device", IN_PAIRS)
-@pytest.mark.parametrize("rows", [(5, 9), (384, 512)], ids=str)
-def test_pairs_may_have_tensors_of_other_sizes(rows, device):
+@pytest.mark.parametrize(
+    ("name", "rows"),
+    [*((name, (ROWS[1], ROWS[1])) for name in PAIRS), ("pairs", (5, 9)), ("pairs", (384, ROWS[1]))],
+    ids=str,
+)
+def test_pairs_of_devices_sum_among_themselves_also_tensors_of_other_sizes(name, rows, device):
     mine, expected = ([x[: rows[rank // 2]] for rank, x in enumerate(inputs(4, ROWS[1], on))] for on in (device, "cpu"))
 
-    assert wrong(traced(PAIRS["pairs"], 4)(mine), PAIRS["pairs"], expected) == [0] * 4
+    assert wrong(traced(PAIRS[name], 4)(mine), PAIRS[name], expected) == [0] * 4
 
 
 def test_a_sum_is_one_node():

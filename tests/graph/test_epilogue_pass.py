@@ -202,17 +202,6 @@ def test_what_is_not_asked_for_or_turned_off_is_an_all_reduce_and_the_report_say
     assert ("no epilogue: turned off" in str(compile_pass.report)) == bool(how)
 
 
-def test_only_what_is_optional_can_be_asked_for(make_pass):
-    with pytest.raises(ValueError, match=r"on must name rewrites, of epilogue, got \['norm'\]"):
-        make_pass(on=["norm"])
-
-
-def test_what_is_asked_for_is_part_of_the_cache_key(make_pass):
-    make_pass()
-
-    assert graphar.compile_pass().uuid() != graphar.compile_pass(on=["epilogue"]).uuid()
-
-
 # ---- on ranks -------------------------------------------------------------------------------------------------------
 
 TOKENS = (6, 10, 12)

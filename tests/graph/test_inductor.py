@@ -104,29 +104,20 @@ def test_torch_compile_takes_its_modes_beside_the_pass(rank, world_size):
 # ---- on GPUs --------------------------------------------------------------------------------------------------------
 
 
-def replays(model, inputs, expected, **options):
-    """How many elements of the results are wrong in five calls, the last of which are replays; and the report."""
-    with graphar.enable(**options) as compile_pass, torch.no_grad():
-        replayed = torch.compile(model, fullgraph=True, mode="reduce-overhead")
-        found = [[one.clone() for one in replayed(*inputs)] for _ in range(5)]
-    wrong = [same_bits(one, other) for results in found for one, other in zip(results, expected, strict=True)]
-    return wrong, str(compile_pass.report), [(entry.rewrite, entry.why_left) for entry in compile_pass.report.entries]
-
-
-def run_in_graphs(rank, world_size):
+def of_sum(parts, rank):
     def model(x):
         y = torch.relu(x) * 2
         dist.all_reduce(y)
         return (y + 1,)
 
-    parts = [integers(r, 8192, torch.bfloat16).cuda() for r in range(world_size)]
     expected = graphar.reference.allreduce([torch.relu(part) * 2 for part in parts]) + 1
-    return replays(model, [parts[rank]], [expected])
+    return model, [parts[rank]], [expected]
 
 
-def run_norm_in_graphs(rank, world_size):
-    columns, eps = 4096, 1e-5
+def of_norm(parts, rank):
+    columns, eps = parts[0].shape[1], 1e-5
     weight = torch.linspace(-1, 2, columns).to("cuda", torch.bfloat16)
+    residual = integers(len(parts), parts[0].numel(), torch.bfloat16).view_as(parts[0]).cuda()
 
     def model(x, residual):
         y = x * 2
@@ -134,13 +125,11 @@ def run_norm_in_graphs(rank, world_size):
         residual = residual + y
         return torch.nn.functional.rms_norm(residual, (columns,), weight, eps), residual
 
-    made = [integers(r, 8 * columns, torch.bfloat16).view(8, columns).cuda() for r in range(world_size + 1)]
-    *parts, residual = made
     expected = graphar.reference.allreduce_residual_rmsnorm([part * 2 for part in parts], residual, weight, eps)
-    return replays(model, [parts[rank], residual], expected)
+    return model, [parts[rank], residual], expected
 
 
-def run_epilogues_in_graphs(rank, world_size):
+def of_epilogues(parts, rank):
     from torch.distributed import _functional_collectives as functional
 
     def model(x):
@@ -148,10 +137,28 @@ def run_epilogues_in_graphs(rank, world_size):
         dist.all_reduce(y)
         return torch.relu(y), functional.reduce_scatter_tensor(x, "sum", 0, dist.group.WORLD) * 0.5
 
-    parts = [integers(r, 64 * 128, torch.bfloat16).view(64, 128).cuda() for r in range(world_size)]
     whole = torch.relu(graphar.reference.allreduce([part * 2 for part in parts]))
-    expected = whole, graphar.reference.allreduce(parts).chunk(world_size)[rank] * 0.5
-    return replays(model, [parts[rank]], expected, on=["epilogue"])
+    expected = whole, graphar.reference.allreduce(parts).chunk(len(parts))[rank] * 0.5
+    return model, [parts[rank]], expected
+
+
+REPLAYED = {  # by name: the model, its results and input, options, and the rewrites
+    "a sum": (of_sum, 1, {}, ["allreduce"]),
+    "a norm": (of_norm, 2, {}, ["norm"]),
+    "operations behind both kinds of sums": (of_epilogues, 2, {"on": ["epilogue"]}, ["epilogue"] * 2),
+}
+
+
+def run_in_graphs(rank, world_size, name):
+    """How many elements of the results are wrong in five calls, the last of which are replays; and the report."""
+    make, _, options, _ = REPLAYED[name]
+    parts = [integers(r, 64 * 512, torch.bfloat16).view(64, 512).cuda() for r in range(world_size)]
+    model, inputs, expected = make(parts, rank)
+    with graphar.enable(**options) as compile_pass, torch.no_grad():
+        replayed = torch.compile(model, fullgraph=True, mode="reduce-overhead")
+        found = [[one.clone() for one in replayed(*inputs)] for _ in range(5)]
+    wrong = [same_bits(one, other) for results in found for one, other in zip(results, expected, strict=True)]
+    return wrong, [entry.rewrite for entry in compile_pass.report.rewritten]
 
 
 def run_plan_in_inductor(rank, world_size):
@@ -167,25 +174,14 @@ def run_plan_in_inductor(rank, world_size):
 
 
 @pytest.mark.promise("Models under `graphar.enable()` and layers of `graphar.nn` have the bits of eager calls.")
+@pytest.mark.promise("Models under `graphar.enable()` and layers of `graphar.nn` have the bits of eager calls.")
 @pytest.mark.gpu
-def test_a_model_with_dist_all_reduce_replays_in_cuda_graphs(on_gpus):
-    for wrong, report, _ in on_gpus(run_in_graphs):
-        assert wrong == [0] * 5
-        assert "all_reduce(sum) of [8192] bfloat16 on cuda in group '0': graphar::allreduce" in report
-
-
-@pytest.mark.gpu
-def test_a_model_with_a_norm_replays_the_fused_one_in_cuda_graphs(on_gpus):
-    for wrong, _, entries in on_gpus(run_norm_in_graphs):
-        assert wrong == [0] * 10
-        assert [rewrite for rewrite, _ in entries] == ["norm"]
-
-
-@pytest.mark.gpu
-def test_pointwise_operations_behind_both_kinds_of_sums_replay_as_epilogues_in_cuda_graphs(on_gpus):
-    for wrong, _, entries in on_gpus(run_epilogues_in_graphs):
-        assert wrong == [0] * 10
-        assert entries == [("epilogue", "")] * 2
+@pytest.mark.parametrize("name", REPLAYED)
+def test_a_model_replays_what_the_pass_writes_in_cuda_graphs(on_gpus, name):
+    _, results, _, rewrites = REPLAYED[name]
+    for wrong, rewritten in on_gpus(run_in_graphs, name):
+        assert wrong == [0] * 5 * results
+        assert rewritten == rewrites
 
 
 @pytest.mark.gpu

@@ -66,16 +66,6 @@ def test_partials_that_are_added_as_a_tree_stay_apart_from_their_matmul(make_pas
     assert [node.target for node in graph.nodes if op_of(node.target)] == [getattr(ops, op).default]
 
 
-def test_a_weight_that_is_not_seen_transposed_is_given_so(make_pass, pays):
-    compile_pass = make_pass()
-
-    graph = rewritten(compile_pass, Traced(lambda a, w: summed(a @ w), (ROWS, K), (K, COLUMNS))).graph
-
-    (fused,) = [node for node in graph.nodes if node.target is ops.fused_matmul_allreduce.default]
-    assert fused.args[1].target is torch.ops.aten.permute.default
-    assert fused.args[1].meta["val"].shape == (COLUMNS, K)
-
-
 SCATTERED = {
     "a reduce-scatter": ({}, lambda v: v, {}),
     "and an epilogue": ({"on": ["epilogue"]}, torch.relu, {"epilogue": "relu(v)"}),
@@ -199,15 +189,6 @@ def test_a_product_that_is_the_norms_residual_too_is_left(make_pass, pays):
 
     assert ops.allreduce_residual_rmsnorm.default in [node.target for node in graph.nodes]
     assert [entry.why_left for entry in of_matmul(compile_pass.report)] == ["the product has further uses"]
-
-
-def test_sizes_that_were_not_measured_to_be_faster_are_left(make_pass):
-    compile_pass = make_pass()
-
-    calls = rewritten(compile_pass, traced(FORMS["a product"])).calls()
-
-    assert ops.allreduce.default in calls
-    assert [entry.why_left for entry in of_matmul(compile_pass.report)] == ["not known to be faster as one op"]
 
 
 # Of few rows: every rank may sum all of them, which was measured to be faster; a part for each was not.

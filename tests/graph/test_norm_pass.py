@@ -32,8 +32,9 @@ def traced(function, columns=COLUMNS, **kinds):
     return Traced(function, (8, columns), (8, columns), (columns,), **kinds)
 
 
-def traced_parts(function, part=(2, COLUMNS), columns=COLUMNS, **kinds):
+def traced_parts(function, part=None, columns=COLUMNS, **kinds):
     """Traces a function of the summed x [8, columns], of this rank's residual of shape ``part``, and of a weight."""
+    part = part or (2, columns)
     return Traced(function, (2 * RANKS, columns), part, part[-1:], **kinds)
 
 
@@ -152,42 +153,15 @@ def test_a_scattered_sum_that_is_seen_in_another_shape_has_its_residual_and_resu
     assert [one.meta["val"].shape for one in graph.output_node().args[0]] == [(1, 2, COLUMNS)] * 2
 
 
-def as_halves(x, y, w):
-    return torchs(y + scattered(x).view(4, -1), w)
-
-
-def with_part(x, y, w):
-    total = scattered(x)
-    return torchs(y + total, w), total * 2
-
-
-LEFT_SCATTERED = {
-    "in halves": (as_halves, {"part": (4, COLUMNS // 2)}, "the sum is seen in another shape"),
-    "parts are used": (with_part, {}, "the sum has further uses"),
-    "an average": (
-        lambda x, y, w: torchs(y + scattered(x, reduction="avg"), w),
-        {},
-        "graphar has sums, not avg",
-    ),
-    "no rows": (
-        lambda x, y, w: torchs(y + scattered(x.flatten()), w),
-        {"part": (2 * COLUMNS,)},
-        "the scattered tensor has no rows",
-    ),
-    "odd columns of parts": (
-        lambda x, y, w: torchs(y + scattered(x), w),
-        {"part": (2, 33), "columns": 33, "device": "cuda"},
-        "no kernel norms rows of 33 columns",
-    ),
-}
-
-
 # ---- what is left ---------------------------------------------------------------------------------------------------
 
 
-def with_sum(x, y, w):
-    total = summed(x)
-    return torchs(y + total, w), total * 2
+def with_use_of(total):
+    def layer(x, y, w):
+        added = total(x)
+        return torchs(y + added, w), added * 2
+
+    return layer
 
 
 def with_inverse(x, y, w):
@@ -196,86 +170,66 @@ def with_inverse(x, y, w):
     return (wide * inverse * w).to(x.dtype), inverse
 
 
-def over_rows(x, y, w):
-    wide = (y + summed(x)).float()
-    return (wide * torch.rsqrt(wide.pow(2).mean(0, keepdim=True) + EPS) * w).to(x.dtype)
-
-
 def with_its_own_weight(x, y, w):
     residual = y + summed(x)
     return llamas(residual, residual.select(0, 0))
 
 
-def with_rounded_offset(x, y, w):
-    weight = 1.0 + w
-    return llamas(y + summed(x), weight)
-
-
-def with_eps_of_a_tensor(x, y, w):
+def written(x, y, w, of=None, dim=-1, eps=EPS, dtype=None):
+    """A norm as models write it, of the sum and a residual; of something else than what is squared, if asked for."""
     wide = (y + summed(x)).float()
-    return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + w.select(0, 0).float()) * w).to(x.dtype)
+    return ((wide if of is None else of) * torch.rsqrt(wide.pow(2).mean(dim, keepdim=True) + eps) * w).to(
+        dtype or x.dtype
+    )
 
 
-def of_the_residual(x, y, w):
-    wide = (y + summed(x)).float()
-    return (y.float() * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + EPS) * w).to(x.dtype)
+def in_narrow(x, y, w):
+    residual = y + summed(x)
+    return residual * torch.rsqrt(residual.pow(2).mean(-1, keepdim=True) + EPS) * w
 
 
-def in_fp16(x, y, w):
-    wide = (y + summed(x)).float()
-    return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + EPS) * w).half()
-
-
-def left_in_fp32(x, y, w):
-    wide = (y + summed(x)).float()
-    return wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + EPS) * w
-
-
-USED = "what is between the sum and the norm has further uses"
-LEFT = {
-    "the sum is used": (with_sum, {}, "the sum has further uses"),
-    "inner values are used": (with_inverse, {}, USED),
-    "no sum": (lambda x, y, w: torchs(y + summed(x, "max"), w), {}, "graphar has sums, not max"),
-    "another tensor": (of_the_residual, {}, "what is squared is not what is normed, or has further uses"),
-    "another dtype": (in_fp16, {}, "the norm gives another dtype than the sum"),
-    "no cast": (left_in_fp32, {}, "it is no RMSNorm: output follows aten.mul.Tensor"),
-    "over rows": (over_rows, {}, "the norm is not over the last dimension alone"),
-    "a late weight": (with_its_own_weight, {}, "the norm's weight is made after the sum"),
-    "fp64": (lambda x, y, w: llamas(y + summed(x), w), {"dtype": torch.float64}, "no norm for torch.float64"),
-    "eps": (with_eps_of_a_tensor, {}, "the norm's eps is not a number"),
-    "no weight": (
-        lambda x, y, w: torch.nn.functional.rms_norm(y + summed(x), w.shape) * 2,
-        {},
-        "the norm has no weight",
-    ),
-    "a wide weight": (
-        lambda x, y, w: llamas(y + summed(x), y),
-        {},
-        "the norm's weight is not one torch.bfloat16 a column",
-    ),
-    "a narrow residual": (lambda x, y, w: torchs(w + summed(x), w), {}, "the residual is not like the sum"),
-    "a factor": (lambda x, y, w: torchs(torch.add(y, summed(x), alpha=2), w), {}, "something is added with a factor"),
-    "no residual": (lambda x, y, w: torchs(summed(x) + 1, w), {}, "no residual is added to the sum"),
-    "not in fp32": (
-        lambda x, y, w: (z := y + summed(x)) * torch.rsqrt(z.pow(2).mean(-1, keepdim=True) + EPS) * w,
-        {},
-        "the norm is not in fp32",
-    ),
-    "odd columns": (
-        lambda x, y, w: torchs(y + summed(x), w),
-        {"columns": 33, "device": "cuda"},
-        "no kernel norms rows of 33 columns",
-    ),
+LEFT = {  # by reason
+    "the sum has further uses": with_use_of(summed),
+    "what is between the sum and the norm has further uses": with_inverse,
+    "graphar has sums, not max": lambda x, y, w: torchs(y + summed(x, "max"), w),
+    "what is squared is not what is normed, or has further uses": lambda *t: written(*t, of=t[1].float()),
+    "the norm gives another dtype than the sum": lambda *t: written(*t, dtype=torch.half),
+    "it is no RMSNorm: output follows aten.mul.Tensor": lambda *t: written(*t, dtype=torch.float32),
+    "the norm is not over the last dimension alone": lambda *t: written(*t, dim=0),
+    "the norm's weight is made after the sum": with_its_own_weight,
+    "no norm for torch.float64": lambda x, y, w: llamas(y + summed(x), w),
+    "the norm's eps is not a number": lambda *t: written(*t, eps=t[2].select(0, 0).float()),
+    "the norm has no weight": lambda x, y, w: torch.nn.functional.rms_norm(y + summed(x), w.shape) * 2,
+    "the norm's weight is not one torch.bfloat16 a column": lambda x, y, w: llamas(y + summed(x), y),
+    "the residual is not like the sum": lambda x, y, w: torchs(w + summed(x), w),
+    "something is added with a factor": lambda x, y, w: torchs(torch.add(y, summed(x), alpha=2), w),
+    "no residual is added to the sum": lambda x, y, w: torchs(summed(x) + 1, w),
+    "the norm is not in fp32": in_narrow,
+    "no kernel norms rows of 33 columns": lambda x, y, w: torchs(y + summed(x), w),
+}
+LEFT_SCATTERED = {
+    "the sum is seen in another shape": lambda x, y, w: torchs(y + scattered(x).view(4, -1), w),
+    "the sum has further uses": with_use_of(scattered),
+    "graphar has sums, not avg": lambda x, y, w: torchs(y + scattered(x, reduction="avg"), w),
+    "the scattered tensor has no rows": lambda x, y, w: torchs(y + scattered(x.flatten()), w),
+    "no kernel norms rows of 33 columns": lambda x, y, w: torchs(y + scattered(x), w),
+}
+KINDS = {  # by reason: how it is traced
+    "no norm for torch.float64": {"dtype": torch.float64},
+    "no kernel norms rows of 33 columns": {"columns": 33, "device": "cuda"},
+    "the sum is seen in another shape": {"part": (4, COLUMNS // 2)},
+    "the scattered tensor has no rows": {"part": (2 * COLUMNS,)},
 }
 
 
-@pytest.mark.parametrize("name", LEFT | LEFT_SCATTERED)
-def test_another_form_is_left_with_the_reason_and_its_sum_rewritten_alone(make_pass, name):
-    collective = "allreduce" if name in LEFT else "reducescatter"
-    (function, kinds, why), (_, trace, op, _) = (LEFT | LEFT_SCATTERED)[name], FUSED[collective]
+@pytest.mark.parametrize(
+    ("collective", "why"), [(op, why) for op, left in zip(FUSED, (LEFT, LEFT_SCATTERED), strict=True) for why in left]
+)
+def test_another_form_is_left_with_the_reason_and_its_sum_rewritten_alone(make_pass, collective, why):
+    function, (_, trace, op, _) = (LEFT if collective == "allreduce" else LEFT_SCATTERED)[why], FUSED[collective]
     compile_pass = make_pass()
 
-    drawing = rewritten(compile_pass, trace(function, **kinds))
+    drawing = rewritten(compile_pass, trace(function, **KINDS.get(why, {})))
 
     entries = [(entry.rewrite, entry.why_left) for entry in compile_pass.report.entries]
     assert entries[0] == ("norm", why)
@@ -298,7 +252,9 @@ def test_what_is_turned_off_is_an_all_reduce_and_the_report_says_so(make_pass):
 
 
 def test_a_weight_that_a_rounded_sum_makes_is_that_weight(make_pass):
-    graph = rewritten(make_pass(), traced(with_rounded_offset)).graph
+    graph = rewritten(
+        make_pass(), traced(lambda x, y, w: (lambda weight: llamas(y + summed(x), weight))(1.0 + w))
+    ).graph
 
     fused = next(node for node in graph.nodes if node.target is ops.allreduce_residual_rmsnorm.default)
     assert fused.args[2].target is aten.add.Tensor
@@ -343,36 +299,33 @@ class Layer(torch.nn.Module):
         return self.norm(x), x
 
 
-def run_plan(rank, world_size):
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-
-    mesh, compile_pass = dist.device_mesh.init_device_mesh("cpu", (world_size,)), graphar.compile_pass()
-    model = parallelize_module(Layer(), mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
-    inputs = [torch.randn(2, count, COLUMNS, generator=torch.Generator().manual_seed(count)) for count in TOKENS]
-    fast, whole = compiled(model, compile_pass), Layer()
-    return [(fast(x), whole(x)) for x in inputs], [entry.rewrite for entry in compile_pass.report.rewritten]
+PLANS = {"plan": ["norm"], "sequence-parallel plan": ["norm", "allgather"]}  # and the rewrites of a graph
 
 
-def run_sequence_parallel_plan(rank, world_size):
-    """This rank's tokens of a layer whose tokens are divided between ranks, and of the whole layer."""
-    from torch.distributed.tensor import Shard
+def run_plan(rank, world_size, in_parts):
+    """Results of a layer by a plan of torch's, and of the whole layer; of divided tokens, this rank's."""
+    from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
     mesh, compile_pass = dist.device_mesh.init_device_mesh("cpu", (world_size,)), graphar.compile_pass()
-    layers = {"up": ColwiseParallel(input_layouts=Shard(1)), "down": RowwiseParallel(output_layouts=Shard(1))}
-    layers["norm"] = SequenceParallel(use_local_output=True)
+    tokens = Shard(1) if in_parts else Replicate()
+    layers = {"up": ColwiseParallel(input_layouts=tokens), "down": RowwiseParallel(output_layouts=tokens)}
+    layers |= {"norm": SequenceParallel(use_local_output=True)} if in_parts else {}
     fast, whole, results = compiled(parallelize_module(Layer(), mesh, layers), compile_pass), Layer(), []
+
+    def own(x):
+        return x.chunk(world_size, 1)[rank] if in_parts else x
+
     for count in TOKENS:
         x = torch.randn(2, world_size * count, COLUMNS, generator=torch.Generator().manual_seed(count))
-        expected = [one.chunk(world_size, 1)[rank] for one in whole(x)]
-        results.append((fast(x.chunk(world_size, 1)[rank]), expected))
+        results.append((fast(own(x)), [own(one) for one in whole(x)]))
     return results, [entry.rewrite for entry in compile_pass.report.rewritten], compile_pass.report.graphs
 
 
 def run_layers(rank, world_size):
     with torch.no_grad():
-        found = {name: run_layer(rank, name, COMPILED[name]) for name in NORMS} | {"plan": run_plan(rank, world_size)}
-        return found | {"sequence-parallel plan": run_sequence_parallel_plan(rank, world_size)}
+        found = {name: run_layer(rank, name, COMPILED[name]) for name in NORMS}
+        return found | {name: run_plan(rank, world_size, "sequence" in name) for name in PLANS}
 
 
 @functools.cache
@@ -391,20 +344,13 @@ def test_a_compiled_layer_has_the_bits_of_eager_graphar_and_is_close_to_the_mode
                 torch.testing.assert_close(one, other)
 
 
-def test_an_unmodified_plan_of_torch_gets_the_fused_norm():
-    first, *others = (rank["plan"] for rank in results_of_layers())
+@pytest.mark.parametrize("name", PLANS)
+def test_an_unmodified_plan_of_torch_gets_the_fused_norm(name):
+    of_ranks = [rank[name] for rank in results_of_layers()]
 
-    for results, rewrites in (first, *others):
-        assert set(rewrites) == {"norm"}
-        for (mine, whole), (theirs, _) in zip(results, first[0], strict=True):
-            assert [same_bits(one, other) for one, other in zip(mine, theirs, strict=True)] == [0, 0]
-            for one, other in zip(mine, whole, strict=True):
+    for results, rewrites, graphs in of_ranks:
+        assert rewrites == PLANS[name] * graphs
+        for (mine, whole), (theirs, _) in zip(results, of_ranks[0][0], strict=True):
+            for one, other, first in zip(mine, whole, theirs, strict=True):
                 torch.testing.assert_close(one, other)
-
-
-def test_a_sequence_parallel_plan_of_torch_gets_the_fused_norm_of_its_own_rows():
-    for results, rewrites, graphs in (rank["sequence-parallel plan"] for rank in results_of_layers()):
-        assert rewrites == ["norm", "allgather"] * graphs
-        for mine, whole in results:
-            for one, other in zip(mine, whole, strict=True):
-                torch.testing.assert_close(one, other)
+                assert name != "plan" or same_bits(one, first) == 0

@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional
 
 import graphar
-from graphar.graph.nodes import arguments
+from graphar.graph.collectives import arguments
 from graphar.ops.register import op_of
 from tests import inside
 from tests.graph.graphs import RANKS, Traced, given, llamas, rewritten, scattered, summed
@@ -42,51 +42,24 @@ def matmuls_of_torch(graph):
 # ---- graphs ---------------------------------------------------------------------------------------------------------
 
 BIAS, SAME, PARTS = (COLUMNS,), (ROWS, COLUMNS), (ROWS // RANKS, COLUMNS)
-# By name: the function, the shapes of what it takes beside a and w, options, the op, and its arguments that are set.
+SUM, SCATTER, BIASED = ops.fused_matmul_allreduce, ops.fused_matmul_reducescatter, {"bias": ["arg2_1"]}
+NORM, SCATTERED_NORM = ops.fused_matmul_allreduce_residual_rmsnorm, ops.fused_matmul_reducescatter_residual_rmsnorm
+NORMED = {"residual": "arg2_1"}
+# By name: the function, the shapes of what it takes beside a and w, what is on, the op, and its arguments that are set.
 SUMS = {
-    "a sum": (lambda a, w: summed(a @ w.t()), [], {}, ops.fused_matmul_allreduce, {}),
-    "a scattered sum": (lambda a, w: scattered(a @ w.t()), [], {}, ops.fused_matmul_reducescatter, {}),
-    "a bias of the sum": (
-        lambda a, w, b: summed(a @ w.t()) + b,
-        [BIAS],
-        {},
-        ops.fused_matmul_allreduce,
-        {"bias": ["arg2_1"]},
-    ),
-    "parts of a bias": (
-        lambda a, w, b: summed(functional.linear(a, w, b / RANKS)),
-        [BIAS],
-        {},
-        ops.fused_matmul_allreduce,
-        {"bias": ["arg2_1"]},
-    ),
-    "a bias of parts": (
-        lambda a, w, b: b + scattered(a @ w.t()),
-        [BIAS],
-        {},
-        ops.fused_matmul_reducescatter,
-        {"bias": ["arg2_1"]},
-    ),
-    "an epilogue": (
-        lambda a, w: summed(a @ w.t()).relu(),
-        [],
-        {"on": ["epilogue"]},
-        ops.fused_matmul_allreduce,
-        {"epilogue": "relu(v)"},
-    ),
-    "a norm": (
-        lambda a, w, r, g: llamas(r + summed(a @ w.t()), g),
-        [SAME, BIAS],
-        {"on": ["norm"]},
-        ops.fused_matmul_allreduce_residual_rmsnorm,
-        {"residual": "arg2_1"},
-    ),
+    "a sum": (lambda a, w: summed(a @ w.t()), [], [], SUM, {}),
+    "a scattered sum": (lambda a, w: scattered(a @ w.t()), [], [], SCATTER, {}),
+    "a bias of the sum": (lambda a, w, b: summed(a @ w.t()) + b, [BIAS], [], SUM, BIASED),
+    "parts of a bias": (lambda a, w, b: summed(functional.linear(a, w, b / RANKS)), [BIAS], [], SUM, BIASED),
+    "a bias of parts": (lambda a, w, b: b + scattered(a @ w.t()), [BIAS], [], SCATTER, BIASED),
+    "an epilogue": (lambda a, w: summed(a @ w.t()).relu(), [], ["epilogue"], SUM, {"epilogue": "relu(v)"}),
+    "a norm": (lambda a, w, r, g: llamas(r + summed(a @ w.t()), g), [SAME, BIAS], ["norm"], NORM, NORMED),
     "a norm of parts": (
         lambda a, w, r, g: llamas(r + scattered(a @ w.t()), g),
         [PARTS, BIAS],
-        {"on": ["norm"]},
-        ops.fused_matmul_reducescatter_residual_rmsnorm,
-        {"residual": "arg2_1"},
+        ["norm"],
+        SCATTERED_NORM,
+        NORMED,
     ),
 }
 
@@ -94,9 +67,9 @@ SUMS = {
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("name", SUMS)
 def test_a_matmul_and_its_sum_become_one_op_at_every_size(tree, name, dtype):
-    function, more, how, op, wanted = SUMS[name]
+    function, more, on, op, wanted = SUMS[name]
 
-    compile_pass, graph = tree(traced(function, *more, dtype=dtype), **how)
+    compile_pass, graph = tree(traced(function, *more, dtype=dtype), on=on)
 
     ((target, found),) = calls_of(graph)
     names = torch.utils._pytree.tree_map_only(torch.fx.Node, lambda node: node.target, found)
@@ -219,41 +192,40 @@ def over_vocabulary(a, w):
     return reduced((logits - largest).exp().sum(-1, keepdim=True), "sum")
 
 
+def biased_sum(a, w, b):
+    return summed(functional.linear(a, w, b))
+
+
+def summed_product(a, w):
+    return summed(a @ w.t())
+
+
+ALONE = "one rank does not tell whether the layer is row-parallel: call graphar.nn.make_tp_invariant first"
 # By what the report says: the function, the shapes of what it takes beside a and w, and how it is traced and compiled.
 BREAKS = {
     "it sums what is no product of a matmul": (lambda a, w: summed(a * 2), [], {}, {}),
     "it sums over features that ranks divide, such as a vocabulary": (over_vocabulary, [], {}, {}),
     "several products are added before the sum": (lambda a, w: summed(a @ w.t() + (a * 2) @ w.t()), [], {}, {}),
     "the product has further uses": (lambda a, w: (lambda y: (summed(y), y))(a @ w.t()), [], {}, {}),
-    "each rank adds something else than its part of a bias to its product": (
-        lambda a, w, b: summed(functional.linear(a, w, b)),
-        [BIAS],
-        {},
-        {},
-    ),
+    "each rank adds something else than its part of a bias to its product": (biased_sum, [BIAS], {}, {}),
     "the product is scaled, or an epilogue or a norm follows its bias": (
-        lambda a, w, b, r, g: llamas(r + summed(functional.linear(a, w, b / RANKS)), g),
+        lambda a, w, b, r, g: llamas(r + biased_sum(a, w, b / RANKS), g),
         [BIAS, SAME, BIAS],
         {},
         {"on": ["norm"]},
     ),
     "graphar has sums, not avg": (lambda a, w: reduced(a @ w.t(), "avg"), [], {}, {}),
-    "a tree of 8 leaves is for 1, 2, 4 or 8 ranks, not 3": (lambda a, w: summed(a @ w.t()), [], {}, {"ranks": 3}),
-    "31 columns on each of 4 ranks are not 8 leaves of equal length": (
-        lambda a, w: summed(a @ w.t()),
-        [],
-        {"columns": 31},
-        {},
-    ),
+    "a tree of 8 leaves is for 1, 2, 4 or 8 ranks, not 3": (summed_product, [], {}, {"ranks": 3}),
+    "31 columns on each of 4 ranks are not 8 leaves of equal length": (summed_product, [], {"columns": 31}, {}),
     "torch has padded the columns": (
         lambda a, w: summed(functional.pad(a, (0, 2)) @ functional.pad(w, (0, 2)).t()),
         [],
         {},
         {},
     ),
-    "no matmul of torch.float64 adds in order": (lambda a, w: a @ w.t(), [], {"dtype": torch.float64}, {}),
-    "no kernel multiplies torch.float32": (lambda a, w: a @ w.t(), [], {"dtype": torch.float32, "device": "cuda"}, {}),
-    "rank 3 has no GPU of sm_90a": (lambda a, w: a @ w.t(), [], {"device": "cuda"}, {"arch": "sm_80"}),
+    "no matmul of torch.float64 adds in order": (functional.linear, [], {"dtype": torch.float64}, {}),
+    "no kernel multiplies torch.float32": (functional.linear, [], {"dtype": torch.float32, "device": "cuda"}, {}),
+    "rank 3 has no GPU of sm_90a": (functional.linear, [], {"device": "cuda"}, {"arch": "sm_80"}),
     "something else than a bias is added to the product": (lambda a, w, c: torch.addmm(c, a, w.t()), [SAME], {}, {}),
     "it adds the tokens of this rank alone, such as the gradient of a norm's weight": (
         lambda a, w, g: (scattered(a @ w.t()), (g * 2).sum(0)),
@@ -269,12 +241,7 @@ BREAKS = {
         {},
         {},
     ),
-    "one rank does not tell whether the layer is row-parallel: call graphar.nn.make_tp_invariant first": (
-        lambda a, w: a @ w.t(),
-        [],
-        {},
-        {"ranks": 1},
-    ),
+    ALONE: (functional.linear, [], {}, {"ranks": 1}),
 }
 
 

@@ -6,13 +6,10 @@ tracebacks of its threads.
 
 import contextlib
 import faulthandler
-import os
 import tempfile
-import threading
-import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple, TextIO
 
@@ -31,9 +28,7 @@ GRAPHAR, INNER = "graphar", "gloo or NCCL"
 _NEED_TWO_RANKS = ("send and recv", "send_object_list", "batch_isend_irecv")
 _NEED_TWO_RANKS += ("recv from any rank", "batches of sends", "subgroups")
 FOR_ONE_RANK = [name for name in (*ENTRIES, *PROGRAMS) if name not in _NEED_TWO_RANKS]
-LIMIT_S = 300.0  # of all calls together: seconds on a quiet machine, and only a run that hangs waits for it
-_START_S = 60.0  # for processes to start and to meet
-_GRACE_S = 3.0  # between a rank's tracebacks and its end, so that other ranks come to write theirs
+_LIMIT_S = 300.0  # of all calls together: seconds on a quiet machine, and only a run that hangs waits for it
 _BEGIN = "\n> "
 
 
@@ -46,60 +41,27 @@ class Made(NamedTuple):
     error: str
 
 
-class Watch:
-    """Writes a rank's calls to a file: their names and seconds, and the call's tracebacks at the limit of all of them.
-
-    The limit counts from the first call. Single calls have none: on a busy machine any one may take long.
-    """
-
-    def __init__(self, file: TextIO, limit_s: float) -> None:
-        self._file, self._limit_s = file, limit_s
-        self._end = threading.Timer(limit_s + _GRACE_S, os._exit, (1,))
-        self._end.daemon = True
-
-    @contextlib.contextmanager
-    def over(self, name: str) -> Iterator[None]:
-        """What is inside is the call ``name``."""
-        begin = time.monotonic()
-        self.write(f"{_BEGIN}{name}\n")
-        if self._end.ident is None:
-            faulthandler.dump_traceback_later(self._limit_s, file=self._file)
-            self._end.start()
-        yield
-        self.write(f"{time.monotonic() - begin:.2f} s\n")
-
-    def write(self, text: str) -> None:
-        self._file.write(text)
-        self._file.flush()
-
-    def stop(self) -> None:
-        self._end.cancel()
-        faulthandler.cancel_dump_traceback_later()
-
-
-def run_watched(function: Callable, world_size: int, *args, limit_s: float = LIMIT_S, **options) -> list:
-    """Runs ``function(rank, world_size, watch, *args)`` on every rank, as ``run_ranks`` with these options does.
+def run_watched(function: Callable, world_size: int, *args, **options) -> list:
+    """Runs ``function(rank, world_size, file, *args)`` on every rank, which writes the names of its calls to the file.
 
     Raises:
-        RankFailed: with the last call of each rank, and with tracebacks if all took more than ``limit_s`` seconds.
+        RankFailed: with the last call of each rank, and with tracebacks if all took more than five minutes.
     """
     with tempfile.TemporaryDirectory() as folder:
         try:
-            of_rank = (_watched, world_size, function, folder, limit_s, args)
-            return run_ranks(*of_rank, timeout_s=_START_S + limit_s + _GRACE_S, **options)
+            return run_ranks(_watched, world_size, function, folder, args, timeout_s=_LIMIT_S + 10, **options)
         except RankFailed as error:
-            words = [_last_call(Path(folder, str(rank))) for rank in range(world_size)]
-            said = "\n".join(f"rank {rank}: {word}" for rank, word in enumerate(words))
+            said = "\n".join(f"rank {rank}: {_last_call(Path(folder, str(rank)))}" for rank in range(world_size))
             raise RankFailed(f"{error}\n{said}") from None
 
 
-def _watched(rank: int, world_size: int, function: Callable, folder: str, limit_s: float, args: tuple):
-    with Path(folder, str(rank)).open("w") as file:
-        watch = Watch(file, limit_s)
+def _watched(rank: int, world_size: int, function: Callable, folder: str, args: tuple):
+    with Path(folder, str(rank)).open("w", buffering=1) as file:
+        faulthandler.dump_traceback_later(_LIMIT_S, file=file)
         try:
-            return function(rank, world_size, watch, *args)
+            return function(rank, world_size, file, *args)
         finally:
-            watch.stop()
+            faulthandler.cancel_dump_traceback_later()
 
 
 def _last_call(path: Path) -> str:
@@ -116,7 +78,7 @@ def by_rank(world_size: int, backend: str, names: Sequence[str], device: str = "
     return run_watched(make_calls, world_size, device, names, backend=backend)
 
 
-def make_calls(rank: int, world_size: int, watch: Watch, device: str, names: Sequence[str]) -> dict[str, Made]:
+def make_calls(rank: int, world_size: int, file: TextIO, device: str, names: Sequence[str]) -> dict[str, Made]:
     """Makes the calls of these names with tensors on ``device``."""
     calls, found = [], {}
 
@@ -134,29 +96,28 @@ def make_calls(rank: int, world_size: int, watch: Watch, device: str, names: Seq
 
     def attempt(name: str) -> None:
         calls.clear()
+        file.write(f"{_BEGIN}{name}\n")
         pair, error = (None, None), ""
-        with watch.over(name):
-            try:
-                pair = run(name)
-            except Exception:
-                error = traceback.format_exc()
-                watch.write(error)  # other ranks may wait for this one inside the call
-            found[name] = Made(*pair, GRAPHAR if calls else INNER, error)
-            errors = [""] * world_size
-            dist.all_gather_object(errors, error, group=gloo)
+        try:
+            pair = run(name)
+        except Exception:
+            error = traceback.format_exc()
+            file.write(error)  # other ranks may wait for this one inside the call
+        found[name] = Made(*pair, GRAPHAR if calls else INNER, error)
+        errors = [""] * world_size
+        dist.all_gather_object(errors, error, group=gloo)
         if any(errors) and not all(errors):  # what ranks call from here on may not match
             failed = [one for one in range(world_size) if errors[one]]
             raise RuntimeError(f"{name} failed on rank(s) {failed} alone\n{errors[failed[0]]}")
 
     hook.sinks.append(count)
-    with watch.over("new_group"):
-        gloo = dist.new_group(backend="gloo")
+    gloo = dist.new_group(backend="gloo")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # of some entry points
         for name in names:
             attempt(name)
-    with watch.over("destroy_process_group"):
-        dist.destroy_process_group()
+    file.write(f"{_BEGIN}destroy_process_group\n")
+    dist.destroy_process_group()
     return found
 
 

@@ -13,8 +13,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 import graphar
-from graphar.integrations.passed_on import tensors_in
-from graphar.integrations.routing import Routing
+from graphar.integrations.routing import Routing, tensors_in
 from graphar.integrations.works import GrapharWork
 from tests.integrations.entry_points import ENTRIES
 from tests.integrations.every_call import (
@@ -76,7 +75,7 @@ def between(x):
     return x.as_strided(x.shape, x.stride(), x.storage_offset() + 1)
 
 
-def call_with_gaps(rank, world_size, watch, names):
+def call_with_gaps(rank, world_size, file, names):
     """Makes calls whose tensors, at the backend's methods, all have gaps."""
 
     def spreading(method):
@@ -99,7 +98,7 @@ def call_with_gaps(rank, world_size, watch, names):
 
     for name in METHODS:
         setattr(Routing, name, spreading(getattr(Routing, name)))
-    return make_calls(rank, world_size, watch, "cpu", names)
+    return make_calls(rank, world_size, file, "cpu", names)
 
 
 METHODS = [

@@ -105,6 +105,9 @@ def test_sglang_is_given_a_hook_around_each_method(monkeypatch):
 # ---- the group's communicator ---------------------------------------------------------------------------------------
 
 
+GROUP = SimpleNamespace(size=lambda: 2)
+
+
 class Recorded:
     """A communicator whose kernels reach all ranks or, for a reason, do not."""
 
@@ -127,8 +130,13 @@ def test_kernels_are_loaded_when_the_group_is_made(monkeypatch):
     recorded = Recorded(reason="")
     monkeypatch.setattr(tensor_parallel, "Communicator", recorded)
 
-    assert tensor_parallel.communicator_of("group", torch.device("cuda", 0)) is recorded
-    assert recorded.done == [("group", 600.0), ("allreduce", "reducescatter", "allgather")]
+    assert tensor_parallel.communicator_of("tp:0", ("tp",), GROUP, torch.device("cuda", 0)) is recorded
+    assert recorded.done == [(GROUP, 600.0), ("allreduce", "reducescatter", "allgather")]
+
+
+@pytest.mark.parametrize("name", ["tpx:0", "tp_draft:0", "t:0", "xtp:0", "pp:0", ""])
+def test_a_name_that_begins_like_that_of_a_tensor_parallel_group_is_another(name):
+    assert tensor_parallel.communicator_of(name, ("tp",), GROUP, torch.device("cuda", 0)) is None
 
 
 def test_a_group_that_no_kernel_reaches_stays_the_programs(monkeypatch):
@@ -136,7 +144,7 @@ def test_a_group_that_no_kernel_reaches_stays_the_programs(monkeypatch):
     monkeypatch.setattr(tensor_parallel, "Communicator", recorded)
 
     with pytest.warns(RuntimeWarning, match="does not serve a tensor-parallel group: no peer access"):
-        assert tensor_parallel.communicator_of("group", torch.device("cuda", 0)) is None
+        assert tensor_parallel.communicator_of("tp", ("tp",), GROUP, torch.device("cuda", 0)) is None
     assert recorded.done[-1] == "closed"
 
 
@@ -231,16 +239,6 @@ def test_other_groups_dtypes_and_uneven_parts_go_to_vllms_own(rank, world_size):
     assert (of_group, of_dtype, of_shape, other.is_destroyed) == expected
 
 
-@pytest.mark.parametrize("name", ["tp", "tp:0", "tp:12"])
-def test_the_names_of_tensor_parallel_groups_are_known(name):
-    assert tensor_parallel.is_tensor_parallel(name, ("tp",))
-
-
-@pytest.mark.parametrize("name", ["tpx:0", "tp_draft:0", "t:0", "xtp:0", "pp:0", ""])
-def test_a_name_that_begins_like_that_of_a_tensor_parallel_group_is_another(name):
-    assert not tensor_parallel.is_tensor_parallel(name, ("tp",))
-
-
 @on_ranks(1)
 def test_a_group_of_one_rank_stays_the_programs(rank, world_size):
     assert (Mixed(dist.group.WORLD, "tp:0").graphar, coordinator_of("tp:0").graphar) == (None, None)
@@ -276,13 +274,16 @@ def test_sglangs_collectives_of_a_tensor_parallel_group_are_graphars(rank, world
         sglang.reduce_scatter_tensor(own, coordinator, part, x),
     ]
     sglang.all_gather_into_tensor(own, coordinator, whole, x)
+    overlapping = x.clone()
+    sglang.reduce_scatter_tensor(own, coordinator, overlapping[rank * 2 : rank * 2 + 2], overlapping)
+    results.append(overlapping[rank * 2 : rank * 2 + 2])
     used = coordinator.graphar
     said = []
     sglang.destroy(said.append, coordinator)
     results, closed, destroyed = [*results, whole], used.closed, said == [coordinator]
     xs = [of_rank(rank) for rank in range(2)]
     total = reference.allreduce(xs)
-    expected = [total, total, total, total.chunk(2)[rank], torch.cat(xs)]
+    expected = [total, total, total, *[total.chunk(2)[rank]] * 2, torch.cat(xs)]
     assert all(torch.equal(*pair) for pair in zip(results, expected, strict=True))
     assert closed
     assert destroyed
@@ -302,7 +303,7 @@ def test_while_sglang_has_released_its_memory_communicators_are_suspended(rank, 
 
 
 @on_ranks(2)
-def test_other_groups_dtypes_and_overlapping_tensors_go_to_sglangs_own(rank, world_size):
+def test_other_groups_dtypes_and_sizes_go_to_sglangs_own(rank, world_size):
     def every_call(coordinator, whole, part):
         return [
             sglang.all_reduce(own, coordinator, whole),
@@ -316,10 +317,9 @@ def test_other_groups_dtypes_and_overlapping_tensors_go_to_sglangs_own(rank, wor
         return calls == [1 + len(tensors)]
 
     served, other = coordinator_of("tp:0"), coordinator_of("pp:0")
-    whole, buffer = torch.ones(4, 6), torch.ones(8)
+    whole = torch.ones(4, 6)
     answers = every_call(other, whole, torch.empty(2, 6)) + every_call(served, whole.long(), torch.empty(2, 6).long())
-    answers.append(sglang.reduce_scatter_tensor(own, served, buffer[:4], buffer))  # the parts overlap
-    answers.append(sglang.reduce_scatter_tensor(own, served, torch.empty(6, 2).t(), whole))
+    answers.append(sglang.reduce_scatter_tensor(own, served, torch.empty(3, 6), whole))
     assert (
         set(answers),
         [
@@ -327,7 +327,7 @@ def test_other_groups_dtypes_and_overlapping_tensors_go_to_sglangs_own(rank, wor
             leaves_to_own(sglang.all_reduce_in_place, other, whole),
             leaves_to_own(sglang.all_gather_into_tensor, other, torch.empty(8, 6), whole),
             leaves_to_own(sglang.all_gather_into_tensor, served, torch.empty(8, 6, dtype=torch.int64), whole.long()),
-            leaves_to_own(sglang.all_gather_into_tensor, served, buffer, buffer[4:]),
+            leaves_to_own(sglang.all_gather_into_tensor, served, torch.empty(4, 6), whole),
             leaves_to_own(sglang.destroy, other),
         ],
     ) == ({"own"}, [True] * 6)

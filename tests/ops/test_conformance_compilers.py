@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import graphar
-from graphar.graph import order
+from graphar.graph import collectives
 from graphar.ops.register import op_of
 from tests.cases import normal, same_bits, times
 from tests.ops.conformance import (
@@ -238,7 +238,7 @@ def test_a_graph_keeps_the_order_of_calls_that_need_nothing_of_each_other():
     tensors = [given(form)[0] for form in forms]
     module = make_fx(lambda tensors: ones_of(forms, tensors))(tensors)
 
-    order.keep(module.graph)
+    collectives.keep_order(module.graph)
     module.recompile()
 
     nodes = graphar_nodes(module)

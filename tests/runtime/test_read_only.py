@@ -136,9 +136,7 @@ def test_what_a_read_only_cache_lacks_is_compiled_and_one_warning_says_so(run, f
 
 
 def test_the_doctor_says_what_to_do_about_a_read_only_cache(run, tmp_path):
-    code = (
-        "from graphar.cli.doctor.host import kernel_cache; print([one.advice for one in kernel_cache() if one.advice])"
-    )
+    code = "from graphar.cli.doctor.sections import kernel_cache; print([x.advice for x in kernel_cache() if x.advice])"
 
     said, _ = run(code, read_only=tmp_path, GRAPHAR_CACHE_DIR=str(tmp_path))
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 
-from graphar.cli.doctor import findings, gpus, host, self_test, software
+from graphar.cli.doctor import findings, sections, self_test
 from graphar.cli.doctor.findings import PROBLEM, Section, examine
 from graphar.cli.options import INTERRUPTED, add_command
 
@@ -17,15 +18,15 @@ _DEADLINE_S = 20.0  # for a section; a driver may never answer
 _ALGORITHM_DEADLINE_S = 120.0  # for an algorithm; the first run compiles its kernels
 
 SECTIONS = {
-    "GPUs": gpus.gpus,
-    "NVLinks": gpus.links,
-    "Peer access": gpus.peers,
-    "Multicast": gpus.multicast_state,
-    "Software": software.versions,
-    "Environment": software.environment,
-    "Between processes": host.sharing,
-    "Kernel cache": host.kernel_cache,
-    "Tuning table": host.tuning,
+    "GPUs": sections.gpus,
+    "NVLinks": sections.links,
+    "Peer access": sections.peers,
+    "Multicast": sections.multicast_state,
+    "Software": sections.versions,
+    "Environment": sections.environment,
+    "Between processes": sections.sharing,
+    "Kernel cache": sections.kernel_cache,
+    "Tuning table": sections.tuning,
 }
 
 
@@ -41,19 +42,28 @@ def add(commands) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Prints the findings and returns the exit status: 1 if there is a problem, 130 after an interrupt."""
-    sections, as_json, quiet = [], options.json, options.quiet
+    """Prints the findings and returns the exit status: 1 if there is a problem, 130 after an interrupt.
+
+    The JSON document is ``{"healthy": ..., "complete": ..., "sections": {title: [{"name", "found", "status",
+    "advice"}]}}``. It is complete if no interrupt ended the examination.
+    """
+    examined, quiet = [], options.quiet
     for section in examine_all():
-        sections.append(section)
+        examined.append(section)
         lines = [one for one in section.findings if one.status == PROBLEM or not quiet]
-        if not as_json and (lines or not quiet):
+        if not options.json and (lines or not quiet):
             print(findings.text_of(replace(section, findings=tuple(lines))), flush=True)
-    if as_json:
-        print(findings.to_json(sections), flush=True)
-    elif not quiet or findings.was_interrupted(sections):
-        print(findings.summary(sections), flush=True)
-    status = INTERRUPTED if findings.was_interrupted(sections) else 0 if findings.is_healthy(sections) else 1
-    if any(section.hung or section.interrupted for section in sections):
+    problems = sum(finding.status == PROBLEM for section in examined for finding in section.findings)
+    interrupted = any(section.interrupted for section in examined)
+    if options.json:
+        content = {section.title: [asdict(finding) for finding in section.findings] for section in examined}
+        document = {"healthy": not problems, "complete": not interrupted, "sections": content}
+        print(json.dumps(document, indent=1), flush=True)
+    elif not quiet or interrupted:
+        told = f'{problems} problem{"s" * (problems > 1)} found, marked with "!"' if problems else "no problem found"
+        print(f"interrupted: {told} until then" if interrupted else told, flush=True)
+    status = INTERRUPTED if interrupted else int(problems > 0)
+    if any(section.hung or section.interrupted for section in examined):
         sys.stderr.flush()
         os._exit(status)  # an ordinary exit would wait for a hanging thread, and abort while one computes
     return status

@@ -1,14 +1,14 @@
-"""The doctor's findings, as text and as JSON."""
+"""The doctor's findings, and their text."""
 
 from __future__ import annotations
 
-import json
 import shutil
 import textwrap
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from functools import partial
 
 OK, NOTE, PROBLEM = "ok", "note", "problem"
 DRIVER_HANGS = "look for Xid errors in `dmesg`, and whether `nvidia-smi` answers; a GPU that hangs needs a reset"
@@ -27,13 +27,14 @@ class Finding:
     status: str = OK  # OK; NOTE: good to know, needs no action; PROBLEM
     advice: str = ""  # what to do about a problem; an empty string otherwise
 
-    def __post_init__(self) -> None:
-        if (self.status == PROBLEM) != bool(self.advice):
-            raise ValueError(f"{self.name}: a problem, and nothing else, comes with advice")
-
 
 def problem(name: str, found: str, advice: str) -> Finding:
     return Finding(name, found, PROBLEM, advice)
+
+
+def judged(name: str, found: str, advice: str) -> Finding:
+    """Returns a problem if there is advice, or else what is well."""
+    return Finding(name, found, PROBLEM if advice else OK, advice)
 
 
 def note(name: str, found: str) -> Finding:
@@ -82,26 +83,6 @@ def examine(title: str, find: Callable[[], Iterable[Finding]], deadline_s: float
     return Section(title, tuple(lines), hung, interrupted)
 
 
-def is_healthy(sections: Iterable[Section]) -> bool:
-    return not any(finding.status == PROBLEM for section in sections for finding in section.findings)
-
-
-def was_interrupted(sections: Iterable[Section]) -> bool:
-    return any(section.interrupted for section in sections)
-
-
-def to_json(sections: Iterable[Section]) -> str:
-    """Returns one JSON document.
-
-    ``{"healthy": ..., "complete": ..., "sections": {title: [{"name", "found", "status", "advice"}]}}``. It is complete
-    if no interrupt ended the examination.
-    """
-    sections = list(sections)
-    content = {section.title: [asdict(finding) for finding in section.findings] for section in sections}
-    head = {"healthy": is_healthy(sections), "complete": not was_interrupted(sections)}
-    return json.dumps(head | {"sections": content}, indent=1)
-
-
 def text_of(section: Section) -> str:
     """Returns a section as text: "!" marks a problem, with advice below it, and "-" marks a note."""
     width = min(_WIDEST, max(_NARROWEST, shutil.get_terminal_size((_WIDEST, 24)).columns))
@@ -112,20 +93,7 @@ def text_of(section: Section) -> str:
 def _lines(finding: Finding, column: int, width: int) -> Iterator[str]:
     indent = " " * (column + 3)
     begin = f"{_MARKS[finding.status]} {finding.name:<{column}} "
-    yield from _wrap(finding.found, begin, indent, width)
+    wrap = partial(textwrap.wrap, width=width, break_long_words=False, break_on_hyphens=False)
+    yield from wrap(finding.found, initial_indent=begin, subsequent_indent=indent) or [begin.rstrip()]
     if finding.advice:
-        yield from _wrap(f"-> {finding.advice}", indent, indent + "   ", width)
-
-
-def _wrap(text: str, begin: str, indent: str, width: int) -> list[str]:
-    return textwrap.wrap(
-        text, width, initial_indent=begin, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
-    ) or [begin.rstrip()]
-
-
-def summary(sections: Iterable[Section]) -> str:
-    """Returns the last line of the text: the number of problems."""
-    sections = list(sections)
-    count = sum(finding.status == PROBLEM for section in sections for finding in section.findings)
-    found = "no problem found" if count == 0 else f'{count} problem{"s" * (count > 1)} found, marked with "!"'
-    return f"interrupted: {found} until then" if was_interrupted(sections) else found
+        yield from wrap(f"-> {finding.advice}", initial_indent=indent, subsequent_indent=indent + "   ")

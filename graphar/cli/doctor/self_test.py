@@ -4,25 +4,42 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 
-from graphar.cli.doctor.calls import SelfTestCall, calls_on_cpu, calls_on_gpus
 from graphar.cli.doctor.findings import REPORT, Finding, note, problem
-from graphar.cli.specified import count_wrong
+from graphar.cli.specified import DTYPE, OfRanks, SpecifiedCall, count_wrong, random
 from graphar.communicator import Communicator
 from graphar.errors import CollectiveTimeout, GrapharError, UnsupportedError
-from graphar.plan.algorithms import MEETING, Algorithm
+from graphar.numerics.norms import REDUCESCATTER_NORM
+from graphar.plan.algorithms import MEETING, Algorithm, with_kernels
+from graphar.plan.call import Call
 from graphar.plan.config import FALLBACK
+from graphar.plan.matmuls import fused_algorithm
 from graphar.plan.scratch import MAX_RANKS
+from graphar.plan.select import Facts, select
 from graphar.plan.sizes import MB
+from graphar.plan.tables import DEFAULT, Table, shipped_table
+from graphar.plan.work import Norm, Product
 from graphar.runtime.availability import is_available
 from graphar.runtime.launcher import architecture
+from graphar.runtime.user_tables import find_table
 
 _CPU_RANKS = 4
 _DEADLINE_S = 5.0  # for a wait on another rank
+_NUMELS = (7, 8199, 262149)  # less than a pack for every rank, a few blocks, many blocks; all with a partial pack
+_QUANTIZED_NUMELS = (7, 8199, 65541)  # the same cases, but smaller: the specification is slow
+_ROWS = ((1, 1032), (24, 1032), (300, 1032))  # rows and columns of a norm; one-shot up to 24 rows for any world size
+_RESULTS = ((7, 264), (64, 4104), (300, 264))  # rows and columns of a matmul; one case for each kernel that sums it
+_PARTS = _RESULTS[-1:]
+_K = 136
+_SPECIAL = (-0.0, torch.inf, -torch.inf, torch.nan, torch.finfo(DTYPE).tiny / 4)
 
+SelfTestCall = tuple["_Op", Any]  # an op and a size
 Counts = Mapping[Algorithm, Sequence[int | None]]  # calls of each rank; None: its GPU's memory could not be read
 
 
@@ -47,7 +64,8 @@ def self_test(algorithm: Algorithm) -> Iterator[Finding]:
     begin = time.monotonic()
     try:
         with Communicator(devices=devices, timeout_s=_DEADLINE_S, lossless=True) as communicator:
-            faults, scratch_nbytes = _faults(communicator, calls), communicator.memory().total.reserved_nbytes
+            faults = _faults(communicator, algorithm, calls)
+            scratch_nbytes = communicator.memory().total.reserved_nbytes
     except UnsupportedError as error:
         reason = str(error).removeprefix(f"{algorithm.op}: {name} ").removeprefix("cannot serve this call: ")
         yield note(name, f"not here: {reason}")
@@ -62,7 +80,7 @@ def self_test(algorithm: Algorithm) -> Iterator[Finding]:
             advice = f"do not rely on what {where} compute together before this is understood: {REPORT}"
             yield problem(name, f"{'; '.join(faults)}, on {where}", advice)
         else:
-            ops, took_s = dict.fromkeys(call.op for call in calls), time.monotonic() - begin
+            ops, took_s = dict.fromkeys(op.name for op, _ in calls), time.monotonic() - begin
             held = f", {scratch_nbytes / MB:.1f} MB of scratch on each" if scratch_nbytes else ""
             yield Finding(name, f"the specification's bits on {where}, by {', '.join(ops)} ({took_s:.1f} s{held})")
 
@@ -85,16 +103,14 @@ def _why_not(algorithm: Algorithm, devices: Sequence[int | str], calls: Sequence
     return ""
 
 
-def _faults(communicator: Communicator, calls: Sequence[SelfTestCall]) -> list[str]:
+def _faults(communicator: Communicator, algorithm: Algorithm, calls: Sequence[SelfTestCall]) -> list[str]:
     """Makes the calls, and returns a message for each wrong result or wrong algorithm."""
     wrong = Counter()
-    for call in calls:
-        results = call.make(communicator)
-        communicator.synchronize()
-        wrong[call.op] += sum(count_wrong(found.cpu(), expected) for found, expected in results)
+    for op, size in calls:
+        wrong[op.name] += _count_wrong(op, size, algorithm, communicator)
     faults = [f"{count} elements of {op} differ from the specification" for op, count in wrong.items() if count]
-    counted, of_a_rank = _counted(communicator), Counter(call.kernel for call in calls if call.kernel)
-    due = {algorithm: [count] * communicator.world_size for algorithm, count in of_a_rank.items()}
+    counted = _counted(communicator)
+    due = {algorithm: [len(calls)] * communicator.world_size} if algorithm.row.layout else {}
     if counted != due:
         faults.append(f"calls ran by {_told(counted)}, not by {_told(due)}")
     return faults
@@ -111,3 +127,143 @@ def _told(counts: Counts) -> str:
     """Returns counts as text, such as "one_shot 3/3": three calls on each of two GPUs."""
     told = [f"{algorithm.value} {'/'.join(map(str, of_ranks))}" for algorithm, of_ranks in counts.items()]
     return " and ".join(told) or FALLBACK.algorithm.value
+
+
+# ---- calls: some of every op, all in bf16 ---------------------------------------------------------------------------
+
+
+def calls_on_gpus(algorithm: Algorithm, world_size: int) -> list[SelfTestCall]:
+    """Returns the calls that take ``algorithm`` on ``world_size`` GPUs, by name or by choice; there may be none."""
+
+    def takes(op: _Op, size: Any) -> bool:
+        if op.kernel:
+            return algorithm is op.kernel(world_size, size)
+        limit = algorithm.row.limit(world_size)
+        fits = limit is None or size * DTYPE.itemsize <= limit
+        return fits and algorithm.op == op.function and algorithm.row.takes_codec == op.takes_codec
+
+    return [(op, size) for op in _OPS for size in op.sizes if takes(op, size)]
+
+
+def calls_on_cpu() -> list[SelfTestCall]:
+    """Returns calls of every op; on the CPU all of them take the fallback."""
+    return [(op, size) for op in _OPS for size in op.sizes]
+
+
+def _count_wrong(op: _Op, size: Any, algorithm: Algorithm, ranks: Communicator) -> int:
+    """Makes a call, and returns how many elements of its results differ from the specification."""
+    operands, equal = op.tensors(ranks.world_size, size)
+    named = {"algorithm": algorithm.value} if not op.kernel and algorithm.op == op.function else {}
+    call = SpecifiedCall(op.function, operands, equal, **op.options, **named)
+    results = call.over(ranks)()
+    ranks.synchronize()
+    pairs = [pair for of_rank in zip(results, call.expected(), strict=True) for pair in zip(*of_rank, strict=True)]
+    return sum(count_wrong(result.cpu(), expected) for result, expected in pairs)
+
+
+# ---- tensors: those of the ranks, and those that are equal on all ranks ---------------------------------------------
+
+Tensors = tuple[list[OfRanks], list[torch.Tensor]]
+
+
+def _normal(ranks: int, size: int | tuple[int, int]) -> Tensors:
+    return [random(["cpu"] * ranks, size)], []
+
+
+def _with_special(ranks: int, numel: int) -> Tensors:
+    """Returns normal values with special ones among them; ranks have special values at the same places."""
+    xs, special = random(["cpu"] * ranks, numel), torch.tensor(_SPECIAL, dtype=DTYPE)
+    for rank, x in enumerate(xs):
+        generator = torch.Generator().manual_seed(rank)
+        x[::13] = special[torch.randint(len(special), x[::13].shape, generator=generator)]
+    return [xs], []
+
+
+def _with_special_for_each(ranks: int, numel: int) -> Tensors:
+    """Returns the same, with ``numel`` elements for each rank."""
+    return _with_special(ranks, ranks * numel)
+
+
+def _factors(ranks: int, size: tuple[int, int]) -> Tensors:
+    """Returns each rank's ``a`` and ``w``: small integers, whose products add up to the same bits in any order."""
+    return [[_integers(rank, length, _K) for rank in range(ranks)] for length in size], []
+
+
+def _integers(seed: int, *shape: int) -> torch.Tensor:
+    """Returns integers from -4 to 4 without 0, so that no product is -0."""
+    x = torch.randint(-4, 4, shape, generator=torch.Generator().manual_seed(seed))
+    return torch.where(x < 0, x, x + 1).to(DTYPE)
+
+
+def _norm(ranks: int, size: tuple[int, int], of: Callable[..., Tensors] = _normal) -> Tensors:
+    """Returns the tensors of a sum, and the residual and the weight of its norm."""
+    return of(ranks, size)[0], [*random(["cpu"], size, seed=1), *random(["cpu"], size[1], seed=2)]
+
+
+def _norm_of_parts(ranks: int, size: tuple[int, int], of: Callable[..., Tensors] = _normal) -> Tensors:
+    """Returns the same, with each rank's own rows of the residual."""
+    operands, (residual, weight) = _norm(ranks, size, of)
+    return [*operands, residual.tensor_split(ranks)], [weight]
+
+
+# ---- ops ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Op:
+    """How the calls of an op are made."""
+
+    function: str  # the name of graphar's function
+    tensors: Callable[[int, Any], Tensors]  # given the number of ranks and a size
+    sizes: tuple  # the sizes of its calls
+    # The algorithm that a call takes, given a world size and a size; None: the one that the call names.
+    kernel: Callable[[int, Any], Algorithm] | None = None
+    takes_codec: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"quantized_{self.function}" if self.takes_codec else self.function
+
+    @property
+    def options(self) -> dict[str, object]:
+        if self.takes_codec:
+            return {"codec": "int8"}
+        return {"partition": "tiles"} if self.function.startswith("fused") else {}
+
+
+def _table() -> Table:
+    return find_table(torch.cuda.get_device_name(0)) if torch.cuda.is_available() else shipped_table(DEFAULT)
+
+
+def _norm_kernel(world_size: int, size: tuple[int, int]) -> Algorithm:
+    (rows, columns), table = size, _table()
+    call = Call(Norm("allreduce_residual_rmsnorm", (rows * columns,), columns), DTYPE, 0)
+    return select(call, Facts(world_size, table, table.chip)).config.algorithm
+
+
+def _matmul_kernel(op: str, world_size: int, size: tuple[int, int]) -> Algorithm:
+    rows, columns = size
+    return fused_algorithm(_table(), Product(op, (rows,), columns), world_size)
+
+
+def _only_kernel(op: str, world_size: int, size: Any, codec: bool = False) -> Algorithm:
+    (only,) = with_kernels(op, codec)
+    return only
+
+
+_SUMMED, _SCATTERED = (partial(_matmul_kernel, f"fused_matmul_{op}") for op in ("allreduce", "reducescatter"))
+_OPS = (
+    _Op("allreduce", _with_special, _NUMELS),
+    _Op("reducescatter", _with_special, _NUMELS),
+    _Op("allgather", _with_special, _NUMELS),
+    _Op("alltoall", _with_special_for_each, _NUMELS),
+    _Op("allreduce", _normal, _QUANTIZED_NUMELS, takes_codec=True),
+    _Op("reducescatter", _normal, _QUANTIZED_NUMELS, partial(_only_kernel, "reducescatter", codec=True), True),
+    _Op("allreduce_residual_rmsnorm", _norm, _ROWS, _norm_kernel),
+    _Op("reducescatter_residual_rmsnorm", _norm_of_parts, _ROWS, partial(_only_kernel, REDUCESCATTER_NORM)),
+    _Op("fused_matmul_allreduce", _factors, _RESULTS, _SUMMED),
+    _Op("fused_matmul_allreduce_residual_rmsnorm", partial(_norm, of=_factors), _RESULTS, _SUMMED),
+    _Op("fused_matmul_reducescatter", _factors, _PARTS, _SCATTERED),
+    _Op("fused_allgather_matmul", _factors, _PARTS, partial(_only_kernel, "fused_allgather_matmul")),
+    _Op("fused_matmul_reducescatter_residual_rmsnorm", partial(_norm_of_parts, of=_factors), _PARTS, _SCATTERED),
+)
