@@ -26,8 +26,6 @@ class MatmulTile:
     # Whether two consumer warpgroups compute separate tiles, so that one multiplies while the other finishes its tile.
     # Otherwise each warpgroup computes 64 rows of the same tile.
     alternating: bool = False
-    # Whether the kernel writes a timeline of its warps.
-    recorded: bool = field(default=False, metadata={"measured": False})
     # Leaves into which K is cut, added as a binary tree: 1, 2, 4 or 8. The caller chooses them; tables have none.
     leaves: int = field(default=1, metadata={"measured": False})
     # Thread blocks of a cluster that compute the leaves of one tile together, equally many each: 1, 2, 4 or 8.
@@ -103,7 +101,7 @@ class MatmulTile:
         return LAYOUTS if self.columns % 64 == 0 else LAYOUTS[:1]
 
     def __str__(self) -> str:
-        flags = [str(flag).lower() for flag in (self.whole, self.alternating, self.recorded)]
+        flags = [str(flag).lower() for flag in (self.whole, self.alternating)]
         arguments = [
             self.rows,
             self.columns,

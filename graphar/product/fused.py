@@ -65,29 +65,20 @@ def sources_of_tile(
     return {kind: fused_matmul_source(algorithm, dtype, world_size, *kind, *how) for kind in kinds}
 
 
-def fused_matmul(
-    engine: Engine,
-    call: Call[Product],
-    algorithm: Algorithm,
-    tile: Tile | None = None,
-    timelines: Sequence[torch.Tensor] | None = None,
-) -> FusedMatmul:
+def fused_matmul(engine: Engine, call: Call[Product], algorithm: Algorithm, tile: Tile | None = None) -> FusedMatmul:
     """Returns the launches of one call by a fused kernel. Collective.
 
     Args:
         engine: an engine that has a runner.
         algorithm: the fused algorithm.
         tile: the tile, of gathered tiles one of GATHERED_TILES that serves the weight; None: the one that plans choose.
-        timelines: one timeline of timelines.py for each rank of this process, with a block for each of its SMs. The
-            recorded variant of the tile writes its events there, and overwrites, without clearing, the events of the
-            launch before.
 
     Raises:
         UnsupportedError: no kernel serves the call; the message says why.
     """
     row = algorithm.row
     kind = Skinny if row.is_skinny else Summed if row.sends_tiles else Gathered
-    return kind(engine, call, algorithm, tile, timelines)
+    return kind(engine, call, algorithm, tile)
 
 
 class FusedMatmul(ABC):
@@ -96,19 +87,11 @@ class FusedMatmul(ABC):
     # Returns the parameters of a launch, without the collective arguments, and its grid.
     _parameters: ClassVar[Callable[..., tuple[list, Grid]]]
 
-    def __init__(
-        self,
-        engine: Engine,
-        call: Call[Product],
-        algorithm: Algorithm,
-        tile: Tile | None,
-        timelines: Sequence[torch.Tensor] | None,
-    ) -> None:
+    def __init__(self, engine: Engine, call: Call[Product], algorithm: Algorithm, tile: Tile | None) -> None:
         self._engine, self._runner, self._call, self.algorithm = engine, runner_of(engine), call, algorithm
-        self._tile, self._timelines = tile, timelines
+        self._tile = tile
         self._slices = self._cut(call.work)
-        tiles = self._tiles_to_load()
-        self.tiles = tuple(replace(tile, recorded=True) if timelines else tile for tile in tiles)
+        self.tiles = self._tiles_to_load()
         self._functions = self._load()
         self._launches: BoundedCache[Launch] = BoundedCache()
 
@@ -184,7 +167,7 @@ class FusedMatmul(ABC):
     def launch_like(self, like: Operands) -> Launch | None:
         """Returns the launch of calls with tensors like these: see :class:`graphar.runtime.plan.Plan`."""
         work, mine = self._call.work, operands_of(self._call.work, like)
-        if len(self._slices) > 1 or len(self._runner.members) > 1 or self._timelines or self._place(mine) is not mine:
+        if len(self._slices) > 1 or len(self._runner.members) > 1 or self._place(mine) is not mine:
             return None
         if mine.is_copy_of(like):
             return None
@@ -214,10 +197,9 @@ class FusedMatmul(ABC):
     def _launch(self, member: Member, operands: MatmulOperands, piece: Slice) -> Launch:
         """Returns one member's launch of a slice, bound to the addresses of its operands; cached."""
         at = member.rank if self._engine.devices else 0
-        timeline = self._timelines[at] if self._timelines else None
         (layout, w), a = weight_of(operands.w), self._matrix_of_a(operands.a)
-        bias, of = (0 if x is None else x.data_ptr() for x in (operands.bias, timeline))
-        matrices = Matrices(a, w, layout, operands.out, bias, of, operands.constant_weight, operands.placed)
+        bias = 0 if operands.bias is None else operands.bias.data_ptr()
+        matrices = Matrices(a, w, layout, operands.out, bias, operands.constant_weight, operands.placed)
         tile = self._tile_of(operands, piece, layout)
         key = (member.rank, piece, tile, matrices.key, operands.given_k)
         if (launch := self._launches.get(key)) is not None:

@@ -33,7 +33,6 @@ class Matrices:
     layout: str  # the layout of W, one of LAYOUTS
     out: torch.Tensor  # [M, N]
     bias: int = 0  # the address of the bias; 0 without one
-    timeline: int = 0  # the address of the timeline of timelines.py; 0 without one
     constant_weight: bool = False  # whether W may be loaded while the kernel before still runs
     beside: Placed | None = None  # the scales of operands in e4m3
 
@@ -41,7 +40,7 @@ class Matrices:
     def key(self) -> tuple:
         """Equal where all memory has the same addresses and is read alike."""
         out = self.out.data_ptr(), self.out.shape
-        return self.a, self.w, self.layout, *out, self.bias, self.timeline, self.constant_weight, self.beside
+        return self.a, self.w, self.layout, *out, self.bias, self.constant_weight, self.beside
 
     @property
     def columns(self) -> int:
@@ -62,7 +61,7 @@ def summed_tiles(
     """
     tiles = sum(-(-count // (tile.rows * tile.cluster)) for count in piece.count) * -(-matrices.columns // tile.columns)
     blocks = min(chip.shared_blocks(cluster=tile.cluster), tiles * tile.cluster)
-    sizes = _arguments(matrices, matrices.a.rows, group_rows=GROUP_ROWS, timeline=matrices.timeline)
+    sizes = _arguments(matrices, matrices.a.rows, group_rows=GROUP_ROWS)
     grid = Grid(blocks, tile.threads, tile.shared_nbytes, overlaps=False, cluster=tile.cluster)
     # A rank without rows writes nothing, but the kernel needs a valid tensor map.
     out = matrix_of(matrices.out[rows]) or matrices.a

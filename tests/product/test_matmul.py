@@ -14,14 +14,14 @@ import pytest
 import torch
 
 from graphar.errors import UnsupportedError
-from graphar.plan.algorithms import MATMUL_TYPES, Algorithm
+from graphar.plan.algorithms import MATMUL_TYPES
 from graphar.plan.best_tile import Shape, Sms, alone, best_tile
 from graphar.plan.tables import shipped_table
 from graphar.plan.tiles import FP8_TILES, LAYOUTS, LEAF_COUNTS, LEAF_TILES, MATMUL_TILES, MatmulTile
 from graphar.product import gemm, tensor_maps
 from graphar.product.tensor_maps import Matrix, matrix_of
 from graphar.runtime import compiler
-from graphar.runtime.catalogue import fused_matmul_source, matmul_source
+from graphar.runtime.catalogue import matmul_source
 from perf.cubin import resources
 
 POLICY = shipped_table("nvidia_h200").matmul
@@ -78,16 +78,6 @@ def columns_of(rows, columns, leading, dtype=torch.bfloat16):
 @every_kind
 def test_the_assembler_keeps_the_products_asynchronous_and_all_sums_in_registers(tile, layout, out_dtype):
     assert_asynchronous_and_in_registers(matmul_source(torch.bfloat16, tile, layout, out_dtype), tile.threads)
-
-
-@pytest.mark.parametrize("tile", [POLICY.large_tile, POLICY.alternating_tile], ids=str)
-def test_a_kernel_that_records_what_it_does_has_all_sums_in_registers_too(tile):
-    recorded = replace(tile, recorded=True)
-    source = fused_matmul_source(Algorithm.MATMUL_ALLREDUCE, torch.bfloat16, 4, recorded, "by_rows")
-    image, symbol, log = compile_with_log(source)
-
-    assert log.strip() == ""
-    assert resources(image, symbol).stack_nbytes == 0
 
 
 def test_the_assembler_tells_of_a_sum_that_is_touched_too_early(monkeypatch, tmp_path):
