@@ -15,7 +15,6 @@ from graphar.integrations.works import GrapharWork
 from graphar.numerics.codecs import Codec, CodecName, as_codec
 from graphar.plan.algorithms import COPYING
 from graphar.plan.call import Call, Operands
-from graphar.plan.grids import blocks_beside_matmuls
 from graphar.plan.work import Parts
 from graphar.runtime.bind.launches import runner_of
 from graphar.runtime.checks import call_checks
@@ -170,7 +169,7 @@ class _Collective:
             return call._replace(blocks=self._blocks)
         with engine.keeping_failure():
             compresses = engine.select(call, x).config.algorithm.row.compresses
-        return call if compresses else call._replace(blocks=blocks_beside_matmuls(engine.world_size))
+        return call if compresses else call._replace(blocks=engine.table.training.most_blocks(engine.world_size))
 
     def _takes_copies(self, engine: Engine, call: Call, x: Tensor) -> bool:
         if self._algorithm == "kernels" or (self._algorithm == "auto" and self._blocks is not None):

@@ -140,6 +140,23 @@ class BesidePolicy:
 
 
 @dataclass(frozen=True)
+class TrainingPolicy:
+    """Collectives beside the forward and backward passes of FSDP2 and DDP, which are not compressed.
+
+    With fewer blocks calls take longer, and not only they: on 2 H200s the largest matmuls of a Llama's step took 1.5
+    times as long beside 24 blocks, and as long as alone beside 96. Steps were fastest with 48 to 96 blocks between 2
+    ranks, and with 32 between 4 (`python -m perf fsdp --blocks`).
+    """
+
+    blocks: ByWorldSize  # by world size, the most thread blocks of a call: at most half as many as an H200 has SMs
+    blocks_beyond: int  # the most blocks for other world sizes
+
+    def most_blocks(self, world_size: int) -> int:
+        """Returns the most thread blocks of a call."""
+        return self.blocks.get(world_size, self.blocks_beyond)
+
+
+@dataclass(frozen=True)
 class TileCost:
     """The measured costs behind the estimate of ``plan.matmuls.clocks``, most in clocks for 64 of K."""
 

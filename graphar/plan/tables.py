@@ -27,6 +27,7 @@ from graphar.plan.policy import (
     MatmulPolicy,
     NormPolicy,
     QuantizedPolicy,
+    TrainingPolicy,
 )
 from graphar.plan.scratch import WARP, WORLD_SIZES
 
@@ -62,6 +63,7 @@ class Table:
     copies: CopiesPolicy = field(default_factory=_default("copies"))  # thresholds and chunks of copy engines
     norm: NormPolicy = field(default_factory=_default("norm"))  # thresholds of all-reduces with RMSNorm
     beside: BesidePolicy = field(default_factory=_default("beside"))  # the grid beside other work
+    training: TrainingPolicy = field(default_factory=_default("training"))  # the grid beside a step's matmuls
     matmul: MatmulPolicy = field(default_factory=_default("matmul"))  # thresholds and tiles of matmuls
     # When an all-gather and a matmul are one kernel.
     allgather_matmul: AllgatherMatmulPolicy = field(default_factory=_default("allgather_matmul"))
@@ -123,6 +125,7 @@ POLICIES = {
     "copies": CopiesPolicy,
     "norm": NormPolicy,
     "beside": BesidePolicy,
+    "training": TrainingPolicy,
     "matmul": MatmulPolicy,
     "allgather_matmul": AllgatherMatmulPolicy,
 }
