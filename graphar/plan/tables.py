@@ -15,7 +15,6 @@ from importlib import resources
 from itertools import pairwise
 from typing import Any
 
-from graphar.errors import Reason
 from graphar.numerics.codecs import codec
 from graphar.plan.algorithms import Algorithm, in_tables, is_from_outside, is_loaded
 from graphar.plan.policy import (
@@ -71,17 +70,7 @@ class Table:
     @classmethod
     def from_json(cls, text: str | bytes) -> Table:
         """Returns the table that ``to_json`` wrote; ValueError says what is wrong with another text."""
-        content = json.loads(text)
-        if problem := problem_with(content):
-            raise ValueError(problem)
-        by_world_size = {
-            key: {int(world_size): of_it for world_size, of_it in content.get(key, {}).items()}
-            for key in _BY_WORLD_SIZE
-        }
-        policies = {key: _read(POLICIES[key], content[key]) for key in POLICIES if key in content}
-        if "parts" in content and content["name"] != DEFAULT:  # it may be of an earlier release, with fewer ops
-            content = content | {"parts": shipped_table(DEFAULT).parts | content["parts"]}
-        return cls(**(content | by_world_size | policies))
+        return cls(**_sections(json.loads(text)))
 
     def to_json(self) -> str:
         """Returns the table as JSON text, with one entry a line."""
@@ -137,15 +126,6 @@ _PART_OPS = ("reducescatter", "allgather", "alltoall")
 _NUMBERS = ("max_nbytes", "blocks", "threads")  # of every entry
 
 
-def problem_with(content: object) -> Reason | None:
-    """Returns what is wrong with a table in JSON; None if its kernels can run every entry."""
-    try:
-        _check_table(content)
-    except (TypeError, ValueError) as error:
-        return str(error)
-    return None
-
-
 def _require(holds: bool, rule: str) -> None:
     if not holds:
         raise ValueError(rule)
@@ -160,7 +140,8 @@ def _inside(what: str) -> Iterator[None]:
         raise ValueError(f"{what}: {error}") from None
 
 
-def _check_table(content: Any) -> None:
+def _sections(content: Any) -> dict[str, Any]:
+    """Returns the fields of a table by the JSON of it."""
     _require(isinstance(content, dict), "it is not a JSON object")
     if unknown := content.keys() - _FIELDS.keys():
         raise ValueError(f"it has an unknown field {min(unknown)!r}")
@@ -176,15 +157,20 @@ def _check_table(content: Any) -> None:
             _require(world_size in content["rows"], f"it has {key} points for {world_size!r} ranks and no rows")
             with _inside(f"{world_size} ranks"):
                 check(of_it)
+    sections = dict(content)
+    for key in _BY_WORLD_SIZE:
+        sections[key] = {int(world_size): of_it for world_size, of_it in content.get(key, {}).items()}
     if "parts" in content:
         _require(content["parts"].keys() <= set(_PART_OPS), f"its parts must be of {', '.join(_PART_OPS)}")
         for op, entries in content["parts"].items():
             with _inside(op):
                 _check_entries(entries, op, WORLD_SIZES)
-    for key, kind in POLICIES.items():
-        if key in content:
-            with _inside(key):
-                _read(kind, content[key])
+        if content["name"] != DEFAULT:  # it may be of an earlier release, with fewer ops
+            sections["parts"] = shipped_table(DEFAULT).parts | content["parts"]
+    for key in [key for key in POLICIES if key in content]:
+        with _inside(key):
+            sections[key] = _read(POLICIES[key], content[key])
+    return sections
 
 
 def _check_codecs(by_codec: Any) -> None:

@@ -95,9 +95,9 @@ def choose(times: Sequence[Sequence[float]], present: int) -> int:
 def trials(world_size: int, table: Table) -> Iterator[Trial]:
     """Yields the trials of all policies between ``world_size`` GPUs, in the order in which they build on each other.
 
-    ``table`` has the present values. Some numbers have no trial: ``beside_from_nbytes`` and those of ``training`` are
-    measured in training, ``one_shot_nbytes_beyond`` is for world sizes that were not measured, and kernels have a
-    single ``alternating_tile``. :func:`against_torch` yields the shapes of ``against_torch``, which are timed one by one.
+    ``table`` has the present values. Some numbers have no trial: ``beside_from_nbytes`` and ``training`` are measured in
+    training, ``one_shot_nbytes_beyond`` is for world sizes that were not measured, and kernels have a single
+    ``alternating_tile``. The shapes of ``against_torch`` are timed one by one: :func:`against_torch` yields them.
     """
     yield from _quantized()
     yield from _lossless(world_size)
