@@ -187,7 +187,7 @@ def test_the_last_entry_which_serves_every_size_is_of_graphars_own():
 
     table = replace(H200, rows=H200.rows | {4: [entry]})
 
-    with pytest.raises(ValueError, match="^4 ranks: the last row must be of an algorithm of graphar's own$"):
+    with pytest.raises(ValueError, match=r"^4 ranks: the last row must be of an algorithm of graphar's own$"):
         Table.from_json(table.to_json())
 
 
