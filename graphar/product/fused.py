@@ -22,7 +22,7 @@ from graphar.plan.scratch import PACK_NBYTES
 from graphar.plan.slices import Slice, gathered_rows_a_launch, row_slices
 from graphar.plan.work import Product
 from graphar.product.gemm import STORE_COLUMNS, layout_of, weight_of, why_not
-from graphar.product.multiply.own import in_whole_loads
+from graphar.product.multiply import in_whole_loads
 from graphar.product.operands import MatmulOperands, operands_of
 from graphar.product.tensor_maps import Matrix, aligned_copy, aligned_like, loaded, matrix_of
 from graphar.product.tile_launches import Matrices, Tile, gathered_tiles, skinny, summed_tiles

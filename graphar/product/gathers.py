@@ -20,8 +20,7 @@ from graphar.plan.slices import gathered_rows_a_launch
 from graphar.plan.work import Parts, Product, TensorTuple
 from graphar.product.fused import fused_matmul
 from graphar.product.gathered_chunks import GatheredChunks
-from graphar.product.multiply import by_torch
-from graphar.product.multiply.choice import choose
+from graphar.product.multiply import choose, multiply
 from graphar.product.operands import flat, operands_of
 from graphar.product.then import after
 from graphar.runtime.bind.launches import runner_of
@@ -84,7 +83,7 @@ def _gathered_then_multiplied(engine: Engine, call: Call[Product], ranks: Sequen
 
     def multiply_rows(inputs: Tensors, outputs: Tensors, numbers: tuple[float, ...], made: Tensors) -> None:
         if as_linear:  # most calls, too
-            by_torch.multiply(made[0], inputs[1], flat(outputs[0]), *inputs[2:])
+            multiply(made[0], inputs[1], flat(outputs[0]), *inputs[2:])
             return
         matmul = of(Operands(inputs, outputs, numbers))
         step = matmul.with_rows(*made)

@@ -82,7 +82,7 @@ def matmul(
         raise UnsupportedError(f"{op}: {reason}")
     if tile and (layout := weight_of(w)[0]) not in tile.layouts:
         raise ValueError(f"{op}: {tile} serves weights {' or '.join(tile.layouts)}, got one {layout}")
-    enqueue = bind(a, w, out, bias, sms, tile, leaves, scales)
+    enqueue = bind(Step(a, w, out, scales, bias), sms, tile, leaves)
     with torch.cuda.device(a.device):
         enqueue(torch.cuda.current_stream().cuda_stream)
     return out
@@ -103,35 +103,20 @@ def scaled_matmul(
     return matmul(a, w, out, out_dtype=out_dtype, scales=scales, **how)
 
 
-def bind(
-    a: torch.Tensor,
-    w: torch.Tensor,
-    out: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    sms: int | None = None,
-    tile: MatmulTile | None = None,
-    leaves: int = 1,
-    scales: Scales | None = None,
-) -> Callable[[int], None]:
-    """Returns a function of a stream's handle that launches ``out = a @ w.T + bias``; its device must be current.
+def bind(step: Step, sms: int | None = None, tile: MatmulTile | None = None, leaves: int = 1) -> Callable[[int], None]:
+    """Returns a function of a stream's handle that launches a step; its device must be current.
 
-    It loads the kernel. Arguments are those of :func:`matmul`: K and ``out`` are not empty, and :func:`why_not` has no
-    reason. The dtype of ``out`` is ``out_dtype``.
+    It loads the kernel. ``sms``, ``tile`` and ``leaves`` are those of :func:`matmul`: K and the result are not empty,
+    and :func:`why_not` has no reason.
     """
+    a, w, out, scales, bias = step
     device, (layout, weights), (m, n) = a.device.index, weight_of(w), out.shape
     sms = sms or launcher.sm_count(device)
     factors = Factors(scales.format) if scales else PLAIN
     tile = tile or default_tile(device, m, n, a.shape[1], sms, layout, leaves, factors)
-    pointer, of = 0 if bias is None else bias.data_ptr(), scales and placed(scales)
+    pointer, of = 0 if bias is None else bias.contiguous().data_ptr(), scales and placed(scales)
     with torch.cuda.device(device):
-        operands = loaded(a), weights, loaded(out)
-        return _bind(device, tile, layout, sms, *operands, pointer, of)
-
-
-def bind_step(step: Step, sms: int | None, leaves: int) -> Callable[[int], None]:
-    """Returns what :func:`bind` does, for a step, whose sum has this number of leaves."""
-    a, w, out, scales, bias = step
-    return bind(a, w, out, None if bias is None else bias.contiguous(), sms, leaves=leaves, scales=scales)
+        return _bind(device, tile, layout, sms, loaded(a), weights, loaded(out), pointer, of)
 
 
 def why_not(a: torch.Tensor, w: torch.Tensor, out: torch.Tensor, leaves: int = 1) -> Reason | None:

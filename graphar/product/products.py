@@ -14,7 +14,7 @@ from graphar.plan.select import has_norm_kernel
 from graphar.plan.work import ALLGATHER_MATMUL, Product
 from graphar.product import gathers
 from graphar.product.fused import fused_matmul
-from graphar.product.multiply.choice import choose
+from graphar.product.multiply import choose
 from graphar.product.operands import operands_of
 from graphar.product.then import Then, after
 from graphar.runtime.bind import residual_norm

@@ -12,9 +12,7 @@ from graphar.numerics.dtypes import ACCUMULATION_DTYPES
 from graphar.numerics.partitions import Panel, length
 from graphar.plan.call import Call, Operands
 from graphar.plan.work import Product
-from graphar.product.multiply import by_torch
-from graphar.product.multiply.by_torch import ByTorch
-from graphar.product.multiply.choice import choose
+from graphar.product.multiply import ByTorch, choose, multiply_all
 from graphar.product.operands import MatmulOperands, Step, operands_of
 from graphar.product.overlap import AUTO, Beside, in_turn
 from graphar.runtime import launcher
@@ -109,7 +107,7 @@ class Then:
             return lambda at: _copy_rows(product, *pairs[at]) if several else None
         steps = [whole.in_panel(*pair) for pair in pairs]
         if isinstance(multiply, ByTorch):
-            return lambda at: by_torch.multiply_all(steps[at])
+            return lambda at: multiply_all(steps[at])
         sms = launcher.sm_count(matmul.a.device.index)
         few = max(sms - self._blocks, 1)
         # Load all kernels before the first launch: loading beside a kernel that waits for other ranks could hang.

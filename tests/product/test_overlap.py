@@ -14,11 +14,9 @@ from graphar.plan.call import Call, Operands
 from graphar.plan.policy import MeasuredMatmul, TileCost
 from graphar.plan.tables import shipped_table
 from graphar.plan.work import MATMUL_ALLREDUCE, MATMUL_REDUCESCATTER, Parts, Product, Sum
+from graphar.product import multiply as multiplying
 from graphar.product import overlap, then
-from graphar.product.multiply import own, step
-from graphar.product.multiply.by_torch import ByTorch
-from graphar.product.multiply.choice import Chosen, choose
-from graphar.product.multiply.own import Own
+from graphar.product.multiply import ByTorch, Chosen, Own, choose
 from graphar.product.operands import MatmulOperands, Step
 from graphar.product.overlap import Beside
 from graphar.product.tensor_maps import matrix_of
@@ -145,15 +143,16 @@ def gemm(monkeypatch):
     """Stands in for graphar's matmul and records the operands' shapes, the SMs and the tile of each call."""
     made, tiles = [], []
 
-    def bind(a, w, out, sms, tile):
+    def bind(step, sms, tile):
+        a, w, out, *_ = step
         made.append((list(a.shape), list(w.shape), sms))
         tiles.append(tile)
         return lambda stream: out.copy_(a @ w.t())
 
     fake = SimpleNamespace(bind=bind, why_not=lambda *step: "", sm_count=lambda device: 132, made=made, tiles=tiles)
     fake.weight_of = lambda w: ("by_rows", None)
-    monkeypatch.setattr(own, "gemm", fake)
-    monkeypatch.setattr(own, "lacks_software", lambda: None)
+    monkeypatch.setattr(multiplying, "gemm", fake)
+    monkeypatch.setattr(multiplying, "lacks_software", lambda: None)
     monkeypatch.setattr(launcher, "sm_count", lambda device: fake.sm_count(device))
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0))
@@ -285,7 +284,7 @@ def test_a_batch_invariant_product_of_misaligned_operands_is_graphars_too(gemm):
 @pytest.mark.parametrize("missing", ["", "cuda-python is not installed"])
 def test_a_batch_invariant_product_that_graphars_matmul_cannot_compute_is_an_error(gemm, monkeypatch, missing):
     gemm.why_not = lambda *step: "the columns of out must be a multiple of 8, got 12"
-    monkeypatch.setattr(own, "lacks_software", lambda: missing)
+    monkeypatch.setattr(multiplying, "lacks_software", lambda: missing)
 
     with pytest.raises(UnsupportedError, match=f"no batch-invariant kernel: {missing or 'the columns of out'}"):
         multiply(on_gpu(4, 8), on_gpu(12, 8), "batch_invariant", None, [4])
@@ -525,17 +524,17 @@ def test_a_repeated_product_of_misaligned_operands_is_multiplied_as_its_first_ca
 
 def test_calls_on_the_cpu_ask_for_no_software_and_all_others_ask_once(monkeypatch):
     asked = []
-    monkeypatch.setattr(step, "missing_software", lambda: asked.append(True) or "no driver")
-    step.lacks_software.cache_clear()
+    monkeypatch.setattr(multiplying, "missing_software", lambda: asked.append(True) or "no driver")
+    multiplying.lacks_software.cache_clear()
     matrices = [torch.ones(4, 4)] * 2
 
     for partition in ("auto", "split_m", "split_n", "none"):
         graphar.fused_matmul_allreduce(matrices, matrices, partition=partition)
     assert asked == []
 
-    assert [step.lacks_software() for _ in range(3)] == ["no driver"] * 3
+    assert [multiplying.lacks_software() for _ in range(3)] == ["no driver"] * 3
     assert len(asked) == 1
-    step.lacks_software.cache_clear()
+    multiplying.lacks_software.cache_clear()
 
 
 def fused_sums(op, a, w, bias, **options):
