@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -18,16 +18,36 @@ from graphar.plan.call import Call, Operands
 from graphar.plan.config import Config
 from graphar.plan.matmuls import summed_rows_a_launch, tile_for, tiles_that_serve, tiles_to_load, why_not_columns
 from graphar.plan.policy import Chip
-from graphar.plan.scratch import PACK_NBYTES
+from graphar.plan.scratch import PACK_NBYTES, gathered_slot_offset
 from graphar.plan.slices import Slice, gathered_rows_a_launch, row_slices
+from graphar.plan.tiles import MatmulTile, SkinnyTile
 from graphar.plan.work import Product
-from graphar.product.gemm import STORE_COLUMNS, layout_of, weight_of, why_not
+from graphar.product.gemm import (
+    GROUP_ROWS,
+    STORE_COLUMNS,
+    STORE_ROWS,
+    layout_of,
+    operand_maps,
+    rows_map,
+    weight_map,
+    weight_of,
+    why_not,
+)
 from graphar.product.multiply import in_whole_loads
-from graphar.product.operands import MatmulOperands, operands_of
-from graphar.product.tensor_maps import Matrix, aligned_copy, aligned_like, loaded, matrix_of
-from graphar.product.tile_launches import Matrices, Tile, gathered_tiles, skinny, summed_tiles
+from graphar.product.operands import MatmulOperands, Placed, kernel_arguments, operands_of
+from graphar.product.tensor_maps import (
+    BOX_COLUMNS,
+    Matrix,
+    TensorMap,
+    aligned_copy,
+    aligned_like,
+    loaded,
+    matrix_of,
+    tensor_map,
+)
 from graphar.ranks import agreement
 from graphar.runtime import launcher
+from graphar.runtime.arguments import Arguments, MatmulArguments
 from graphar.runtime.bind.launches import bind_launch, on_own_device, put_agreed, runner_of
 from graphar.runtime.bounded_cache import BoundedCache
 from graphar.runtime.catalogue import KernelSource, fused_matmul_source
@@ -37,6 +57,104 @@ from graphar.runtime.launcher import Launch as KernelLaunch
 from graphar.runtime.member import Member
 from graphar.runtime.plan import Launch, Plan, Tensors
 from graphar.runtime.runner import Runner
+
+Tile = MatmulTile | SkinnyTile
+
+
+# ---- launch parameters and grids ------------------------------------------------------------------------------------
+#
+# Grids leave SMs free. Kernels of tiles start only after the previous kernel in the stream has ended. So another
+# communicator's kernels find room: (18) in cuda_src/device/sync/kernel_order.cuh. The grids of sums are equal on all
+# ranks.
+
+
+@dataclass(frozen=True)
+class Matrices:
+    """The memory of one rank's operands and result, for the tensor maps of a launch."""
+
+    a: Matrix
+    w: Matrix  # as it lies in memory
+    layout: str  # the layout of W, one of LAYOUTS
+    out: torch.Tensor  # [M, N]
+    bias: int = 0  # the address of the bias; 0 without one
+    constant_weight: bool = False  # whether W may be loaded while the kernel before still runs
+    beside: Placed | None = None  # the scales of operands in e4m3
+
+    @property
+    def key(self) -> tuple:
+        """Equal where all memory has the same addresses and is read alike."""
+        out = self.out.data_ptr(), self.out.shape
+        return self.a, self.w, self.layout, *out, self.bias, self.constant_weight, self.beside
+
+    @property
+    def columns(self) -> int:
+        return self.w.rows if self.layout == "by_rows" else self.w.columns
+
+
+def _arguments(matrices: Matrices, rows: int, **more: int) -> MatmulArguments:
+    """Returns the arguments of a matmul of this number of rows."""
+    return kernel_arguments(matrices.beside, matrices.bias, rows, matrices.columns, matrices.a.columns, **more)
+
+
+def _grid(tile: MatmulTile, matrices: Matrices, piece: Slice, chip: Chip) -> Grid:
+    """Returns the grid of a kernel with a block for each tile, as far as there is room."""
+    tiles = sum(-(-count // (tile.rows * tile.cluster)) for count in piece.count) * -(-matrices.columns // tile.columns)
+    blocks = min(chip.shared_blocks(cluster=tile.cluster), tiles * tile.cluster)
+    return Grid(blocks, tile.threads, tile.shared_nbytes, overlaps=False, cluster=tile.cluster)
+
+
+def summed_tiles(
+    tile: MatmulTile, matrices: Matrices, piece: Slice, arguments: Arguments, rows: slice, chip: Chip
+) -> tuple[list, Grid]:
+    """Returns the parameters of a kernel that sums tiles, without the collective arguments, and its grid.
+
+    ``rows`` are those of ``out`` that the launch writes. ``chip`` is what the ranks' devices have in common.
+    """
+    sizes, grid = _arguments(matrices, matrices.a.rows, group_rows=GROUP_ROWS), _grid(tile, matrices, piece, chip)
+    # A rank without rows writes nothing, but the kernel needs a valid tensor map.
+    out = matrix_of(matrices.out[rows]) or matrices.a
+    return [*operand_maps(tile, matrices.layout, matrices.a, matrices.w), tensor_map(out, STORE_ROWS), sizes], grid
+
+
+def skinny(
+    tile: SkinnyTile, matrices: Matrices, piece: Slice, arguments: Arguments, rows: slice, chip: Chip
+) -> tuple[list, Grid]:
+    """Returns what :func:`summed_tiles` returns, of a skinny kernel. It takes one launch."""
+    rows_of_out, columns = matrices.out.shape
+    clusters = -(-columns // (tile.columns * tile.cluster))
+    blocks = min(chip.shared_blocks(cluster=tile.cluster), clusters * tile.cluster)
+    grid = Grid(blocks, tile.threads, tile.shared_nbytes, chip.may_overlap(blocks, halves=False), cluster=tile.cluster)
+    sizes = _arguments(matrices, rows_of_out, constant_weight=matrices.constant_weight)
+    return [tensor_map(matrices.w, BOX_COLUMNS), tensor_map(matrices.a, box_rows(tile, rows_of_out)), sizes], grid
+
+
+def box_rows(tile: SkinnyTile, rows: int) -> int:
+    """Returns the rows of A that each block of a cluster loads: `share` in the kernel."""
+    return -(-rows // (8 * tile.cluster)) * 8
+
+
+def gathered_tiles(
+    tile: MatmulTile, matrices: Matrices, piece: Slice, arguments: Arguments, rows: slice, chip: Chip
+) -> tuple[list, Grid]:
+    """Returns what :func:`summed_tiles` returns, of a kernel that gathers rows; ``chip`` may differ between ranks."""
+    k, m, world_size, rank = matrices.a.columns, len(matrices.out), arguments.world_size, arguments.rank
+    a_maps, c_maps = (TensorMap * world_size)(), (TensorMap * world_size)()
+    for source, (begin, count) in enumerate(zip(piece.begin, piece.count, strict=True)):
+        if not count:  # nothing reads its maps
+            continue
+        if source == rank:
+            pointer = matrices.a.pointer + piece.offset * matrices.a.leading * matrices.a.dtype.itemsize
+        else:
+            hops = (source - rank) % world_size
+            pointer = arguments.scratch[rank] + gathered_slot_offset(world_size, arguments.capacity, hops)
+        a_maps[source] = rows_map(tile, Matrix(pointer, matrices.a.dtype, count, k, matrices.a.leading))
+        c_maps[source] = tensor_map(matrix_of(matrices.out[begin : begin + count]), STORE_ROWS)
+    sizes = _arguments(matrices, m, from_row=piece.offset, group_rows=GROUP_ROWS)
+    maps = [a_maps, weight_map(tile, matrices.layout, matrices.w), c_maps]
+    return [*maps, sizes], _grid(tile, matrices, piece, chip)
+
+
+# ---- launches --------------------------------------------------------------------------------------------------------
 
 
 def load_tile(runner: Runner, algorithm: Algorithm, dtype: torch.dtype, tile: Tile, work: Product) -> list[dict]:

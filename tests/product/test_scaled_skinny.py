@@ -13,7 +13,7 @@ from graphar.plan.factors import Factors
 from graphar.plan.slices import Slice
 from graphar.plan.tiles import LAYOUTS, skinny_tile
 from graphar.plan.work import MATMUL_ALLREDUCE, MATMUL_REDUCESCATTER, Product
-from graphar.product import fused, tile_launches
+from graphar.product import fused
 from graphar.product.fused import fused_matmul, load_tile
 from graphar.product.operands import operands_of
 from graphar.product.products import takes_tiles
@@ -104,7 +104,7 @@ def launches_of(monkeypatch):
     monkeypatch.setattr(fused, "KernelLaunch", lambda function, parameters, grid: parameters)
     monkeypatch.setattr(fused, "bind_launch", lambda runner, member, launch, *rest: launch)
     monkeypatch.setattr(fused, "_why_not", lambda own: "")  # the operands are on the CPU
-    monkeypatch.setattr(tile_launches, "tensor_map", lambda *given: given)
+    monkeypatch.setattr(fused, "tensor_map", lambda *given: given)
     monkeypatch.setattr(fused, "load_tile", lambda runner, algorithm, dtype, tile, work: [{(tile, "by_rows"): None}])
     engine = Ranks()
     engine.deadline, engine.runner.arguments = lambda call: 1.0, lambda *given: None
