@@ -59,13 +59,6 @@ def test_auto_takes_it_where_the_table_names_it(op):
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_a_table_with_it_survives_being_written(op):
-    table = table_with(load(op=op))
-
-    assert Table.from_json(table.to_json()) == table
-
-
-@pytest.mark.parametrize("op", OPS)
 def test_one_that_is_not_loaded_is_passed_over_with_the_reason(op):
     ring = load(op=op)
     table = table_with(ring)
