@@ -342,20 +342,11 @@ def test_a_batch_invariant_call_on_the_cpu_is_an_error(op):
         of_two_ranks(op, "batch_invariant")
 
 
-# ---- how many blocks ------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def bound(monkeypatch):
-    """A communicator that believes in two GPUs, and the configurations that it would launch."""
-    configs = []
-
-    def bind_kernel(engine, call, config):
-        configs.append(config)
-        return Plan(lambda ranks: None, config)
-
+    """A communicator that believes in two GPUs, whose kernels launch nothing."""
     communicator = graphar.Communicator(devices=["cuda:0", "cuda:1"])
-    monkeypatch.setattr(collective, "bind_kernel", bind_kernel)
+    monkeypatch.setattr(collective, "bind_kernel", lambda engine, call, config: Plan(lambda ranks: None, config))
     monkeypatch.setattr(communicator.engine, "find_runner", lambda device: True)
     communicator.engine.table = shipped_table("nvidia_h200")
     communicator.engine.runner = SimpleNamespace(
@@ -365,39 +356,12 @@ def bound(monkeypatch):
         announced=contextlib.nullcontext,
         close=lambda: None,
     )
-    yield communicator, configs
+    yield communicator
     communicator.close()
-
-
-def operands(xs, outs):
-    return [Operands((x,), (out,)) for x, out in zip(xs, outs, strict=True)]
 
 
 def pair(numel):
     return [torch.empty(numel, dtype=torch.bfloat16, device="meta")] * 2
-
-
-@pytest.mark.parametrize("numel", [8, 1 << 20, 1 << 24])
-@pytest.mark.parametrize("codec", ["", "int8"])
-def test_a_sum_beside_something_has_no_more_blocks_than_it_may(bound, numel, codec):
-    communicator, configs = bound
-
-    for blocks in (None, 24):
-        x, counts = pair(numel)[0], (numel // 2, numel // 2)
-        for work, length in ((Sum(numel, codec), numel), (Parts("reducescatter", counts, codec), numel // 2)):
-            communicator.engine.run(Call.of(work, x, blocks=blocks), operands(pair(numel), pair(length)))
-
-    free, held = configs[:2], configs[2:]
-    assert [one.blocks for one in held] == [min(one.blocks, 24) for one in free]
-
-
-@pytest.mark.parametrize(("numel", "algorithm"), [(8, "one_shot_push"), (1 << 20, "two_shot_pipelined")])
-def test_a_large_sum_of_few_blocks_is_pipelined(bound, numel, algorithm):
-    communicator, configs = bound
-
-    communicator.engine.run(Call.of(Sum(numel), pair(numel)[0], blocks=24), operands(pair(numel), pair(numel)))
-
-    assert configs[0].algorithm == algorithm
 
 
 # ---- what is explained ---------------------------------------------------------------------------------------------
@@ -430,32 +394,29 @@ def explained(communicator, work, k):
     ],
 )
 def test_it_is_told_whose_matmul_multiplies_and_why_also_if_k_alone_differs(bound, gemm, partition, k, words):
-    communicator, _ = bound
-    communicator.engine.table = MEASURED.table
+    bound.engine.table = MEASURED.table
     work = SUMMED._replace(partition=partition)
 
-    explained(communicator, work, 4)  # makes the plan of all K
+    explained(bound, work, 4)  # makes the plan of all K
 
-    reason = explained(communicator, work, k)
+    reason = explained(bound, work, k)
     assert reason.startswith("multiplied, then summed: the fastest by table 'nvidia_h200'")
     assert reason.endswith(f"; {words}")
 
 
 def test_it_is_told_for_a_norm_too(bound, gemm, monkeypatch):
-    communicator, _ = bound
-    communicator.engine.table = MEASURED.table
+    bound.engine.table = MEASURED.table
     monkeypatch.setattr(norm, "_bind_kernel", lambda engine, call, x: Plan(None, *engine.select(call, x)))
 
-    reason = explained(communicator, NORMED, 8)
+    reason = explained(bound, NORMED, 8)
 
     assert reason.endswith("; torch's matmul, which was measured to be 1.50 times as fast at 64 x 16 x 8")
 
 
 def test_what_graphars_matmul_cannot_multiply_is_torchs_for_that_reason(bound, gemm):
-    communicator, _ = bound
     gemm.why_not = lambda *step: "the kernel has no torch.float32"
 
-    reason = explained(communicator, SUMMED._replace(partition="split_m"), 8)
+    reason = explained(bound, SUMMED._replace(partition="split_m"), 8)
 
     assert reason.endswith("; torch's matmul: the kernel has no torch.float32")
 
@@ -468,8 +429,7 @@ def test_what_graphars_matmul_cannot_multiply_is_torchs_for_that_reason(bound, g
     ("k", "problem", "is_own"), [(8, "", False), (2, "", True), (2, "the kernel has no torch.float32", False)]
 )
 def test_a_repeated_call_multiplies_as_the_call_did(bound, gemm, monkeypatch, work, k, problem, is_own):
-    communicator, _ = bound
-    communicator.engine.table = MEASURED.table
+    bound.engine.table = MEASURED.table
     gemm.why_not = lambda *step: problem
     launched = []
 
@@ -480,7 +440,7 @@ def test_a_repeated_call_multiplies_as_the_call_did(bound, gemm, monkeypatch, wo
 
     monkeypatch.setattr(collective, "bind_kernel", bind)
     monkeypatch.setattr(norm, "_bind_kernel", bind)
-    plan, operands = planned(communicator, work, k)
+    plan, operands = planned(bound, work, k)
     plan.launch_like(operands)(operands.inputs, operands.outputs, ())
 
     (((product, *rest), *_),) = launched
