@@ -33,14 +33,13 @@ from graphar.plan.algorithms import (
 )
 from graphar.plan.call import Call
 from graphar.plan.config import FALLBACK, HIERARCHICAL, Config, Kernel
-from graphar.plan.entries import by_entries, loaded, named_by, serving
+from graphar.plan.entries import by_entries, expected_quantized_us, expected_us, loaded, named_by, serving
 from graphar.plan.explanation import Explanation
 from graphar.plan.grids import CLUSTERS
 from graphar.plan.policy import Chip
 from graphar.plan.row import Row
 from graphar.plan.scratch import MAX_BLOCKS, MAX_RANKS, NORM_ROW_PACKS, PACK_NBYTES
 from graphar.plan.tables import DEFAULT, Table
-from graphar.plan.times import expected_quantized_us, expected_us
 from graphar.plan.work import MOVING, Exchange, Norm, Parts, Sum, TensorTuple
 
 _DIRECTLY = {"input": "straight from the symmetric inputs", "output": "straight into the symmetric output"}
@@ -91,7 +90,8 @@ def select(call: Call, facts: Facts) -> Choice:
     Raises:
         UnsupportedError: the algorithm that the call names cannot serve it.
     """
-    choice = _CHOOSERS[type(call.work)](call, facts)
+    of_work = _norm if isinstance(call.work, Norm) else _exchange if isinstance(call.work, Exchange) else _elements
+    choice = of_work(call, facts)
     config, row = choice.config, choice.config.algorithm.row
     # The grid of a policy leaves room for other kernels already.
     most = MAX_BLOCKS if row.policy_grid else facts.chip.shared_blocks(row.takes_half(config.threads))
@@ -263,15 +263,6 @@ def check_norm(call: Call, world_size: int) -> None:
         raise ValueError(f"{op}: a tree adds partials in float32, got {call.dtype}")
     if work.output != "like_input":
         raise ValueError(f"{op}: a sum as a tree has no FP8 result, got {work.output}")
-
-
-_CHOOSERS: dict[type, Callable[[Call, Facts], Choice]] = {
-    Sum: _elements,
-    Parts: _elements,
-    Norm: _norm,
-    TensorTuple: _elements,
-    Exchange: _exchange,
-}
 
 
 def has_norm_kernel(row_nbytes: int) -> bool:

@@ -107,16 +107,8 @@ def shipped_table(name: str) -> Table:
 
 # ---- validation: each check raises ValueError, which says what the rule is ------------------------------------------
 
-POLICIES = {
-    "chip": Chip,
-    "quantized": QuantizedPolicy,
-    "lossless": LosslessPolicy,
-    "copies": CopiesPolicy,
-    "norm": NormPolicy,
-    "beside": BesidePolicy,
-    "training": TrainingPolicy,
-    "matmul": MatmulPolicy,
-    "allgather_matmul": AllgatherMatmulPolicy,
+POLICIES: dict[str, type] = {
+    name: kind for name, kind in typing.get_type_hints(Table).items() if dataclasses.is_dataclass(kind)
 }
 _HEAD = {"name": str, "machine": str, "date": str, "report": (str, type(None))}
 _BY_WORLD_SIZE = ("rows", "measured", "codecs")

@@ -19,11 +19,10 @@ from graphar.plan import trials, tune
 from graphar.plan.algorithms import Algorithm
 from graphar.plan.call import Call
 from graphar.plan.config import Config
-from graphar.plan.entries import entry_of, fitted
+from graphar.plan.entries import entry_of, expected_quantized_us, fitted
 from graphar.plan.matmuls import choose_matmul
 from graphar.plan.sizes import KB, MB
 from graphar.plan.tables import Table, shipped_table
-from graphar.plan.times import expected_quantized_us
 from graphar.plan.work import Sum
 from graphar.runtime.user_tables import find_table
 from tests.plan.test_tune import CHIP, DEVICE, NEW, SMALL, TWO_SHOT, candidates, limits_and_threads

@@ -14,13 +14,12 @@ from graphar import Codec
 from graphar.numerics.codecs import NAMES, codec
 from graphar.plan.algorithms import Algorithm
 from graphar.plan.call import Call
-from graphar.plan.entries import measured_config
+from graphar.plan.entries import expected_quantized_us, expected_us, measured_config
 from graphar.plan.policy import Chip
 from graphar.plan.select import Facts, needed_kernels, select
 from graphar.plan.sizes import MB
 from graphar.plan.tables import DEFAULT, Table, shipped_table
 from graphar.plan.tiles import SUMMED_TILES
-from graphar.plan.times import expected_quantized_us, expected_us
 from graphar.plan.work import Sum
 from graphar.runtime import cache, launcher, life, setup
 from graphar.runtime.user_tables import find_table
