@@ -137,8 +137,9 @@ def packs_a_part(packs: int, parts: int) -> int:
 
 def rotating(slot_packs: Callable[[int], int], copies: int, shared_nbytes: int = 0) -> Layout:
     """Returns a layout of ``copies`` slots for every rank, without a signal pad."""
-    how = {"fill": SENTINEL, "shared_nbytes": shared_nbytes}
-    return lambda world_size: Scratch.of_slots(copies * world_size, slot_packs(world_size) * PACK_NBYTES, **how)
+    return lambda world_size: Scratch.of_slots(
+        copies * world_size, slot_packs(world_size) * PACK_NBYTES, fill=SENTINEL, shared_nbytes=shared_nbytes
+    )
 
 
 def flagged(nbytes: int) -> Layout:

@@ -10,5 +10,4 @@ A Product (plan/work.py) is factors, rows, and what comes then. The binder, prod
                ByTorch | Own | Scaled | Leaves
     gemm.py    graphar's matmul kernel
     operands.py the tensors of a product, and of one matmul of a rank
-    overlap.py the streams on which panels are multiplied while others are summed
 """

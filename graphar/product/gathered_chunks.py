@@ -23,7 +23,7 @@ from graphar.plan.scratch import gathered_slot_offset
 from graphar.plan.slices import Slice, gathered_rows_a_launch, row_slices
 from graphar.plan.work import Product
 from graphar.product.operands import MatmulOperands, operands_of
-from graphar.product.overlap import streams_of
+from graphar.product.then import streams_of
 from graphar.ranks import agreement
 from graphar.runtime.bind.copies import Event, Lane, meetings
 from graphar.runtime.bind.launches import runner_of

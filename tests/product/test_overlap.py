@@ -15,12 +15,11 @@ from graphar.plan.policy import MeasuredMatmul, TileCost
 from graphar.plan.tables import shipped_table
 from graphar.plan.work import MATMUL_ALLREDUCE, MATMUL_REDUCESCATTER, Parts, Product, Sum
 from graphar.product import multiply as multiplying
-from graphar.product import overlap, then
+from graphar.product import then
 from graphar.product.multiply import ByTorch, Chosen, Own, choose
 from graphar.product.operands import MatmulOperands, Step
-from graphar.product.overlap import Beside
 from graphar.product.tensor_maps import matrix_of
-from graphar.product.then import Then
+from graphar.product.then import Beside, Then
 from graphar.runtime import launcher
 from graphar.runtime.bind import collective, norm
 from graphar.runtime.plan import Plan
@@ -35,7 +34,7 @@ class Recorder:
     def __init__(self, monkeypatch):
         self.events, self.current = [], "main"
         streams = {name: self._stream(name) for name in ("main", "side")}
-        monkeypatch.setattr(overlap, "streams_of", lambda device: (streams["main"], streams["side"]))
+        monkeypatch.setattr(then, "streams_of", lambda device: (streams["main"], streams["side"]))
         monkeypatch.setattr(torch.cuda, "stream", self._enter)
         monkeypatch.setattr(Then, "_bind", lambda then, one, products: self._multiply)
         monkeypatch.setattr(Then, "_take", lambda then, at, is_beside, *rest: self.sum_panel(at, then, is_beside))
