@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import ChainMap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -210,15 +211,10 @@ class FusedMatmul(ABC):
         self._tile = tile
         self._slices = self._cut(call.work)
         self.tiles = self._tiles_to_load()
-        self._functions = self._load()
-        self._launches: BoundedCache[Launch] = BoundedCache()
-
-    def _load(self) -> list[dict]:
-        """Returns each member's kernels by tile and layout of W, in which ranks may differ. Collective."""
-        call, algorithm = self._call, self.algorithm
+        # Each member's kernels by tile and layout of W, in which ranks may differ.
         of_tiles = [load_tile(self._runner, algorithm, call.dtype, tile, call.work) for tile in self.tiles]
-        of_members = zip(*of_tiles, strict=True)
-        return [{kind: kernel for of_tile in of_member for kind, kernel in of_tile.items()} for of_member in of_members]
+        self._functions = [dict(ChainMap(*of_member)) for of_member in zip(*of_tiles, strict=True)]
+        self._launches: BoundedCache[Launch] = BoundedCache()
 
     def plan(self, reason: str) -> Plan:
         """Returns the plan of a call by these launches, with the ``reason`` for them."""

@@ -121,40 +121,26 @@ def bind(step: Step, sms: int | None = None, tile: MatmulTile | None = None, lea
 
 def why_not(a: torch.Tensor, w: torch.Tensor, out: torch.Tensor, leaves: int = 1) -> Reason | None:
     """Returns why the kernel cannot compute ``out`` from ``a`` and ``w`` in ``leaves``; in e4m3 they have scales."""
-    if a.dtype == FP8:
-        return why_not_on(a.device) or why_not_lying(a=a, w=w, out=out)
     if reason := why_none_like(a):
         return reason
-    if reason := why_not_lying(a=a, out=out):
-        return reason
-    if layout_of(w) is None:
+    for name, x in {"a": a, **({"w": w} if a.dtype == FP8 else {}), "out": out}.items():
+        if x.numel() and matrix_of(x) is None:
+            return f"the rows of {name} must be contiguous and begin at multiples of 16 bytes"
+    if out.shape[1] % STORE_COLUMNS:
+        return f"the columns of out must be a multiple of {STORE_COLUMNS}, got {out.shape[1]}"
+    if a.dtype != FP8 and layout_of(w) is None:
         return "the rows or the columns of w must be contiguous and begin at multiples of 16 bytes"
     if leaves > 1 and a.shape[1] % (leaves * LEAF_UNIT):
         return f"the columns of a must be a multiple of {leaves * LEAF_UNIT} for {leaves} leaves, got {a.shape[1]}"
     return None
 
 
-def why_not_lying(*, out: torch.Tensor, **operands: torch.Tensor) -> Reason | None:
-    """Returns why a kernel cannot load operands by rows, or cannot store ``out``, where they lie."""
-    for name, x in (operands | {"out": out}).items():
-        if x.numel() and matrix_of(x) is None:
-            return f"the rows of {name} must be contiguous and begin at multiples of 16 bytes"
-    if out.shape[1] % STORE_COLUMNS:
-        return f"the columns of out must be a multiple of {STORE_COLUMNS}, got {out.shape[1]}"
-    return None
-
-
 def why_none_like(a: torch.Tensor) -> Reason | None:
     """Returns why the kernel has no products of ``a``, whatever its layout."""
-    if a.dtype not in MATMUL_TYPES:
+    if a.dtype not in (*MATMUL_TYPES, FP8):
         return f"the kernel has no {a.dtype}"
-    return why_not_on(a.device)
-
-
-def why_not_on(device: torch.device) -> Reason | None:
-    """Returns why the kernel cannot run on a device."""
-    if device.type != "cuda" or launcher.architecture(device.index) != MATMUL_ARCH:
-        return f"the kernel needs a device of {MATMUL_ARCH}, got tensors on {device}"
+    if a.device.type != "cuda" or launcher.architecture(a.device.index) != MATMUL_ARCH:
+        return f"the kernel needs a device of {MATMUL_ARCH}, got tensors on {a.device}"
     return None
 
 

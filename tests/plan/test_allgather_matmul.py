@@ -18,9 +18,9 @@ from graphar.plan.slices import gathered_rows_a_launch, row_slices
 from graphar.plan.tables import shipped_table
 from graphar.plan.work import ALLGATHER_MATMUL, Product
 from graphar.product.fused import fused_matmul
-from graphar.product.gathers import gathering_method
 from graphar.product.gemm import layout_of
 from graphar.product.operands import MatmulOperands
+from graphar.product.products import gathering_method
 from graphar.product.tensor_maps import matrix_of
 
 H200 = shipped_table("nvidia_h200")

@@ -163,7 +163,7 @@ def test_a_matmul_on_the_cpu_is_refused_with_the_reason():
     ],
 )
 def test_what_the_kernel_cannot_read_or_write_is_told(monkeypatch, a, w, out, reason):
-    monkeypatch.setattr(gemm, "why_not_on", lambda device: "")
+    monkeypatch.setattr(gemm, "why_none_like", lambda a: "")
     rows, columns = out
     result = torch.zeros(rows, -(-columns // 8) * 8).bfloat16()[:, :columns]
 
