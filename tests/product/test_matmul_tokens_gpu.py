@@ -192,35 +192,6 @@ def test_sizes_change_from_call_to_call_with_a_rank_late_now_and_then(ranks: Ran
             layers[at].check(expected[at])
 
 
-def test_a_weight_written_just_before_is_the_one_multiplied(ranks: Ranks):
-    """A kernel that is launched early reads its operands only after its predecessor."""
-    layer, other = (Layer(ranks, integers, 16, 8192, 2048, seed=seed) for seed in (0, 1))
-    layer.run()
-    for turn in range(20):
-        now = other if turn % 2 else layer
-        expected = now.specified()
-        target = Layer(ranks, integers, 16, 8192, 2048, seed=2)
-        target.run()
-        for mine, theirs in zip((*target.a, *target.w), (*now.a, *now.w), strict=True):
-            mine.copy_(theirs)
-        target.run()
-        target.check(expected, turn)
-
-
-@pytest.mark.parametrize("m", ROWS)
-@pytest.mark.parametrize("n", COLUMNS)
-def test_an_input_written_just_before_is_the_one_that_a_constant_weight_multiplies(ranks: Ranks, m, n):
-    layer = Layer(ranks, integers, m, n, 7168)
-    inputs = [[-a for a in layer.a], layer.a]
-    layer.a = [torch.zeros_like(a) for a in layer.a]
-    layer.run(constant_weight=True)
-    for turn in range(10):
-        for mine, theirs in zip(layer.a, inputs[turn % 2], strict=True):
-            mine.copy_(theirs)
-        layer.run(constant_weight=True)
-        layer.check(layer.specified(), turn)
-
-
 def chained(layers: list[Layer], norm: list, constant_weight: bool) -> list[list[torch.Tensor]]:
     """The normed rows and residuals of layers that follow one another, by layer and rank."""
     how = {"partition": "tiles", "constant_weight": constant_weight, "group": layers[0].ranks.communicator}
@@ -245,24 +216,6 @@ def test_layers_whose_kernels_are_launched_early_behind_norms_replay_with_consta
         ranks.communicator.synchronize()
         wrong = [same_bits(*pair) for pairs in zip(found, expected, strict=True) for pair in zip(*pairs, strict=True)]
         assert wrong == [0] * len(wrong)
-
-
-@pytest.mark.parametrize("m", [1, 16, 64])
-def test_a_graph_replays_also_between_other_calls(ranks: Ranks, m):
-    captured, other = Layer(ranks, integers, m, 8192, 512), Layer(ranks, integers, 7, 1032, 128, seed=1)
-    expected = captured.specified(), other.specified()
-    for layer in (captured, other):
-        layer.run()
-    graph = ranks.capture(lambda: [captured.run() for _ in range(4)])
-    for turn in range(100):
-        captured.forget()
-        graph.replay()
-        if turn % 10 == 0:
-            ranks.communicator.synchronize()  # the other devices' streams know nothing of the graph
-            other.forget()
-            other.run()
-            other.check(expected[1], turn)
-        captured.check(expected[0], turn)
 
 
 def test_epochs_wrap(fresh_ranks, op):
