@@ -92,7 +92,6 @@ def _tiles_of_an_owner(call: Call, world_size: int) -> int:
 
 
 def _chunk_tiles(row: Row, call: Call, world_size: int) -> int:
-    """Returns how many tiles of the call's codec fit into a slot."""
     return row.scratch(world_size).capacity * PACK_NBYTES // _codec(call).tile_nbytes
 
 

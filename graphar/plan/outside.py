@@ -206,8 +206,6 @@ class _Checks:
 
 
 def _grid(check: _Checks, blocks: int | Callable[[int], int], threads: int, chunk: int) -> Callable[[int, int], Grid]:
-    """Returns the function from world size and bytes to the largest grid."""
-
     def grid(world_size: int, nbytes: int) -> Grid:
         if not callable(blocks):
             return Grid(blocks, threads, chunk)

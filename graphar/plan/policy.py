@@ -80,7 +80,6 @@ class Chip:
 
 
 def _number(arch: str) -> int:
-    """Returns the number in an architecture's name: 90 for "sm_90a"."""
     return int("".join(filter(str.isdecimal, arch)))
 
 

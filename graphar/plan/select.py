@@ -212,7 +212,6 @@ def _served(config: Config, reason: str, entries: Sequence[dict], world_size: in
 
 
 def _with_options(choice: Choice, call: Call) -> Choice:
-    """Returns the choice with the call's options added: symmetric tensors and an epilogue."""
     config, reason = choice
     can = config.algorithm.row
     if can.direct and can.direct in call.symmetric:
@@ -317,7 +316,6 @@ def _suits_copies(call: Call, facts: Facts) -> bool:
 
 
 def _why_not(algorithm: Algorithm, call: Call, facts: Facts) -> Reason | None:
-    """Returns why an algorithm cannot serve a call."""
     row = algorithm.row
     if call.dtype not in row.dtypes and BYTE not in row.dtypes:
         return f"it has no kernel for {call.dtype}"
@@ -332,7 +330,6 @@ def _why_not(algorithm: Algorithm, call: Call, facts: Facts) -> Reason | None:
 
 
 def _why_not_here(algorithm: Algorithm, facts: Facts) -> Reason | None:
-    """Returns why an algorithm has no kernel for these ranks."""
     row = algorithm.row
     if facts.world_size not in row.world_sizes:
         return f"it serves {', '.join(map(str, row.world_sizes))} ranks, not {facts.world_size}"

@@ -34,7 +34,6 @@ DEFAULT = "default"
 
 
 def _default(section: str) -> Callable[[], Any]:
-    """Returns a function that returns a section of the default table."""
     return lambda: getattr(shipped_table(DEFAULT), section)
 
 
@@ -213,7 +212,6 @@ def _check_entry(entry: Any, op: str, world_sizes: Sequence[int]) -> None:
 
 
 def _check_numbers(entry: dict, names: Sequence[str]) -> None:
-    """Raises ValueError unless an entry has an algorithm and exactly these numbers."""
     numbers = ", ".join(sorted(names))
     _require(entry.keys() == {"algorithm", *names}, f"{entry['algorithm']} needs exactly {numbers}")
     are_counts = all(_is_count(entry[key]) or (key == "max_nbytes" and entry[key] is None) for key in names)
@@ -232,7 +230,6 @@ def _is_positive(value: Any) -> bool:
 
 
 def _written(policy: Any) -> dict[str, Any]:
-    """Returns the JSON of a dataclass, which ``_read`` reads."""
     values = {name: getattr(policy, name) for name in _types_of(type(policy))}
     return {name: _written(value) if dataclasses.is_dataclass(value) else value for name, value in values.items()}
 
@@ -254,7 +251,6 @@ def _types_of(kind: type) -> dict[str, Any]:
 
 
 def _point(name: str, kind: type, content: Any) -> Any:
-    """Returns a named tuple of numbers from the JSON list of them."""
     types = typing.get_type_hints(kind)
     if not isinstance(content, list) or len(content) != len(types):
         raise ValueError(f"{name} must have points [{', '.join(types)}], got {content!r}")

@@ -153,7 +153,6 @@ def split_tile(rows: int, columns: int, leaves: int, split: int) -> MatmulTile:
 
 
 def _tiles(*sizes: Any, **how: Any) -> tuple[MatmulTile, ...]:
-    """Returns tiles of these rows, columns and stages, and perhaps clusters, which are alike in all else."""
     return tuple(MatmulTile(*size, **how) for size in sizes)
 
 

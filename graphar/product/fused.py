@@ -93,7 +93,6 @@ class Matrices:
 
 
 def _arguments(matrices: Matrices, rows: int, **more: int) -> MatmulArguments:
-    """Returns the arguments of a matmul of this number of rows."""
     return kernel_arguments(matrices.beside, matrices.bias, rows, matrices.columns, matrices.a.columns, **more)
 
 
@@ -240,7 +239,6 @@ class FusedMatmul(ABC):
         """Returns operands as kernels take them: the same ones, or copies where their alignment requires it."""
 
     def _first_row(self, member: Member, piece: Slice) -> int:
-        """Returns the first row of a member's ``out`` that a launch writes."""
         return 0
 
     def _matrix_of_a(self, a: torch.Tensor) -> Matrix:
@@ -250,11 +248,9 @@ class FusedMatmul(ABC):
         return self._runner.chip
 
     def _words(self, operands: MatmulOperands, piece: Slice) -> str:
-        """Returns the words of a launch, which must be equal on all ranks."""
         return agreement.words_of_matmul_launch(self._call, self.algorithm, piece)
 
     def _tensors(self, member: Member, operands: MatmulOperands, piece: Slice) -> tuple:
-        """Returns what one member's launch of a slice takes."""
         return (operands.a, *operands.tensors), (operands.out,), operands.numbers, self._corner(member, operands, piece)
 
     def _again(self, a: torch.Tensor) -> tuple[int, Tensors]:

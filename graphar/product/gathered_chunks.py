@@ -110,7 +110,6 @@ class GatheredChunks:
         return [lane.copy([(to, rows.data_ptr(), rows.nbytes)]) for to in there]
 
     def _address(self, rank: int, hop: int) -> int:
-        """Returns the address of the slot on ``rank`` of the rank ``hop`` places before it."""
         world_size = self._engine.world_size
         capacity = self._algorithm.row.scratch(world_size).capacity
         return self._runner.kernels.scratch(self._algorithm)[rank] + gathered_slot_offset(
@@ -118,7 +117,6 @@ class GatheredChunks:
         )
 
     def _slot(self, member: Member, hop: int, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
-        """Returns a member's slot of the rank ``hop`` places before it as a tensor; cached."""
         key = (member.rank, hop, shape, dtype)
         slot = self._slots.get(key)
         if slot is None:

@@ -232,7 +232,6 @@ def _bind(
     bias: int,
     beside: Placed | None = None,
 ) -> Callable[[int], None]:
-    """Returns a function that launches the matmul on a stream, at each call."""
     n = w.rows if layout == "by_rows" else w.columns
     rows, columns = -(-a.rows // (tile.rows * tile.cluster)), -(-n // tile.columns)
     sizes = bias, a.rows, n, a.columns, min(GROUP_ROWS, rows)

@@ -66,7 +66,6 @@ def takes_tiles(engine: Engine, call: Call[Product], out: torch.Tensor) -> bool:
 
 
 def _fused(engine: Engine, call: Call[Product]) -> Plan:
-    """Returns the plan of a product that is multiplied and summed in one kernel."""
     work, algorithm = call.work, fused_algorithm(engine.table, call.work, engine.world_size)
     launches = fused_matmul(engine, call, algorithm)
     as_tree = f" in {work.leaves(engine.world_size)} leaves a rank", " as a tree"
@@ -76,8 +75,6 @@ def _fused(engine: Engine, call: Call[Product]) -> Plan:
 
 
 def _then_normed(plan: Plan, count: int, eps: float, weight_offset: float) -> Plan:
-    """Returns a plan that sums products of ``count`` tensors by ``plan``, and then norms in a kernel of its own."""
-
     def of_sum(inputs: Tensors, outputs: Tensors) -> tuple[Tensors, Tensors]:
         return inputs[:count], outputs[:1]
 
@@ -90,8 +87,6 @@ def _then_normed(plan: Plan, count: int, eps: float, weight_offset: float) -> Pl
 
 
 def _of_one_rank(engine: Engine, work: Product) -> Plan:
-    """Returns the plan of a rank that has all leaves, and so the whole sum."""
-
     def run(ranks: Sequence[Operands]) -> None:
         for operands in ranks:
             matmul = operands_of(work, operands)

@@ -116,7 +116,6 @@ class Then:
             take(at, False)
 
     def _room(self, matmul: MatmulOperands, panel: Panel) -> torch.Tensor:
-        """Returns memory for a rank's product of a panel."""
         if self._in_place:
             return self._place(matmul, panel, 0, panel.shape)
         return matmul.out.new_empty(panel.shape, dtype=self._dtype)
@@ -163,7 +162,6 @@ class Then:
     def _to_take(
         self, panel: Panel, index: int, operands: Operands, matmul: MatmulOperands, product: torch.Tensor
     ) -> Operands:
-        """Returns the operands of the call that sums a rank's product of a panel."""
         rows, epilogue, outputs = self._rows_of_out(panel, index), self._work.epilogue, operands.outputs
         if not self._work.norm:
             dtype = None if self._as_tree else product.dtype
