@@ -15,7 +15,7 @@ from graphar.plan.algorithms import Algorithm
 from graphar.plan.call import Call, Operands
 from graphar.plan.scratch import MATMUL_BOX_COLUMNS, MATMUL_BOX_ROWS, MATMUL_PARTIAL_PLACES
 from graphar.plan.slices import rows_a_launch
-from graphar.plan.tiles import LAYOUTS, PARTIAL_TILES, SKINNY_TILES, MatmulTile, SkinnyTile, skinny_tile
+from graphar.plan.tiles import LAYOUTS, PARTIAL_TILES, SKINNY_TILES, SkinnyTile, skinny_tile
 from graphar.plan.work import MATMUL_ALLREDUCE, MATMUL_REDUCESCATTER, Product
 from graphar.product import fused, products
 from graphar.product.fused import fused_matmul
@@ -129,12 +129,6 @@ def test_shared_memory_holds_operands_and_a_whole_tile_in_fp32():
         loaded = tile.stages * (tile.rows + tile.columns) * 128
         assert tile.shared_nbytes == loaded + tile.rows * tile.columns * 4 + 2 * tile.stages * 8
         assert tile.shared_nbytes + STATIC_NBYTES <= MOST_SHARED_NBYTES
-
-
-@pytest.mark.parametrize("options", [{"leaves": 8, "columns": 128}, {"leaves": 2, "split": 2}, {"whole": False}])
-def test_a_tile_without_room_for_its_partials_is_refused(options):
-    with pytest.raises(ValueError, match="a whole tile in fp32"):
-        MatmulTile(**{"rows": 64, "columns": 64, "stages": 2, "whole": True, "partials": True} | options)
 
 
 def tiles_of(counts, columns, world_size):

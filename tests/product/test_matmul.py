@@ -3,7 +3,6 @@
 import io
 import itertools
 import json
-import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -115,28 +114,6 @@ def test_tiles_have_the_leaves_under_which_they_are_listed():
     assert {leaves: {tile.leaves for tile in tiles} for leaves, tiles in LEAF_TILES.items()} == {
         leaves: {leaves} for leaves in LEAF_COUNTS
     }
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"leaves": 3}, "a tile must have (1, 2, 4, 8) leaves, got 3"),
-        ({"leaves": 2, "alternating": True}, "consumers that alternate, and three consumers, have too few registers"),
-        ({"leaves": 2, "rows": 192}, "consumers that alternate, and three consumers, have too few registers"),
-        ({"leaves": 2, "split": 4}, "2 leaves cannot be split between 4 thread blocks"),
-        ({"leaves": 8, "split": 3}, "8 leaves cannot be split between 3 thread blocks"),
-        ({"leaves": 2, "split": 2, "cluster": 2}, "blocks that split leaves share no loads, and have no shared memory"),
-        (
-            {"leaves": 8, "split": 2, "columns": 160},
-            "blocks that split leaves share no loads, and have no shared memory",
-        ),
-        ({"leaves": 8, "split": 8, "columns": 96}, "8 thread blocks exchange whole packs: of 96 columns they cannot"),
-        ({"leaves": 8, "split": 2, "tail_split": 2}, "leaves are split in all rounds, or in the last one alone"),
-    ],
-)
-def test_a_tile_that_no_kernel_can_compute_is_refused(options, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
-        MatmulTile(**{"rows": 64, "columns": 64, "stages": 2} | options)
 
 
 def name_of(tile):
