@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from graphar.errors import Reason, UnsupportedError
-from graphar.numerics import leaf_tree, norms, softmax
+from graphar.numerics import norms, softmax
 from graphar.numerics.codecs import Codec
 from graphar.numerics.codecs import codec as codec_of_text
 from graphar.numerics.dtypes import BYTE, TYPE_NAMES
@@ -243,25 +243,12 @@ def _exchange(call: Call[Exchange], facts: Facts) -> Choice:
 
 
 def _norm(call: Call, facts: Facts) -> Choice:
-    check_norm(call, facts.world_size)
     tree = _as_tree(call.work)
     if facts.problem:
         return Choice(FALLBACK, f"{facts.problem}{tree}")
     what = "add_and_norm" if call.work.output == "like_input" else f"add_and_norm, {call.work.output}"
     config = by_policy(_first_that_suits(call, facts), call, facts)
     return Choice(config, f"{what}, by table {facts.table.name!r} for {facts.world_size} ranks{tree}")
-
-
-def check_norm(call: Call, world_size: int) -> None:
-    """Raises ValueError unless a norm is added in the order of ranks, or its fp32 can be added as a tree."""
-    op, work = call.op, call.work
-    if work.order == "rank":
-        return
-    leaf_tree.check_ranks(op, world_size)
-    if call.dtype != torch.float32:
-        raise ValueError(f"{op}: a tree adds partials in float32, got {call.dtype}")
-    if work.output != "like_input":
-        raise ValueError(f"{op}: a sum as a tree has no FP8 result, got {work.output}")
 
 
 def has_norm_kernel(row_nbytes: int) -> bool:
