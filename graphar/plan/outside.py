@@ -14,10 +14,9 @@ import torch
 from graphar.numerics.dtypes import BYTE, TYPE_NAMES
 from graphar.plan import grids
 from graphar.plan.algorithms import Algorithm, add
-from graphar.plan.functions import contents
 from graphar.plan.row import FLOATS, Grid, Limit, Row, Slicing, Specification
 from graphar.plan.scratch import FLAGGED_PACKS, MAX_BLOCKS, PACK_NBYTES, SENTINEL, WARP, WORLD_SIZES, Layout, Scratch
-from graphar.plan.sources import digest_of, files_of, hashed, includes
+from graphar.plan.sources import contents, digest_of, files_of, hashed, includes
 
 OPS = ("allreduce", "reducescatter", "allgather")
 FLAGGED = "device/sync/flagged.cuh"
