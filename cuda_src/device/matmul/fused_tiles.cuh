@@ -178,7 +178,8 @@ struct Sender {
 #pragma unroll 1
     for (int box = 0; box < Tile::boxes; ++box) {
       handover.staged[box].wait(sent);
-      if (!failed && tile.column + 64 * box < m.n) send_box(tile, box, owner);
+      if (failed) continue;
+      if (tile.column + 64 * box < m.n) send_box(tile, box, owner);
     }
     handover.sent.arrive();
   }
