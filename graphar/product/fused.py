@@ -207,9 +207,10 @@ class FusedMatmul(ABC):
 
     def __init__(self, engine: Engine, call: Call[Product], algorithm: Algorithm, tile: Tile | None) -> None:
         self._engine, self._runner, self._call, self.algorithm = engine, runner_of(engine), call, algorithm
-        self._tile = tile
-        self._slices = self._cut(call.work)
-        self.tiles = self._tiles_to_load()
+        self._tile, self._slices, policy = tile, self._cut(call.work), engine.table.matmul
+        # The tiles whose kernels every rank loads: ranks may take different ones of them.
+        chosen = tiles_to_load(policy, algorithm, call.work, self._runner.chip, engine.world_size)
+        self.tiles = (tile,) if tile else chosen
         # Each member's kernels by tile and layout of W, in which ranks may differ.
         of_tiles = [load_tile(self._runner, algorithm, call.dtype, tile, call.work) for tile in self.tiles]
         self._functions = [dict(ChainMap(*of_member)) for of_member in zip(*of_tiles, strict=True)]
@@ -224,11 +225,6 @@ class FusedMatmul(ABC):
     @abstractmethod
     def _cut(self, work: Product) -> list[Slice]:
         """Returns the slices of the call, each of one launch."""
-
-    def _tiles_to_load(self) -> tuple[Tile, ...]:
-        """Returns the tiles whose kernels every rank loads: ranks may take different ones of them."""
-        engine, chip = self._engine, self._runner.chip
-        return tiles_to_load(engine.table.matmul, self.algorithm, self._call.work, chip, engine.world_size)
 
     @abstractmethod
     def _tile_of(self, operands: MatmulOperands, piece: Slice, layout: str) -> Tile:
@@ -343,14 +339,12 @@ class Summed(FusedMatmul):
             raise UnsupportedError(f"{work.op}: {reason}")
         return row_slices(work.parts, summed_rows_a_launch(work, self._engine.world_size))
 
-    def _tiles_to_load(self) -> tuple[Tile, ...]:
-        return (self._tile,) if self._tile else super()._tiles_to_load()
-
     def _tile_of(self, operands: MatmulOperands, piece: Slice, layout: str) -> Tile:
         return tile_for(self._engine.table.matmul, self.tiles, operands.a.shape[1])
 
     def _first_row(self, member: Member, piece: Slice) -> int:
-        return piece.offset if self._call.work.scattered else piece.begin[member.rank]
+        # A skinny result is not divided.
+        return piece.offset if self._call.work.scattered or not piece.begin else piece.begin[member.rank]
 
     def _words(self, operands: MatmulOperands, piece: Slice) -> str:
         k = operands.a.shape[1] if operands.given_k is None else operands.given_k
@@ -389,9 +383,6 @@ class Skinny(Summed):
     def _cut(self, work: Product) -> list[Slice]:
         # It is chosen only for results that fit its scratch (plan.matmuls.is_skinny).
         return [Slice(sum(work.parts) * work.columns)]
-
-    def _first_row(self, member: Member, piece: Slice) -> int:
-        return 0
 
 
 class Gathered(FusedMatmul):
