@@ -109,7 +109,7 @@ struct Consumer {
   __device__ void run() const {
     const Products multiplier{m, ring, index};
     Position<Tile> at;
-    u32 tiles = 0, staged_tiles = 0, own_tiles = 0;
+    u32 staged_tiles = 0, tiles = 0, own_tiles = 0;
     WalkByOwner<Tile, N> walk{m, a, first};
     for (walk.next(Tile::turn(index)); walk.more(); walk.next(Tile::turns)) {
       Sums sums;
