@@ -16,7 +16,6 @@ from graphar.numerics.codecs import Codec, CodecName, as_codec
 from graphar.numerics.epilogues.epilogue import bind
 from graphar.plan.algorithms import COPYING, WITHOUT_KERNEL, AllReduceAlgorithm
 from graphar.plan.call import Call, Operands
-from graphar.plan.grids import blocks_beside_matmuls
 from graphar.plan.work import Sum
 from graphar.runtime.checks import call_checks
 from graphar.runtime.engine import Engine
@@ -156,7 +155,7 @@ class _Exact:
             work = work._replace(beside="divided by the number of ranks")
         elif divided == "sum":
             work = work._replace(epilogue=bind("allreduce", "v * scale", x, [], (1 / ranks,))[0])
-        blocks = engine.table.chip.sms if by_copies else blocks_beside_matmuls(ranks)
+        blocks = engine.table.chip.sms if by_copies else engine.table.training.most_blocks(ranks)
         sides = engine.symmetric_sides(x, x)
         return Call.of(work, x, algorithm=self.algorithm, blocks=blocks, symmetric=sides), divided
 

@@ -15,7 +15,6 @@ from graphar.integrations.works import GrapharWork
 from graphar.numerics.codecs import Codec, CodecName, as_codec
 from graphar.plan.algorithms import COPYING
 from graphar.plan.call import Call, Operands
-from graphar.plan.grids import blocks_beside_matmuls
 from graphar.plan.work import Parts
 from graphar.runtime.bind.launches import runner_of
 from graphar.runtime.checks import call_checks
@@ -165,7 +164,7 @@ class _Collective:
         with engine.keeping_failure():
             compresses = engine.select(call, x).config.algorithm.row.compresses
         if not compresses:  # few blocks would limit a compressed call
-            call = call._replace(blocks=blocks_beside_matmuls(engine.world_size))
+            call = call._replace(blocks=engine.table.training.most_blocks(engine.world_size))
         return call, (), False
 
     def _takes_copies(self, engine: Engine, call: Call, x: Tensor) -> bool:

@@ -87,14 +87,6 @@ def matmul_ratios(report: fused.Fused) -> Plot:
     return replace(drawn, title=f"Matmul + all-reduce: time / best peer's time, N = {n}, K = {k}")
 
 
-def matmul_timeline(report: fused.Fused) -> Figure:
-    """Draws the timeline of the first two blocks that were recorded."""
-    one = min(report.timelines, key=lambda one: (one.m, one.k))
-    blocks = sorted({lane.block for lane in one.lanes})[:2]
-    drawn = fused.timeline_chart(replace(one, lanes=[lane for lane in one.lanes if lane.block in blocks]))
-    return replace(drawn, title=f"{drawn.title} ({one.n} x {one.k} weight)")
-
-
 def model_speedups(report: model.Model) -> Rows:
     """Plots the speedup of each step over the same step with NCCL's all-reduces."""
     picks = {"graphar, fastest exact method": model.best_own, "best peer": lambda rows: best_peer(rows.values())}
@@ -125,7 +117,6 @@ FIGURES: Mapping[str, Source] = {
     "lossless": Source("h200x4", lossless.Lossless, lossless_ratios),
     "norms": Source("h200x4", norms.Norms, lambda found: norms.times(only_largest_world(found.rows))),
     "matmul": Source("h200x4", fused.Fused, matmul_ratios),
-    "matmul-timeline": Source("h200x2", fused.Fused, matmul_timeline),
     "model": Source("h200x2", model.Model, model_speedups),
 }
 

@@ -9,6 +9,7 @@ version 3   fused has ``timelines``
 version 4   lossless and training have ``skipped``
 version 5   model has ``generations`` and ``calls``
 version 6   lossless has ``op``, ``entropy``, ``nccl_us`` and ``wrong``
+version 7   fused has no ``timelines``: those of older files are not read
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from pathlib import Path
 
 from graphar.numerics.codecs import Codec, codec
 
-VERSION = 6
+VERSION = 7
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,7 @@ def read(path: Path) -> dict[str, object]:
         raise ValueError(f"{path}: it is not a JSON object")
     if content.get("schema") not in range(1, VERSION + 1):
         raise ValueError(f"{path}: it has schema {content.get('schema')!r}, and this is {VERSION}")
+    content.pop("timelines", None)
     return content
 
 

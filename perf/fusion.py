@@ -223,7 +223,6 @@ def run_rank(topic: type[FusionReport], plan: FusedPlan, rank: int, port: int) -
     for layer in plan.layers():
         serving = [one for one in variants if one.serves(layer)]
         yield from measure(layer, serving, ranks, topic.row_of(layer), topic.count_wrong)
-        yield from topic.recordings(plan, layer, ranks)
         if plan.device == "cuda":
             torch.cuda.empty_cache()  # a graph's memory stays in torch's pool, where the next size cannot use it
     ranks.barrier()
@@ -255,11 +254,6 @@ class FusionReport(BetweenRanks):
     of_rows: ClassVar[str]  # the help text of --rows
     plans: ClassVar[type[FusedPlan]] = FusedPlan
     sizes: ClassVar[tuple] = ((ROWS, HIDDEN, FEATURES), (CPU_ROWS, CPU_COLUMNS, CPU_FEATURES))
-
-    @classmethod
-    def recordings(cls, plan: FusedPlan, layer: Layer, ranks: Ranks) -> Iterator:
-        """Yields what is measured of a layer besides its rows. Collective."""
-        yield from ()
 
     def measure(self, plan: Sequence[FusedPlan]) -> Iterator:
         for one in plan:

@@ -173,7 +173,7 @@ struct MatmulArguments {
   const void* bias;  // n elements of C's type, or null
   u32 m, n, k;
   u32 group_rows;  // rows of tiles that are walked together, column by column
-  void* timeline = nullptr;  // of a kernel whose tile is `recorded` (timeline.cuh); else null
+  u64 unused = 0;  // the fields after it keep their offsets, and kernels their machine code
   // Whether the caller promises that W is constant: (26) in kernel_order.cuh. Only skinny kernels read it.
   u32 constant_weight = 0;
   // C's first element, and the elements from a row to the next. Only split tiles read them.

@@ -16,7 +16,7 @@ from graphar.numerics.partitions import split
 from graphar.plan.algorithms import Algorithm
 from graphar.plan.trials import Workload
 from graphar.plan.work import MATMUL_ALLREDUCE, Product
-from graphar.product.multiply.choice import choose
+from graphar.product.multiply import choose
 from graphar.product.operands import MatmulOperands
 from graphar.runtime.engine import Engine
 

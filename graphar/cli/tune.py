@@ -33,7 +33,7 @@ from graphar.runtime.availability import is_available
 from graphar.runtime.launcher import chip
 from graphar.runtime.user_tables import FOLDER, find_table
 
-SECTIONS = ("rows", "codecs", "parts", *(name for name in POLICIES if name != "chip"))
+SECTIONS = ("rows", "codecs", "parts", *(name for name in POLICIES if name not in ("chip", "training")))
 
 
 def add(commands) -> None:

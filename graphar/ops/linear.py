@@ -12,7 +12,7 @@ from graphar.ops import matmul_operands, options, parts
 from graphar.ops.register import define, library, op_named
 from graphar.plan.work import MATMUL_ALLREDUCE
 from graphar.product import operands
-from graphar.product.multiply.own import Leaves, Scaled
+from graphar.product.multiply import Leaves, Scaled
 from graphar.product.operands import Step
 from graphar.runtime.registry import Group, engine_name
 
@@ -88,7 +88,7 @@ def _linear(
     return out
 
 
-# ``leaves`` divide K, as in product/multiply/own.py. The rows of ``w`` are divided between the ranks of
+# ``leaves`` divide K, as in product/multiply.py. The rows of ``w`` are divided between the ranks of
 # ``communicator``; an empty string: they are not divided. The scales are those of operands in e4m3.
 define(
     "linear(Tensor a, Tensor w, Tensor? bias, int leaves=1, ScalarType? out_dtype=None, str communicator='', "

@@ -18,8 +18,7 @@ from graphar.plan import select
 from graphar.plan.algorithms import COPYING, MATMUL_ARCH, MATMUL_TYPES, Algorithm, with_kernels
 from graphar.plan.matmuls import tiles_that_serve
 from graphar.plan.work import Product, without_seeds
-from graphar.product.fused import load_tile, sources_of_tile
-from graphar.product.tile_launches import Tile
+from graphar.product.fused import Tile, load_tile, sources_of_tile
 from graphar.runtime import compiler, launcher
 from graphar.runtime.bind import by_copies, loss
 from graphar.runtime.bind.launches import runner_of

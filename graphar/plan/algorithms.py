@@ -189,21 +189,15 @@ def _pushed_limit(sizes: Sizes) -> Callable[[int], int]:
 
 
 def _packs(limit: Callable[[int], int]) -> Callable[[int], int]:
-    """Returns a function from world size to the packs of the largest tensor."""
     return lambda world_size: -(-limit(world_size) // PACK_NBYTES)
 
 
 def _packs_a_shard(nbytes: int) -> Callable[[int], int]:
-    """Returns a function from world size to the packs of one rank's shard of ``nbytes``."""
     return lambda world_size: packs_a_part(-(-nbytes // PACK_NBYTES), world_size)
 
 
 def _one_shot_rows(sizes: Sizes) -> dict[Algorithm, Row]:
     packs, limit, pushed = sizes.one_shot_nbytes // PACK_NBYTES, _up_to(sizes.one_shot_nbytes), _pushed_limit(sizes)
-
-    def packs_in_flight(world_size: int) -> int:
-        return layouts.ONE_SHOT_DEPTH * world_size * layouts.ONE_SHOT_THREADS
-
     return {
         Algorithm.ONE_SHOT_PUSH: _allreduce(
             layouts.rotating(_packs(pushed), 2),
@@ -214,7 +208,7 @@ def _one_shot_rows(sizes: Sizes) -> dict[Algorithm, Row]:
             tells=True,
         ),
         Algorithm.ONE_SHOT: _allreduce(
-            layouts.signalled(packs, 2, packs_in_flight),
+            layouts.signalled(packs, 2, lambda ranks: layouts.ONE_SHOT_DEPTH * ranks * layouts.ONE_SHOT_THREADS),
             limit,
             max_threads=layouts.ONE_SHOT_THREADS,
             variants=(str(layouts.ONE_SHOT_DEPTH),),
@@ -237,10 +231,6 @@ def _one_shot_rows(sizes: Sizes) -> dict[Algorithm, Row]:
 def _two_shot_rows(sizes: Sizes) -> dict[Algorithm, Row]:
     limit, slots = _up_to(sizes.two_shot_nbytes), 2 * layouts.PIPELINE_DEPTH * sizes.pipeline_blocks  # for two phases
     pieces = layouts.bulk_copied(sizes.tma_channels, sizes.tma_channel_nbytes)
-
-    def whole_pieces(world_size: int, nbytes: int) -> Grid:
-        return Grid(16, layouts.TMA_THREADS, pieces(world_size).capacity)
-
     return {
         Algorithm.TWO_SHOT_PUSH: _allreduce(
             layouts.rotating(_packs_a_shard(sizes.two_shot_nbytes), 4),
@@ -274,7 +264,7 @@ def _two_shot_rows(sizes: Sizes) -> dict[Algorithm, Row]:
             chunked=True,
             candidates=lambda world_size, nbytes: [(layouts.TMA_THREADS, pieces(world_size).capacity)],
             smallest_nbytes=4 * MB,
-            default_grid=whole_pieces,
+            default_grid=lambda world_size, nbytes: Grid(16, layouts.TMA_THREADS, pieces(world_size).capacity),
             packs_a_block=lambda world_size, threads, chunk: sizes.tma_channels * chunk * world_size,
         ),
         Algorithm.TWO_SHOT_LOSSLESS: _lossless(sizes, "allreduce", "allreduce", 2 * layouts.PIPELINE_DEPTH),
@@ -427,10 +417,7 @@ def _matmul_rows(sizes: Sizes) -> dict[Algorithm, Row]:
 
 
 def _norm_rows(sizes: Sizes) -> dict[Algorithm, Row]:
-    pushed = _pushed_limit(sizes)
-
-    def packs_of_whole_rows(world_size: int) -> int:
-        return sizes.two_shot_nbytes // PACK_NBYTES // world_size + sizes.norm_row_packs
+    pushed, packs = _pushed_limit(sizes), sizes.two_shot_nbytes // PACK_NBYTES
 
     def in_one_shot(policies: Policies, world_size: int, nbytes: int) -> bool:
         return (world_size - 1) * nbytes <= policies.norm.one_shot_sent_nbytes
@@ -445,7 +432,7 @@ def _norm_rows(sizes: Sizes) -> dict[Algorithm, Row]:
         ),
         Algorithm.ALLREDUCE_RMSNORM_TWO_SHOT: _norm(
             ALLREDUCE_NORM,
-            layout=layouts.rotating(packs_of_whole_rows, 4, layouts.NORM_SHARED_NBYTES),
+            layout=layouts.rotating(lambda ranks: packs // ranks + sizes.norm_row_packs, 4, layouts.NORM_SHARED_NBYTES),
             limit=_up_to(sizes.two_shot_nbytes),
             policy_grid=partial(grids.teams_of_rows, of_each_rank=True),
         ),

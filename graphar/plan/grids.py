@@ -41,19 +41,6 @@ def in_groups(world_size: int, nbytes: int) -> Iterator[tuple[int, int]]:
     return ((width * world_size, 0) for width in sorted(widths))
 
 
-# ---- beside a forward or backward pass -------------------------------------------------------------------------------
-
-
-def blocks_beside_matmuls(ranks: int) -> int:
-    """Returns the most thread blocks of a call that is not compressed: at most half as many as an H200 has SMs.
-
-    The others are left to matmuls beside it. With fewer blocks calls take longer, and not only they: on 2 H200s the
-    largest matmuls of a Llama's step took 1.5 times as long beside 24 blocks, and as long as alone beside 96. Steps
-    were fastest with 48 to 96 blocks between 2 ranks, and with 32 between 4 (`python -m perf fsdp --blocks`).
-    """
-    return 64 if ranks == 2 else 32
-
-
 # ---- by copy engines -------------------------------------------------------------------------------------------------
 
 
@@ -105,7 +92,6 @@ def _tiles_of_an_owner(call: Call, world_size: int) -> int:
 
 
 def _chunk_tiles(row: Row, call: Call, world_size: int) -> int:
-    """Returns how many tiles of the call's codec fit into a slot."""
     return row.scratch(world_size).capacity * PACK_NBYTES // _codec(call).tile_nbytes
 
 

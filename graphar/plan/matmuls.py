@@ -89,14 +89,10 @@ def choose_matmul(policy: MatmulPolicy, m: int, n: int, k: int, sms: int, panels
     if not policy.against_torch:
         return MatmulChoice(True, "graphar's matmul, which was not timed against torch's")
     nearest = _nearest(policy.against_torch, m, n, k)
-    shape = f"{nearest.m} x {nearest.n} x {nearest.k}"
+    shape, ratio = f"{nearest.m} x {nearest.n} x {nearest.k}", f"{nearest.ratio:.2f}"
     if nearest.ratio > 1:
-        return MatmulChoice(
-            False, f"torch's matmul, which was measured to be {nearest.ratio:.2f} times as fast at {shape}"
-        )
-    return MatmulChoice(
-        True, f"graphar's matmul, which was measured to take {nearest.ratio:.2f} of torch's time at {shape}"
-    )
+        return MatmulChoice(False, f"torch's matmul, which was measured to be {ratio} times as fast at {shape}")
+    return MatmulChoice(True, f"graphar's matmul, which was measured to take {ratio} of torch's time at {shape}")
 
 
 def fills_wave(m: int, n: int, sms: int) -> bool:

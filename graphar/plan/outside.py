@@ -14,10 +14,9 @@ import torch
 from graphar.numerics.dtypes import BYTE, TYPE_NAMES
 from graphar.plan import grids
 from graphar.plan.algorithms import Algorithm, add
-from graphar.plan.functions import contents
 from graphar.plan.row import FLOATS, Grid, Limit, Row, Slicing, Specification
 from graphar.plan.scratch import FLAGGED_PACKS, MAX_BLOCKS, PACK_NBYTES, SENTINEL, WARP, WORLD_SIZES, Layout, Scratch
-from graphar.plan.sources import digest_of, files_of, hashed, includes
+from graphar.plan.sources import contents, digest_of, files_of, hashed, includes
 
 OPS = ("allreduce", "reducescatter", "allgather")
 FLAGGED = "device/sync/flagged.cuh"
@@ -91,8 +90,8 @@ def load_algorithm(
     file = check.source(source, Path(caller.f_code.co_filename).parent)
     check.that(op in OPS, f"op must be one of {', '.join(OPS)}, got {op!r}")
     ranks = check.world_sizes(world_sizes)
-    scratches = {n: check.scratch(n, scratch(n) if callable(scratch) else scratch) for n in ranks}
-    limits = {n: check.limit(n, max_nbytes(n) if callable(max_nbytes) else max_nbytes) for n in ranks}
+    scratches = {n: scratch(n) if callable(scratch) else scratch for n in ranks}
+    limits = {n: max_nbytes(n) if callable(max_nbytes) else max_nbytes for n in ranks}
     for n in ranks:
         check.slots(file, n, scratches[n])
         check.room(op, n, scratches[n], limits[n], exact=specification is None)
@@ -165,31 +164,23 @@ class _Checks:
             self.fail(f"world_sizes must be some of {', '.join(map(str, WORLD_SIZES))}, got {sizes!r}")
         return tuple(sorted(set(sizes)))
 
-    def scratch(self, world_size: int, scratch: object) -> Scratch:
+    def slots(self, file: Path, world_size: int, scratch: object) -> None:
+        """Checks the slots. A kernel with flags beside its data accesses whole units of 32 packs."""
         if not isinstance(scratch, Scratch):
             self.fail(f"scratch must be a graphar.Scratch, or a function that returns one, got {scratch!r}")
-        slot_nbytes = scratch.capacity * PACK_NBYTES
+        slot_nbytes, unit = scratch.capacity * PACK_NBYTES, FLAGGED_PACKS * PACK_NBYTES
         enough = 0 < slot_nbytes <= scratch.nbytes
         self.that(enough, f"scratch of {world_size} ranks has {scratch.nbytes} bytes and a slot of {slot_nbytes}")
-        return scratch
-
-    def slots(self, file: Path, world_size: int, scratch: Scratch) -> None:
-        """Checks the slots of a kernel with flags beside its data, which it accesses in whole units of 32 packs."""
-        whole = scratch.capacity % FLAGGED_PACKS == 0
-        unit, slot_nbytes = FLAGGED_PACKS * PACK_NBYTES, scratch.capacity * PACK_NBYTES
         self.that(
-            whole or not includes(file, FLAGGED),
+            slot_nbytes % unit == 0 or not includes(file, FLAGGED),
             f"{FLAGGED} needs slots of a multiple of {unit} bytes, and the scratch of {world_size} ranks has slots of"
             f" {slot_nbytes}",
         )
 
-    def limit(self, world_size: int, nbytes: Any) -> int | None:
-        if nbytes is not None:
-            self.count(f"max_nbytes of {world_size} ranks", nbytes, 1 << 62)
-        return nbytes
-
-    def room(self, op: str, world_size: int, scratch: Scratch, limit: int | None, exact: bool) -> None:
-        """Checks slots with a sentinel, which are written once in a call: peers push at least the rank's shard."""
+    def room(self, op: str, world_size: int, scratch: Scratch, limit: Any, exact: bool) -> None:
+        """Checks the largest tensor. Slots with a sentinel are written once in a call: peers push the rank's shard."""
+        if limit is not None:
+            self.count(f"max_nbytes of {world_size} ranks", limit, 1 << 62)
         if scratch.fill != SENTINEL:
             return
         if limit is None:
@@ -214,8 +205,6 @@ class _Checks:
 
 
 def _grid(check: _Checks, blocks: int | Callable[[int], int], threads: int, chunk: int) -> Callable[[int, int], Grid]:
-    """Returns the function from world size and bytes to the largest grid."""
-
     def grid(world_size: int, nbytes: int) -> Grid:
         if not callable(blocks):
             return Grid(blocks, threads, chunk)

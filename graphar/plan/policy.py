@@ -80,7 +80,6 @@ class Chip:
 
 
 def _number(arch: str) -> int:
-    """Returns the number in an architecture's name: 90 for "sm_90a"."""
     return int("".join(filter(str.isdecimal, arch)))
 
 
@@ -137,6 +136,23 @@ class BesidePolicy:
 
     blocks: int  # thread blocks of the collective's grid
     pipelined_from_nbytes: int  # from this size on, all-reduces in few blocks use two_shot_pipelined
+
+
+@dataclass(frozen=True)
+class TrainingPolicy:
+    """Collectives beside the forward and backward passes of FSDP2 and DDP, which are not compressed.
+
+    With fewer blocks calls take longer, and not only they: on 2 H200s the largest matmuls of a Llama's step took 1.5
+    times as long beside 24 blocks, and as long as alone beside 96. Steps were fastest with 48 to 96 blocks between 2
+    ranks, and with 32 between 4 (`python -m perf fsdp --blocks`).
+    """
+
+    blocks: ByWorldSize  # by world size, the most thread blocks of a call: at most half as many as an H200 has SMs
+    blocks_beyond: int  # the most blocks for other world sizes
+
+    def most_blocks(self, world_size: int) -> int:
+        """Returns the most thread blocks of a call."""
+        return self.blocks.get(world_size, self.blocks_beyond)
 
 
 @dataclass(frozen=True)

@@ -137,12 +137,9 @@ def packs_a_part(packs: int, parts: int) -> int:
 
 def rotating(slot_packs: Callable[[int], int], copies: int, shared_nbytes: int = 0) -> Layout:
     """Returns a layout of ``copies`` slots for every rank, without a signal pad."""
-
-    def layout(world_size: int) -> Scratch:
-        slot_nbytes = slot_packs(world_size) * PACK_NBYTES
-        return Scratch.of_slots(copies * world_size, slot_nbytes, fill=SENTINEL, shared_nbytes=shared_nbytes)
-
-    return layout
+    return lambda world_size: Scratch.of_slots(
+        copies * world_size, slot_packs(world_size) * PACK_NBYTES, fill=SENTINEL, shared_nbytes=shared_nbytes
+    )
 
 
 def flagged(nbytes: int) -> Layout:
@@ -153,12 +150,9 @@ def flagged(nbytes: int) -> Layout:
 
 def signalled(packs: int, copies: int, shared_packs: Callable[[int], int] = lambda world_size: 0) -> Layout:
     """Returns a layout of a signal pad and ``copies`` slots of ``packs``."""
-
-    def layout(world_size: int) -> Scratch:
-        shared_nbytes = shared_packs(world_size) * PACK_NBYTES
-        return Scratch.of_slots(copies, packs * PACK_NBYTES, signal_pad=True, shared_nbytes=shared_nbytes)
-
-    return layout
+    return lambda world_size: Scratch.of_slots(
+        copies, packs * PACK_NBYTES, signal_pad=True, shared_nbytes=shared_packs(world_size) * PACK_NBYTES
+    )
 
 
 def pipelined(slot_packs: int, slots_a_rank: int) -> Layout:

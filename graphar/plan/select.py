@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from graphar.errors import Reason, UnsupportedError
-from graphar.numerics import leaf_tree, norms, softmax
+from graphar.numerics import norms, softmax
 from graphar.numerics.codecs import Codec
 from graphar.numerics.codecs import codec as codec_of_text
 from graphar.numerics.dtypes import BYTE, TYPE_NAMES
@@ -33,14 +33,13 @@ from graphar.plan.algorithms import (
 )
 from graphar.plan.call import Call
 from graphar.plan.config import FALLBACK, HIERARCHICAL, Config, Kernel
-from graphar.plan.entries import by_entries, loaded, named_by, serving
+from graphar.plan.entries import by_entries, expected_quantized_us, expected_us, loaded, named_by, serving
 from graphar.plan.explanation import Explanation
 from graphar.plan.grids import CLUSTERS
 from graphar.plan.policy import Chip
 from graphar.plan.row import Row
 from graphar.plan.scratch import MAX_BLOCKS, MAX_RANKS, NORM_ROW_PACKS, PACK_NBYTES
 from graphar.plan.tables import DEFAULT, Table
-from graphar.plan.times import expected_quantized_us, expected_us
 from graphar.plan.work import MOVING, Exchange, Norm, Parts, Sum, TensorTuple
 
 _DIRECTLY = {"input": "straight from the symmetric inputs", "output": "straight into the symmetric output"}
@@ -91,7 +90,8 @@ def select(call: Call, facts: Facts) -> Choice:
     Raises:
         UnsupportedError: the algorithm that the call names cannot serve it.
     """
-    choice = _CHOOSERS[type(call.work)](call, facts)
+    of_work = _norm if isinstance(call.work, Norm) else _exchange if isinstance(call.work, Exchange) else _elements
+    choice = of_work(call, facts)
     config, row = choice.config, choice.config.algorithm.row
     # The grid of a policy leaves room for other kernels already.
     most = MAX_BLOCKS if row.policy_grid else facts.chip.shared_blocks(row.takes_half(config.threads))
@@ -212,7 +212,6 @@ def _served(config: Config, reason: str, entries: Sequence[dict], world_size: in
 
 
 def _with_options(choice: Choice, call: Call) -> Choice:
-    """Returns the choice with the call's options added: symmetric tensors and an epilogue."""
     config, reason = choice
     can = config.algorithm.row
     if can.direct and can.direct in call.symmetric:
@@ -244,34 +243,12 @@ def _exchange(call: Call[Exchange], facts: Facts) -> Choice:
 
 
 def _norm(call: Call, facts: Facts) -> Choice:
-    check_norm(call, facts.world_size)
     tree = _as_tree(call.work)
     if facts.problem:
         return Choice(FALLBACK, f"{facts.problem}{tree}")
     what = "add_and_norm" if call.work.output == "like_input" else f"add_and_norm, {call.work.output}"
     config = by_policy(_first_that_suits(call, facts), call, facts)
     return Choice(config, f"{what}, by table {facts.table.name!r} for {facts.world_size} ranks{tree}")
-
-
-def check_norm(call: Call, world_size: int) -> None:
-    """Raises ValueError unless a norm is added in the order of ranks, or its fp32 can be added as a tree."""
-    op, work = call.op, call.work
-    if work.order == "rank":
-        return
-    leaf_tree.check_ranks(op, world_size)
-    if call.dtype != torch.float32:
-        raise ValueError(f"{op}: a tree adds partials in float32, got {call.dtype}")
-    if work.output != "like_input":
-        raise ValueError(f"{op}: a sum as a tree has no FP8 result, got {work.output}")
-
-
-_CHOOSERS: dict[type, Callable[[Call, Facts], Choice]] = {
-    Sum: _elements,
-    Parts: _elements,
-    Norm: _norm,
-    TensorTuple: _elements,
-    Exchange: _exchange,
-}
 
 
 def has_norm_kernel(row_nbytes: int) -> bool:
@@ -326,7 +303,6 @@ def _suits_copies(call: Call, facts: Facts) -> bool:
 
 
 def _why_not(algorithm: Algorithm, call: Call, facts: Facts) -> Reason | None:
-    """Returns why an algorithm cannot serve a call."""
     row = algorithm.row
     if call.dtype not in row.dtypes and BYTE not in row.dtypes:
         return f"it has no kernel for {call.dtype}"
@@ -341,7 +317,6 @@ def _why_not(algorithm: Algorithm, call: Call, facts: Facts) -> Reason | None:
 
 
 def _why_not_here(algorithm: Algorithm, facts: Facts) -> Reason | None:
-    """Returns why an algorithm has no kernel for these ranks."""
     row = algorithm.row
     if facts.world_size not in row.world_sizes:
         return f"it serves {', '.join(map(str, row.world_sizes))} ranks, not {facts.world_size}"

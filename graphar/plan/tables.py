@@ -15,7 +15,6 @@ from importlib import resources
 from itertools import pairwise
 from typing import Any
 
-from graphar.errors import Reason
 from graphar.numerics.codecs import codec
 from graphar.plan.algorithms import Algorithm, in_tables, is_from_outside, is_loaded
 from graphar.plan.policy import (
@@ -27,6 +26,7 @@ from graphar.plan.policy import (
     MatmulPolicy,
     NormPolicy,
     QuantizedPolicy,
+    TrainingPolicy,
 )
 from graphar.plan.scratch import WARP, WORLD_SIZES
 
@@ -34,7 +34,6 @@ DEFAULT = "default"
 
 
 def _default(section: str) -> Callable[[], Any]:
-    """Returns a function that returns a section of the default table."""
     return lambda: getattr(shipped_table(DEFAULT), section)
 
 
@@ -62,6 +61,7 @@ class Table:
     copies: CopiesPolicy = field(default_factory=_default("copies"))  # thresholds and chunks of copy engines
     norm: NormPolicy = field(default_factory=_default("norm"))  # thresholds of all-reduces with RMSNorm
     beside: BesidePolicy = field(default_factory=_default("beside"))  # the grid beside other work
+    training: TrainingPolicy = field(default_factory=_default("training"))  # the grid beside a step's matmuls
     matmul: MatmulPolicy = field(default_factory=_default("matmul"))  # thresholds and tiles of matmuls
     # When an all-gather and a matmul are one kernel.
     allgather_matmul: AllgatherMatmulPolicy = field(default_factory=_default("allgather_matmul"))
@@ -69,17 +69,7 @@ class Table:
     @classmethod
     def from_json(cls, text: str | bytes) -> Table:
         """Returns the table that ``to_json`` wrote; ValueError says what is wrong with another text."""
-        content = json.loads(text)
-        if problem := problem_with(content):
-            raise ValueError(problem)
-        by_world_size = {
-            key: {int(world_size): of_it for world_size, of_it in content.get(key, {}).items()}
-            for key in _BY_WORLD_SIZE
-        }
-        policies = {key: _read(POLICIES[key], content[key]) for key in POLICIES if key in content}
-        if "parts" in content and content["name"] != DEFAULT:  # it may be of an earlier release, with fewer ops
-            content = content | {"parts": shipped_table(DEFAULT).parts | content["parts"]}
-        return cls(**(content | by_world_size | policies))
+        return cls(**_sections(json.loads(text)))
 
     def to_json(self) -> str:
         """Returns the table as JSON text, with one entry a line."""
@@ -116,15 +106,8 @@ def shipped_table(name: str) -> Table:
 
 # ---- validation: each check raises ValueError, which says what the rule is ------------------------------------------
 
-POLICIES = {
-    "chip": Chip,
-    "quantized": QuantizedPolicy,
-    "lossless": LosslessPolicy,
-    "copies": CopiesPolicy,
-    "norm": NormPolicy,
-    "beside": BesidePolicy,
-    "matmul": MatmulPolicy,
-    "allgather_matmul": AllgatherMatmulPolicy,
+POLICIES: dict[str, Any] = {
+    name: kind for name, kind in typing.get_type_hints(Table).items() if dataclasses.is_dataclass(kind)
 }
 _HEAD = {"name": str, "machine": str, "date": str, "report": (str, type(None))}
 _BY_WORLD_SIZE = ("rows", "measured", "codecs")
@@ -132,15 +115,6 @@ _FIELDS = _HEAD | dict.fromkeys((*_BY_WORLD_SIZE, "parts", *POLICIES), dict)
 _REQUIRED = {*_HEAD, "rows"}  # the default table supplies the others
 _PART_OPS = ("reducescatter", "allgather", "alltoall")
 _NUMBERS = ("max_nbytes", "blocks", "threads")  # of every entry
-
-
-def problem_with(content: object) -> Reason | None:
-    """Returns what is wrong with a table in JSON; None if its kernels can run every entry."""
-    try:
-        _check_table(content)
-    except (TypeError, ValueError) as error:
-        return str(error)
-    return None
 
 
 def _require(holds: bool, rule: str) -> None:
@@ -157,7 +131,8 @@ def _inside(what: str) -> Iterator[None]:
         raise ValueError(f"{what}: {error}") from None
 
 
-def _check_table(content: Any) -> None:
+def _sections(content: Any) -> dict[str, Any]:
+    """Returns the fields of a table by the JSON of it."""
     _require(isinstance(content, dict), "it is not a JSON object")
     if unknown := content.keys() - _FIELDS.keys():
         raise ValueError(f"it has an unknown field {min(unknown)!r}")
@@ -173,15 +148,20 @@ def _check_table(content: Any) -> None:
             _require(world_size in content["rows"], f"it has {key} points for {world_size!r} ranks and no rows")
             with _inside(f"{world_size} ranks"):
                 check(of_it)
+    sections = dict(content)
+    for key in _BY_WORLD_SIZE:
+        sections[key] = {int(world_size): of_it for world_size, of_it in content.get(key, {}).items()}
     if "parts" in content:
         _require(content["parts"].keys() <= set(_PART_OPS), f"its parts must be of {', '.join(_PART_OPS)}")
         for op, entries in content["parts"].items():
             with _inside(op):
                 _check_entries(entries, op, WORLD_SIZES)
-    for key, kind in POLICIES.items():
-        if key in content:
-            with _inside(key):
-                _read(kind, content[key])
+        if content["name"] != DEFAULT:  # it may be of an earlier release, with fewer ops
+            sections["parts"] = shipped_table(DEFAULT).parts | content["parts"]
+    for key in [key for key in POLICIES if key in content]:
+        with _inside(key):
+            sections[key] = _read(POLICIES[key], content[key])
+    return sections
 
 
 def _check_codecs(by_codec: Any) -> None:
@@ -232,7 +212,6 @@ def _check_entry(entry: Any, op: str, world_sizes: Sequence[int]) -> None:
 
 
 def _check_numbers(entry: dict, names: Sequence[str]) -> None:
-    """Raises ValueError unless an entry has an algorithm and exactly these numbers."""
     numbers = ", ".join(sorted(names))
     _require(entry.keys() == {"algorithm", *names}, f"{entry['algorithm']} needs exactly {numbers}")
     are_counts = all(_is_count(entry[key]) or (key == "max_nbytes" and entry[key] is None) for key in names)
@@ -251,7 +230,6 @@ def _is_positive(value: Any) -> bool:
 
 
 def _written(policy: Any) -> dict[str, Any]:
-    """Returns the JSON of a dataclass, which ``_read`` reads."""
     values = {name: getattr(policy, name) for name in _types_of(type(policy))}
     return {name: _written(value) if dataclasses.is_dataclass(value) else value for name, value in values.items()}
 
@@ -273,7 +251,6 @@ def _types_of(kind: type) -> dict[str, Any]:
 
 
 def _point(name: str, kind: type, content: Any) -> Any:
-    """Returns a named tuple of numbers from the JSON list of them."""
     types = typing.get_type_hints(kind)
     if not isinstance(content, list) or len(content) != len(types):
         raise ValueError(f"{name} must have points [{', '.join(types)}], got {content!r}")

@@ -14,7 +14,7 @@ LEAF_COUNTS = (1, 2, 4, 8)  # leaves of a rank: of all 8 ranks, of 4, of 2 and o
 
 @dataclass(frozen=True)
 class MatmulTile:
-    """A tile of a matmul C = A W^T with many rows."""
+    """A tile of a matmul C = A W^T with many rows. Kernels do not compile for a tile that they cannot compute."""
 
     rows: int  # rows of C: 64, 128 or 192
     columns: int  # columns of C: 64, 128, 160, 192, 224 or 256
@@ -26,8 +26,6 @@ class MatmulTile:
     # Whether two consumer warpgroups compute separate tiles, so that one multiplies while the other finishes its tile.
     # Otherwise each warpgroup computes 64 rows of the same tile.
     alternating: bool = False
-    # Whether the kernel writes a timeline of its warps.
-    recorded: bool = field(default=False, metadata={"measured": False})
     # Leaves into which K is cut, added as a binary tree: 1, 2, 4 or 8. The caller chooses them; tables have none.
     leaves: int = field(default=1, metadata={"measured": False})
     # Thread blocks of a cluster that compute the leaves of one tile together, equally many each: 1, 2, 4 or 8.
@@ -36,22 +34,6 @@ class MatmulTile:
     tail_split: int = field(default=1, metadata={"measured": False})
     # Whether shared memory has room for the whole tile in fp32, for other ranks to add it to their tiles as a tree.
     partials: bool = field(default=False, metadata={"measured": False})
-
-    def __post_init__(self) -> None:
-        if self.leaves not in LEAF_COUNTS:
-            raise ValueError(f"a tile must have {LEAF_COUNTS} leaves, got {self.leaves}")
-        if self.leaves > 1 and (self.alternating or self.consumers > 2):
-            raise ValueError("consumers that alternate, and three consumers, have too few registers to add leaves")
-        if self.split not in LEAF_COUNTS or self.leaves % self.split:
-            raise ValueError(f"{self.leaves} leaves cannot be split between {self.split} thread blocks")
-        if self.split > 1 and (self.cluster > 1 or self.spills):
-            raise ValueError("blocks that split leaves share no loads, and have no shared memory for another sum")
-        if self.columns % (8 * self.split):
-            raise ValueError(f"{self.split} thread blocks exchange whole packs: of {self.columns} columns they cannot")
-        if self.tail_split > 1 and self.split > 1:
-            raise ValueError("leaves are split in all rounds, or in the last one alone")
-        if self.partials and (not self.whole or self.split > 1 or self.spills):
-            raise ValueError("shared memory that holds a whole tile in fp32 has no room for other sums")
 
     @property
     def size(self) -> tuple[int, int, int]:
@@ -92,10 +74,8 @@ class MatmulTile:
     @property
     def spills(self) -> bool:
         """Whether the sum of the first half of the leaves waits in shared memory: registers do not hold all nodes."""
-        nodes = (
-            self.leaves // self.split
-        ).bit_length()  # at the same time, of which a thread has half as many sums as columns
-        return nodes * self.columns // 2 > 192
+        nodes = (self.leaves // self.split).bit_length()  # at the same time
+        return nodes * self.columns // 2 > 192  # a thread has half as many sums of a node as columns
 
     @property
     def layouts(self) -> tuple[str, ...]:
@@ -103,7 +83,7 @@ class MatmulTile:
         return LAYOUTS if self.columns % 64 == 0 else LAYOUTS[:1]
 
     def __str__(self) -> str:
-        flags = [str(flag).lower() for flag in (self.whole, self.alternating, self.recorded)]
+        flags = [str(flag).lower() for flag in (self.whole, self.alternating)]
         arguments = [
             self.rows,
             self.columns,
@@ -155,7 +135,6 @@ def split_tile(rows: int, columns: int, leaves: int, split: int) -> MatmulTile:
 
 
 def _tiles(*sizes: Any, **how: Any) -> tuple[MatmulTile, ...]:
-    """Returns tiles of these rows, columns and stages, and perhaps clusters, which are alike in all else."""
     return tuple(MatmulTile(*size, **how) for size in sizes)
 
 

@@ -95,10 +95,9 @@ def choose(times: Sequence[Sequence[float]], present: int) -> int:
 def trials(world_size: int, table: Table) -> Iterator[Trial]:
     """Yields the trials of all policies between ``world_size`` GPUs, in the order in which they build on each other.
 
-    ``table`` has the present values. Three numbers have no trial: ``beside_from_nbytes`` is measured in training,
-    ``one_shot_nbytes_beyond`` is for world sizes that were not measured, and kernels have a single
-    ``alternating_tile``. The shapes of ``against_torch`` are timed one by one: :func:`against_torch` yields
-    them.
+    ``table`` has the present values. Some numbers have no trial: ``beside_from_nbytes`` and ``training`` come from
+    training, ``one_shot_nbytes_beyond`` is for world sizes that were not measured, and kernels have a single
+    ``alternating_tile``. The shapes of ``against_torch`` are timed one by one: :func:`against_torch` yields them.
     """
     yield from _quantized()
     yield from _lossless(world_size)

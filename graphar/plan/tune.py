@@ -13,13 +13,12 @@ import torch
 from graphar.numerics.dtypes import BYTE
 from graphar.plan.algorithms import in_tables, is_from_outside
 from graphar.plan.config import Config
-from graphar.plan.entries import entry_of, fitted, measured_config, serving
+from graphar.plan.entries import entry_of, expected_us, fitted, measured_config, serving
 from graphar.plan.explanation import format_us
 from graphar.plan.policy import Chip
 from graphar.plan.scratch import PACK_NBYTES
 from graphar.plan.sizes import GB, KB, MB, format_nbytes
 from graphar.plan.tables import POLICIES, Table
-from graphar.plan.times import expected_us
 
 SIZES = (
     *(2 * KB, 8 * KB, 32 * KB, 64 * KB, 128 * KB, 192 * KB, 256 * KB, 384 * KB, 512 * KB),

@@ -4,11 +4,9 @@ A Product (plan/work.py) is factors, rows, and what comes then. The binder, prod
 
     fused      one kernel multiplies and sums, or gathers and multiplies: fused.py (Summed, Skinny, Gathered)
     Then       a matmul, and then the work that takes its products, a Sum, Parts or a Norm: then.py
-    after      a gather, and then each rank's matmul: gathers.py; or a fused sum, and then each rank's norm
+    after      a gather, and then each rank's matmul: products.py; or a fused sum, and then each rank's norm
 
-    multiply/  what multiplies one rank's factors: four objects with one interface
-               ByTorch | Own | Scaled | Leaves
-    gemm.py    graphar's matmul kernel
-    operands.py the tensors of a product, and of one matmul of a rank
-    overlap.py the streams on which panels are multiplied while others are summed
+    multiply.py  what multiplies one rank's factors: four objects with one interface (ByTorch, Own, Scaled, Leaves)
+    gemm.py      graphar's matmul kernel
+    operands.py  the tensors of a product, and of one matmul of a rank
 """

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import ChainMap
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -18,16 +19,36 @@ from graphar.plan.call import Call, Operands
 from graphar.plan.config import Config
 from graphar.plan.matmuls import summed_rows_a_launch, tile_for, tiles_that_serve, tiles_to_load, why_not_columns
 from graphar.plan.policy import Chip
-from graphar.plan.scratch import PACK_NBYTES
+from graphar.plan.scratch import PACK_NBYTES, gathered_slot_offset
 from graphar.plan.slices import Slice, gathered_rows_a_launch, row_slices
+from graphar.plan.tiles import MatmulTile, SkinnyTile
 from graphar.plan.work import Product
-from graphar.product.gemm import STORE_COLUMNS, layout_of, weight_of, why_not
-from graphar.product.multiply.own import in_whole_loads
-from graphar.product.operands import MatmulOperands, operands_of
-from graphar.product.tensor_maps import Matrix, aligned_copy, aligned_like, loaded, matrix_of
-from graphar.product.tile_launches import Matrices, Tile, gathered_tiles, skinny, summed_tiles
+from graphar.product.gemm import (
+    GROUP_ROWS,
+    STORE_COLUMNS,
+    STORE_ROWS,
+    layout_of,
+    operand_maps,
+    rows_map,
+    weight_map,
+    weight_of,
+    why_not,
+)
+from graphar.product.multiply import in_whole_loads
+from graphar.product.operands import MatmulOperands, Placed, kernel_arguments, operands_of
+from graphar.product.tensor_maps import (
+    BOX_COLUMNS,
+    Matrix,
+    TensorMap,
+    aligned_copy,
+    aligned_like,
+    loaded,
+    matrix_of,
+    tensor_map,
+)
 from graphar.ranks import agreement
 from graphar.runtime import launcher
+from graphar.runtime.arguments import Arguments, MatmulArguments
 from graphar.runtime.bind.launches import bind_launch, on_own_device, put_agreed, runner_of
 from graphar.runtime.bounded_cache import BoundedCache
 from graphar.runtime.catalogue import KernelSource, fused_matmul_source
@@ -37,6 +58,103 @@ from graphar.runtime.launcher import Launch as KernelLaunch
 from graphar.runtime.member import Member
 from graphar.runtime.plan import Launch, Plan, Tensors
 from graphar.runtime.runner import Runner
+
+Tile = MatmulTile | SkinnyTile
+
+
+# ---- launch parameters and grids ------------------------------------------------------------------------------------
+#
+# Grids leave SMs free. Kernels of tiles start only after the previous kernel in the stream has ended. So another
+# communicator's kernels find room: (18) in cuda_src/device/sync/kernel_order.cuh. The grids of sums are equal on all
+# ranks.
+
+
+@dataclass(frozen=True)
+class Matrices:
+    """The memory of one rank's operands and result, for the tensor maps of a launch."""
+
+    a: Matrix
+    w: Matrix  # as it lies in memory
+    layout: str  # the layout of W, one of LAYOUTS
+    out: torch.Tensor  # [M, N]
+    bias: int = 0  # the address of the bias; 0 without one
+    constant_weight: bool = False  # whether W may be loaded while the kernel before still runs
+    beside: Placed | None = None  # the scales of operands in e4m3
+
+    @property
+    def key(self) -> tuple:
+        """Equal where all memory has the same addresses and is read alike."""
+        out = self.out.data_ptr(), self.out.shape
+        return self.a, self.w, self.layout, *out, self.bias, self.constant_weight, self.beside
+
+    @property
+    def columns(self) -> int:
+        return self.w.rows if self.layout == "by_rows" else self.w.columns
+
+
+def _arguments(matrices: Matrices, rows: int, **more: int) -> MatmulArguments:
+    return kernel_arguments(matrices.beside, matrices.bias, rows, matrices.columns, matrices.a.columns, **more)
+
+
+def _grid(tile: MatmulTile, matrices: Matrices, piece: Slice, chip: Chip) -> Grid:
+    """Returns the grid of a kernel with a block for each tile, as far as there is room."""
+    tiles = sum(-(-count // (tile.rows * tile.cluster)) for count in piece.count) * -(-matrices.columns // tile.columns)
+    blocks = min(chip.shared_blocks(cluster=tile.cluster), tiles * tile.cluster)
+    return Grid(blocks, tile.threads, tile.shared_nbytes, overlaps=False, cluster=tile.cluster)
+
+
+def summed_tiles(
+    tile: MatmulTile, matrices: Matrices, piece: Slice, arguments: Arguments, rows: slice, chip: Chip
+) -> tuple[list, Grid]:
+    """Returns the parameters of a kernel that sums tiles, without the collective arguments, and its grid.
+
+    ``rows`` are those of ``out`` that the launch writes. ``chip`` is what the ranks' devices have in common.
+    """
+    sizes, grid = _arguments(matrices, matrices.a.rows, group_rows=GROUP_ROWS), _grid(tile, matrices, piece, chip)
+    # A rank without rows writes nothing, but the kernel needs a valid tensor map.
+    out = matrix_of(matrices.out[rows]) or matrices.a
+    return [*operand_maps(tile, matrices.layout, matrices.a, matrices.w), tensor_map(out, STORE_ROWS), sizes], grid
+
+
+def skinny(
+    tile: SkinnyTile, matrices: Matrices, piece: Slice, arguments: Arguments, rows: slice, chip: Chip
+) -> tuple[list, Grid]:
+    """Returns what :func:`summed_tiles` returns, of a skinny kernel. It takes one launch."""
+    rows_of_out, columns = matrices.out.shape
+    clusters = -(-columns // (tile.columns * tile.cluster))
+    blocks = min(chip.shared_blocks(cluster=tile.cluster), clusters * tile.cluster)
+    grid = Grid(blocks, tile.threads, tile.shared_nbytes, chip.may_overlap(blocks, halves=False), cluster=tile.cluster)
+    sizes = _arguments(matrices, rows_of_out, constant_weight=matrices.constant_weight)
+    return [tensor_map(matrices.w, BOX_COLUMNS), tensor_map(matrices.a, box_rows(tile, rows_of_out)), sizes], grid
+
+
+def box_rows(tile: SkinnyTile, rows: int) -> int:
+    """Returns the rows of A that each block of a cluster loads: `share` in the kernel."""
+    return -(-rows // (8 * tile.cluster)) * 8
+
+
+def gathered_tiles(
+    tile: MatmulTile, matrices: Matrices, piece: Slice, arguments: Arguments, rows: slice, chip: Chip
+) -> tuple[list, Grid]:
+    """Returns what :func:`summed_tiles` returns, of a kernel that gathers rows; ``chip`` may differ between ranks."""
+    k, m, world_size, rank = matrices.a.columns, len(matrices.out), arguments.world_size, arguments.rank
+    a_maps, c_maps = (TensorMap * world_size)(), (TensorMap * world_size)()
+    for source, (begin, count) in enumerate(zip(piece.begin, piece.count, strict=True)):
+        if not count:  # nothing reads its maps
+            continue
+        if source == rank:
+            pointer = matrices.a.pointer + piece.offset * matrices.a.leading * matrices.a.dtype.itemsize
+        else:
+            hops = (source - rank) % world_size
+            pointer = arguments.scratch[rank] + gathered_slot_offset(world_size, arguments.capacity, hops)
+        a_maps[source] = rows_map(tile, Matrix(pointer, matrices.a.dtype, count, k, matrices.a.leading))
+        c_maps[source] = tensor_map(matrix_of(matrices.out[begin : begin + count]), STORE_ROWS)
+    sizes = _arguments(matrices, m, from_row=piece.offset, group_rows=GROUP_ROWS)
+    maps = [a_maps, weight_map(tile, matrices.layout, matrices.w), c_maps]
+    return [*maps, sizes], _grid(tile, matrices, piece, chip)
+
+
+# ---- launches --------------------------------------------------------------------------------------------------------
 
 
 def load_tile(runner: Runner, algorithm: Algorithm, dtype: torch.dtype, tile: Tile, work: Product) -> list[dict]:
@@ -65,29 +183,20 @@ def sources_of_tile(
     return {kind: fused_matmul_source(algorithm, dtype, world_size, *kind, *how) for kind in kinds}
 
 
-def fused_matmul(
-    engine: Engine,
-    call: Call[Product],
-    algorithm: Algorithm,
-    tile: Tile | None = None,
-    timelines: Sequence[torch.Tensor] | None = None,
-) -> FusedMatmul:
+def fused_matmul(engine: Engine, call: Call[Product], algorithm: Algorithm, tile: Tile | None = None) -> FusedMatmul:
     """Returns the launches of one call by a fused kernel. Collective.
 
     Args:
         engine: an engine that has a runner.
         algorithm: the fused algorithm.
         tile: the tile, of gathered tiles one of GATHERED_TILES that serves the weight; None: the one that plans choose.
-        timelines: one timeline of timelines.py for each rank of this process, with a block for each of its SMs. The
-            recorded variant of the tile writes its events there, and overwrites, without clearing, the events of the
-            launch before.
 
     Raises:
         UnsupportedError: no kernel serves the call; the message says why.
     """
     row = algorithm.row
     kind = Skinny if row.is_skinny else Summed if row.sends_tiles else Gathered
-    return kind(engine, call, algorithm, tile, timelines)
+    return kind(engine, call, algorithm, tile)
 
 
 class FusedMatmul(ABC):
@@ -96,28 +205,16 @@ class FusedMatmul(ABC):
     # Returns the parameters of a launch, without the collective arguments, and its grid.
     _parameters: ClassVar[Callable[..., tuple[list, Grid]]]
 
-    def __init__(
-        self,
-        engine: Engine,
-        call: Call[Product],
-        algorithm: Algorithm,
-        tile: Tile | None,
-        timelines: Sequence[torch.Tensor] | None,
-    ) -> None:
+    def __init__(self, engine: Engine, call: Call[Product], algorithm: Algorithm, tile: Tile | None) -> None:
         self._engine, self._runner, self._call, self.algorithm = engine, runner_of(engine), call, algorithm
-        self._tile, self._timelines = tile, timelines
-        self._slices = self._cut(call.work)
-        tiles = self._tiles_to_load()
-        self.tiles = tuple(replace(tile, recorded=True) if timelines else tile for tile in tiles)
-        self._functions = self._load()
-        self._launches: BoundedCache[Launch] = BoundedCache()
-
-    def _load(self) -> list[dict]:
-        """Returns each member's kernels by tile and layout of W, in which ranks may differ. Collective."""
-        call, algorithm = self._call, self.algorithm
+        self._tile, self._slices, policy = tile, self._cut(call.work), engine.table.matmul
+        # The tiles whose kernels every rank loads: ranks may take different ones of them.
+        chosen = tiles_to_load(policy, algorithm, call.work, self._runner.chip, engine.world_size)
+        self.tiles = (tile,) if tile else chosen
+        # Each member's kernels by tile and layout of W, in which ranks may differ.
         of_tiles = [load_tile(self._runner, algorithm, call.dtype, tile, call.work) for tile in self.tiles]
-        of_members = zip(*of_tiles, strict=True)
-        return [{kind: kernel for of_tile in of_member for kind, kernel in of_tile.items()} for of_member in of_members]
+        self._functions = [dict(ChainMap(*of_member)) for of_member in zip(*of_tiles, strict=True)]
+        self._launches: BoundedCache[Launch] = BoundedCache()
 
     def plan(self, reason: str) -> Plan:
         """Returns the plan of a call by these launches, with the ``reason`` for them."""
@@ -129,11 +226,6 @@ class FusedMatmul(ABC):
     def _cut(self, work: Product) -> list[Slice]:
         """Returns the slices of the call, each of one launch."""
 
-    def _tiles_to_load(self) -> tuple[Tile, ...]:
-        """Returns the tiles whose kernels every rank loads: ranks may take different ones of them."""
-        engine, chip = self._engine, self._runner.chip
-        return tiles_to_load(engine.table.matmul, self.algorithm, self._call.work, chip, engine.world_size)
-
     @abstractmethod
     def _tile_of(self, operands: MatmulOperands, piece: Slice, layout: str) -> Tile:
         """Returns the tile that a rank takes."""
@@ -143,7 +235,6 @@ class FusedMatmul(ABC):
         """Returns operands as kernels take them: the same ones, or copies where their alignment requires it."""
 
     def _first_row(self, member: Member, piece: Slice) -> int:
-        """Returns the first row of a member's ``out`` that a launch writes."""
         return 0
 
     def _matrix_of_a(self, a: torch.Tensor) -> Matrix:
@@ -153,11 +244,9 @@ class FusedMatmul(ABC):
         return self._runner.chip
 
     def _words(self, operands: MatmulOperands, piece: Slice) -> str:
-        """Returns the words of a launch, which must be equal on all ranks."""
         return agreement.words_of_matmul_launch(self._call, self.algorithm, piece)
 
     def _tensors(self, member: Member, operands: MatmulOperands, piece: Slice) -> tuple:
-        """Returns what one member's launch of a slice takes."""
         return (operands.a, *operands.tensors), (operands.out,), operands.numbers, self._corner(member, operands, piece)
 
     def _again(self, a: torch.Tensor) -> tuple[int, Tensors]:
@@ -184,7 +273,7 @@ class FusedMatmul(ABC):
     def launch_like(self, like: Operands) -> Launch | None:
         """Returns the launch of calls with tensors like these: see :class:`graphar.runtime.plan.Plan`."""
         work, mine = self._call.work, operands_of(self._call.work, like)
-        if len(self._slices) > 1 or len(self._runner.members) > 1 or self._timelines or self._place(mine) is not mine:
+        if len(self._slices) > 1 or len(self._runner.members) > 1 or self._place(mine) is not mine:
             return None
         if mine.is_copy_of(like):
             return None
@@ -214,10 +303,9 @@ class FusedMatmul(ABC):
     def _launch(self, member: Member, operands: MatmulOperands, piece: Slice) -> Launch:
         """Returns one member's launch of a slice, bound to the addresses of its operands; cached."""
         at = member.rank if self._engine.devices else 0
-        timeline = self._timelines[at] if self._timelines else None
         (layout, w), a = weight_of(operands.w), self._matrix_of_a(operands.a)
-        bias, of = (0 if x is None else x.data_ptr() for x in (operands.bias, timeline))
-        matrices = Matrices(a, w, layout, operands.out, bias, of, operands.constant_weight, operands.placed)
+        bias = 0 if operands.bias is None else operands.bias.data_ptr()
+        matrices = Matrices(a, w, layout, operands.out, bias, operands.constant_weight, operands.placed)
         tile = self._tile_of(operands, piece, layout)
         key = (member.rank, piece, tile, matrices.key, operands.given_k)
         if (launch := self._launches.get(key)) is not None:
@@ -251,14 +339,12 @@ class Summed(FusedMatmul):
             raise UnsupportedError(f"{work.op}: {reason}")
         return row_slices(work.parts, summed_rows_a_launch(work, self._engine.world_size))
 
-    def _tiles_to_load(self) -> tuple[Tile, ...]:
-        return (self._tile,) if self._tile else super()._tiles_to_load()
-
     def _tile_of(self, operands: MatmulOperands, piece: Slice, layout: str) -> Tile:
         return tile_for(self._engine.table.matmul, self.tiles, operands.a.shape[1])
 
     def _first_row(self, member: Member, piece: Slice) -> int:
-        return piece.offset if self._call.work.scattered else piece.begin[member.rank]
+        # A skinny result is not divided.
+        return piece.offset if self._call.work.scattered or not piece.begin else piece.begin[member.rank]
 
     def _words(self, operands: MatmulOperands, piece: Slice) -> str:
         k = operands.a.shape[1] if operands.given_k is None else operands.given_k
@@ -297,9 +383,6 @@ class Skinny(Summed):
     def _cut(self, work: Product) -> list[Slice]:
         # It is chosen only for results that fit its scratch (plan.matmuls.is_skinny).
         return [Slice(sum(work.parts) * work.columns)]
-
-    def _first_row(self, member: Member, piece: Slice) -> int:
-        return 0
 
 
 class Gathered(FusedMatmul):

@@ -23,7 +23,7 @@ from graphar.plan.scratch import gathered_slot_offset
 from graphar.plan.slices import Slice, gathered_rows_a_launch, row_slices
 from graphar.plan.work import Product
 from graphar.product.operands import MatmulOperands, operands_of
-from graphar.product.overlap import streams_of
+from graphar.product.then import streams_of
 from graphar.ranks import agreement
 from graphar.runtime.bind.copies import Event, Lane, meetings
 from graphar.runtime.bind.launches import runner_of
@@ -110,7 +110,6 @@ class GatheredChunks:
         return [lane.copy([(to, rows.data_ptr(), rows.nbytes)]) for to in there]
 
     def _address(self, rank: int, hop: int) -> int:
-        """Returns the address of the slot on ``rank`` of the rank ``hop`` places before it."""
         world_size = self._engine.world_size
         capacity = self._algorithm.row.scratch(world_size).capacity
         return self._runner.kernels.scratch(self._algorithm)[rank] + gathered_slot_offset(
@@ -118,7 +117,6 @@ class GatheredChunks:
         )
 
     def _slot(self, member: Member, hop: int, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
-        """Returns a member's slot of the rank ``hop`` places before it as a tensor; cached."""
         key = (member.rank, hop, shape, dtype)
         slot = self._slots.get(key)
         if slot is None:

@@ -82,7 +82,7 @@ def matmul(
         raise UnsupportedError(f"{op}: {reason}")
     if tile and (layout := weight_of(w)[0]) not in tile.layouts:
         raise ValueError(f"{op}: {tile} serves weights {' or '.join(tile.layouts)}, got one {layout}")
-    enqueue = bind(a, w, out, bias, sms, tile, leaves, scales)
+    enqueue = bind(Step(a, w, out, scales, bias), sms, tile, leaves)
     with torch.cuda.device(a.device):
         enqueue(torch.cuda.current_stream().cuda_stream)
     return out
@@ -103,73 +103,44 @@ def scaled_matmul(
     return matmul(a, w, out, out_dtype=out_dtype, scales=scales, **how)
 
 
-def bind(
-    a: torch.Tensor,
-    w: torch.Tensor,
-    out: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    sms: int | None = None,
-    tile: MatmulTile | None = None,
-    leaves: int = 1,
-    scales: Scales | None = None,
-) -> Callable[[int], None]:
-    """Returns a function of a stream's handle that launches ``out = a @ w.T + bias``; its device must be current.
+def bind(step: Step, sms: int | None = None, tile: MatmulTile | None = None, leaves: int = 1) -> Callable[[int], None]:
+    """Returns a function of a stream's handle that launches a step; its device must be current.
 
-    It loads the kernel. Arguments are those of :func:`matmul`: K and ``out`` are not empty, and :func:`why_not` has no
-    reason. The dtype of ``out`` is ``out_dtype``.
+    It loads the kernel. ``sms``, ``tile`` and ``leaves`` are those of :func:`matmul`: K and the result are not empty,
+    and :func:`why_not` has no reason.
     """
+    a, w, out, scales, bias = step
     device, (layout, weights), (m, n) = a.device.index, weight_of(w), out.shape
     sms = sms or launcher.sm_count(device)
     factors = Factors(scales.format) if scales else PLAIN
     tile = tile or default_tile(device, m, n, a.shape[1], sms, layout, leaves, factors)
-    pointer, of = 0 if bias is None else bias.data_ptr(), scales and placed(scales)
+    pointer, of = 0 if bias is None else bias.contiguous().data_ptr(), scales and placed(scales)
     with torch.cuda.device(device):
-        operands = loaded(a), weights, loaded(out)
-        return _bind(device, tile, layout, sms, *operands, pointer, of)
-
-
-def bind_step(step: Step, sms: int | None, leaves: int) -> Callable[[int], None]:
-    """Returns what :func:`bind` does, for a step, whose sum has this number of leaves."""
-    a, w, out, scales, bias = step
-    return bind(a, w, out, None if bias is None else bias.contiguous(), sms, leaves=leaves, scales=scales)
+        return _bind(device, tile, layout, sms, loaded(a), weights, loaded(out), pointer, of)
 
 
 def why_not(a: torch.Tensor, w: torch.Tensor, out: torch.Tensor, leaves: int = 1) -> Reason | None:
     """Returns why the kernel cannot compute ``out`` from ``a`` and ``w`` in ``leaves``; in e4m3 they have scales."""
-    if a.dtype == FP8:
-        return why_not_on(a.device) or why_not_lying(a=a, w=w, out=out)
     if reason := why_none_like(a):
         return reason
-    if reason := why_not_lying(a=a, out=out):
-        return reason
-    if layout_of(w) is None:
+    for name, x in {"a": a, **({"w": w} if a.dtype == FP8 else {}), "out": out}.items():
+        if x.numel() and matrix_of(x) is None:
+            return f"the rows of {name} must be contiguous and begin at multiples of 16 bytes"
+    if out.shape[1] % STORE_COLUMNS:
+        return f"the columns of out must be a multiple of {STORE_COLUMNS}, got {out.shape[1]}"
+    if a.dtype != FP8 and layout_of(w) is None:
         return "the rows or the columns of w must be contiguous and begin at multiples of 16 bytes"
     if leaves > 1 and a.shape[1] % (leaves * LEAF_UNIT):
         return f"the columns of a must be a multiple of {leaves * LEAF_UNIT} for {leaves} leaves, got {a.shape[1]}"
     return None
 
 
-def why_not_lying(*, out: torch.Tensor, **operands: torch.Tensor) -> Reason | None:
-    """Returns why a kernel cannot load operands by rows, or cannot store ``out``, where they lie."""
-    for name, x in (operands | {"out": out}).items():
-        if x.numel() and matrix_of(x) is None:
-            return f"the rows of {name} must be contiguous and begin at multiples of 16 bytes"
-    if out.shape[1] % STORE_COLUMNS:
-        return f"the columns of out must be a multiple of {STORE_COLUMNS}, got {out.shape[1]}"
-    return None
-
-
 def why_none_like(a: torch.Tensor) -> Reason | None:
     """Returns why the kernel has no products of ``a``, whatever its layout."""
-    if a.dtype not in MATMUL_TYPES:
+    if a.dtype not in (*MATMUL_TYPES, FP8):
         return f"the kernel has no {a.dtype}"
-    return why_not_on(a.device)
-
-
-def why_not_on(device: torch.device) -> Reason | None:
-    """Returns why the kernel cannot run on a device."""
-    if device.type != "cuda" or launcher.architecture(device.index) != MATMUL_ARCH:
-        return f"the kernel needs a device of {MATMUL_ARCH}, got tensors on {device}"
+    if a.device.type != "cuda" or launcher.architecture(a.device.index) != MATMUL_ARCH:
+        return f"the kernel needs a device of {MATMUL_ARCH}, got tensors on {a.device}"
     return None
 
 
@@ -261,7 +232,6 @@ def _bind(
     bias: int,
     beside: Placed | None = None,
 ) -> Callable[[int], None]:
-    """Returns a function that launches the matmul on a stream, at each call."""
     n = w.rows if layout == "by_rows" else w.columns
     rows, columns = -(-a.rows // (tile.rows * tile.cluster)), -(-n // tile.columns)
     sizes = bias, a.rows, n, a.columns, min(GROUP_ROWS, rows)

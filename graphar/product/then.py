@@ -1,8 +1,22 @@
-"""Calls in two steps, and how later calls repeat them: a product, then a plan; or a plan, then work of each rank."""
+"""Calls in two steps, and how later calls repeat them: a product, then a plan; or a plan, then work of each rank.
+
+A product in panels is overlapped with their sums over ranks: while one panel is summed, the next is multiplied.
+
+    the caller's stream    multiply 0 | sum 0       | sum 1       | sum 2
+    side stream                       | multiply 1  | multiply 2  |
+
+The sums are calls of one communicator on one stream, so each begins after the one before has ended. Each panel has its
+own memory, and passes from one stream to the other once, by an event. A multiplication never waits for a sum, and so
+never for another rank. It therefore ends, and frees its SMs for a sum that waits for them. At the end, also after an
+error, the caller's stream waits for the side stream.
+
+A sum that runs beside a multiplication has few blocks. graphar's matmul leaves these SMs free; torch's matmul does not.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -12,14 +26,23 @@ from graphar.numerics.dtypes import ACCUMULATION_DTYPES
 from graphar.numerics.partitions import Panel, length
 from graphar.plan.call import Call, Operands
 from graphar.plan.work import Product
-from graphar.product.multiply import by_torch
-from graphar.product.multiply.by_torch import ByTorch
-from graphar.product.multiply.choice import choose
+from graphar.product.multiply import ByTorch, choose, multiply_all
 from graphar.product.operands import MatmulOperands, Step, operands_of
-from graphar.product.overlap import AUTO, Beside, in_turn
 from graphar.runtime import launcher
 from graphar.runtime.engine import Engine
 from graphar.runtime.plan import Launch, Plan, Tensors
+from graphar.runtime.side_stream import stream_beside
+
+
+@dataclass(frozen=True)
+class Beside:
+    """How a sum runs beside a multiplication."""
+
+    algorithm: str = "auto"  # the ``algorithm`` of graphar.allreduce
+    blocks: int | None = None  # the most blocks of the sum's grid; None: the tuning table's number
+
+
+AUTO = Beside()
 
 
 class Then:
@@ -93,7 +116,6 @@ class Then:
             take(at, False)
 
     def _room(self, matmul: MatmulOperands, panel: Panel) -> torch.Tensor:
-        """Returns memory for a rank's product of a panel."""
         if self._in_place:
             return self._place(matmul, panel, 0, panel.shape)
         return matmul.out.new_empty(panel.shape, dtype=self._dtype)
@@ -109,7 +131,7 @@ class Then:
             return lambda at: _copy_rows(product, *pairs[at]) if several else None
         steps = [whole.in_panel(*pair) for pair in pairs]
         if isinstance(multiply, ByTorch):
-            return lambda at: by_torch.multiply_all(steps[at])
+            return lambda at: multiply_all(steps[at])
         sms = launcher.sm_count(matmul.a.device.index)
         few = max(sms - self._blocks, 1)
         # Load all kernels before the first launch: loading beside a kernel that waits for other ranks could hang.
@@ -140,7 +162,6 @@ class Then:
     def _to_take(
         self, panel: Panel, index: int, operands: Operands, matmul: MatmulOperands, product: torch.Tensor
     ) -> Operands:
-        """Returns the operands of the call that sums a rank's product of a panel."""
         rows, epilogue, outputs = self._rows_of_out(panel, index), self._work.epilogue, operands.outputs
         if not self._work.norm:
             dtype = None if self._as_tree else product.dtype
@@ -207,6 +228,41 @@ def _keep(matmul: MatmulOperands, total: torch.Tensor, rows: slice, columns: sli
     place = matmul.out[rows, columns]
     if total.data_ptr() != place.data_ptr():
         place.copy_(total)
+
+
+def in_turn(
+    panels: int,
+    devices: Sequence[torch.device],
+    multiplies: Sequence[Callable[[int], None]],
+    sum_panel: Callable[[int, bool], None],
+) -> None:
+    """Multiplies and sums panels in turn, on the caller's stream and on the side stream of each device.
+
+    Args:
+        multiplies: of each device, multiplies the panel with a number, on the current stream.
+        sum_panel: sums the panel with a number; it is also told whether the next panel is multiplied meanwhile.
+    """
+    streams = [streams_of(device) for device in devices]
+    try:
+        for at in range(panels):
+            for multiply, (main, side) in zip(multiplies, streams, strict=True):
+                with torch.cuda.stream(side if at else main):
+                    multiply(at)
+                # The caller's stream waits for the panel. The side stream starts after the first multiplication.
+                if at:
+                    main.wait_stream(side)
+                else:
+                    side.wait_stream(main)
+            sum_panel(at, at < panels - 1)
+    finally:
+        for main, side in streams:
+            main.wait_stream(side)
+
+
+def streams_of(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
+    """Returns the caller's stream on a device, and its side stream."""
+    main = torch.cuda.current_stream(device)
+    return main, stream_beside(device, main.cuda_stream)
 
 
 def after(

@@ -177,7 +177,7 @@ class MatmulArguments(ctypes.Structure):
     _fields_ = [
         ("bias", _U64),
         *_of(_U32, "m", "n", "k", "group_rows"),
-        ("timeline", _U64),
+        ("unused", _U64),
         *_of(_U32, "constant_weight", "c_leading"),
         ("c", _U64),
         *_of(_U32, "first_tile", "end_tile"),

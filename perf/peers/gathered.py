@@ -17,7 +17,7 @@ import graphar.reference
 from graphar.plan.call import Call
 from graphar.plan.work import ALLGATHER_MATMUL, Product
 from graphar.product import gemm
-from graphar.product.gathers import gathering_method
+from graphar.product.products import gathering_method
 from graphar.runtime.registry import engine_of_group
 from perf.peers.matmuls import Alone, FusedPlan, Layer, Variant
 

@@ -17,9 +17,8 @@ from graphar.plan.call import Call, Operands
 from graphar.plan.matmuls import is_skinny, owned_rows
 from graphar.plan.work import MATMUL_ALLREDUCE, Product
 from graphar.product import gemm
-from graphar.product.overlap import Beside
 from graphar.product.products import takes_tiles
-from graphar.product.then import Then
+from graphar.product.then import Beside, Then
 from graphar.runtime.registry import engine_of_group
 from perf.harness.cases import Plan
 from perf.harness.ranks import Ranks

@@ -135,7 +135,7 @@ OF_ROWS += ["alltoall", "beside", "losses", "norms", "slow_links", "suspend"]
 MARKS = {name: {"rows": lambda row: row["wrong"]} for name in OF_ROWS} | {
     "quantized": {"times": lambda row: row["wrong"], "errors": lambda row: not 0 <= row["relative_l2"] < 1},
     "lossless": {"rows": lambda row: any(row.get("wrong", {}).values())},
-    "fused": {"rows": lambda row: row["wrong"], "timelines": lambda timeline: timeline["wrong"]},
+    "fused": {"rows": lambda row: row["wrong"]},
     "model": dict.fromkeys(("rows", "generations", "sequences"), lambda row: row["wrong"]),
     "training": {"rows": lambda row: not row["outcome"]["same_bits"]},
     "convergence": {"rows": lambda row: not row["outcome"]["same_bits"]},

@@ -16,8 +16,8 @@ import graphar
 from graphar import fsdp
 from graphar.plan.algorithms import Algorithm
 from graphar.plan.entries import by_entries
-from graphar.plan.grids import blocks_beside_matmuls
 from graphar.plan.select import Choice
+from graphar.plan.tables import shipped_table
 from graphar.runtime.engine import Engine
 from graphar.runtime.registry import engine_of
 from tests.cases import same_bits
@@ -307,7 +307,7 @@ def test_calls_have_few_blocks_unless_they_are_compressed(world_of_one, monkeypa
 
 
 def test_two_ranks_take_more_blocks_than_more_ranks():
-    assert [blocks_beside_matmuls(ranks) for ranks in (2, 3, 4, 8)] == [64, 32, 32, 32]
+    assert [shipped_table("default").training.most_blocks(ranks) for ranks in (2, 3, 4, 8)] == [64, 32, 32, 32]
 
 
 def test_one_object_keeps_the_blocks_of_each_group_apart(world_of_one, monkeypatch):

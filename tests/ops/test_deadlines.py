@@ -24,7 +24,7 @@ from graphar.plan.work import (
     Sum,
     TensorTuple,
 )
-from graphar.product import fused, gathered_chunks, overlap, products
+from graphar.product import fused, gathered_chunks, products, then
 from graphar.product.gathered_chunks import GatheredChunks
 from graphar.runtime import engine as engines
 from graphar.runtime import launcher
@@ -150,7 +150,7 @@ def gpus(monkeypatch, request):
     monkeypatch.setattr(launcher, "sm_count", lambda device: 132)
     monkeypatch.setattr(launcher, "can_overlap", lambda device: True)
     monkeypatch.setattr(GatheredChunks, "_run_slice", lambda self, lanes, rows, one, meet: meet())
-    for module in (gathered_chunks, overlap):
+    for module in (gathered_chunks, then):
         monkeypatch.setattr(module, "streams_of", lambda device: (None, None))
     monkeypatch.setattr(copies, "tensor_at", lambda pointer, device, like: torch.zeros_like(like, device="cpu"))
     for name in ("load", "norm"):

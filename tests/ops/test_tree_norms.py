@@ -167,26 +167,6 @@ def test_the_local_kernel_serves_fp32_sums_of_narrower_residuals(monkeypatch):
     assert not residual_norm.serves(on_gpu(16, FP32), BF16)
 
 
-# ---- what is refused ------------------------------------------------------------------------------------------------
-
-
-@every_op
-@pytest.mark.parametrize("output", norms.NORM_OUTPUTS[1:])
-def test_fp8_is_refused(op, output):
-    x, beside = partials(2), residual_and_weight(BF16)
-    with pytest.raises(ValueError, match=f"{op}: a sum as a tree has no FP8 result, got {output}"):
-        normed(op, x, *beside, output=output)
-
-
-@every_op
-def test_other_partials_and_numbers_of_ranks_are_refused(op):
-    beside = residual_and_weight(BF16)
-    with pytest.raises(ValueError, match=f"{op}: a tree adds partials in float32, got torch.bfloat16"):
-        normed(op, [x.bfloat16() for x in partials(2)], *beside)
-    with pytest.raises(ValueError, match=f"{op}: a tree of 8 leaves is for 1, 2, 4 or 8 ranks, got 3"):
-        normed(op, partials(8)[:3], *beside)
-
-
 # ---- in words, and between processes --------------------------------------------------------------------------------
 
 

@@ -12,7 +12,6 @@ from perf.models.generation import GenerationRow
 from perf.models.sequence import SequenceRow
 from perf.passes import BOTH
 from perf.products import ProductRow
-from perf.timeline import Event, Lane, Mean, Timeline
 from perf.topics.allreduce import AllReduce
 from perf.topics.alltoall import AllToAll, AllToAllRow
 from perf.topics.beside import METHODS as BESIDE_METHODS
@@ -173,23 +172,6 @@ TRAINED = [
     for kind in ((None, False), (codec("int4"), True))
 ]
 REDUCTIONS = [*map(Reduction, ("alone", "one by one", "gloo", "graphar")), Reduction("graphar", "int4")]
-EVENTS = {
-    "consumer 0": [Event(0.0, 8.0, "multiplying"), Event(8.0, 0.5, "adding"), Event(8.5, 0.75, "staging")],
-    "sender 0": [Event(0.25, 8.5, "waiting"), Event(8.75, 2.0, "sending")],
-    "gatherer 0": [Event(0.25, 9.25, "waiting"), Event(9.5, 1.5, "gathering")],
-}
-LANES = [Lane(block, warp, events) for block in (0, 66) for warp, events in EVENTS.items()]
-TIMELINE = Timeline(
-    world_size=4,
-    m=4096,
-    n=8192,
-    k=2048,
-    tile="MatmulTile<64, 128, 7>",
-    total_us=347.1,
-    means=[Mean("consumer", "multiplying", 247.9), Mean("sender", "sending", 93.9)],
-    lanes=LANES,
-    wrong=0,
-)
 # Counters that nobody has read: link n of 18 sends at 60 % and 2 n % of its rate.
 NVLINK = utilisation(([0] * 18,) * 2, ([60 + 2 * link for link in range(18)],) * 2, 1000, 1.0, 1.8)
 
@@ -218,7 +200,7 @@ REPORTS = [
     ),
     Leaves([product_row(method, 200.0) for method in LEAF_METHODS], skipped=["4 x 4 x 4: misaligned"]),
     Scaled([product_row(method, 200.0) for method in SCALED_METHODS], skipped=["4 x 4 x 4: misaligned"]),
-    Fused([fused_row("graphar", 400.0), fused_row("matmul+nccl", 500.0)], [TIMELINE]),
+    Fused([fused_row("graphar", 400.0), fused_row("matmul+nccl", 500.0)]),
     FusedFp8([fused_fp8_row("graphar", 400.0), fused_fp8_row("scaled_mm+nccl", 500.0)]),
     Gathered([gathered_row("graphar", 400.0), gathered_row("nccl+matmul", 500.0)]),
     Model(

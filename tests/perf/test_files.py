@@ -66,7 +66,7 @@ def test_derived_figures_are_written_and_not_read():
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        (lambda report: report.update(schema=0), "it has schema 0, and this is 6"),
+        (lambda report: report.update(schema=0), "it has schema 0, and this is 7"),
         (lambda report: report.update(topic="dance"), "its topic is 'dance'"),
         (lambda report: report.pop("rows"), "rows is missing"),
         (lambda report: report["machine"].update(gpu_count="4"), "machine.gpu_count is '4'"),

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import replace
 
 import pytest
 import torch
 
 import graphar
-from graphar.plan.tiles import MatmulTile
-from graphar.product import timelines
-from graphar.runtime.compiler import source_directory
 from perf import __main__ as program
-from perf import fusion, timeline
+from perf import fusion
 from perf.fusion import Trial
 from perf.harness.ranks import InProcessRanks, ProcessRanks
 from perf.peers.matmuls import (
@@ -28,10 +24,7 @@ from perf.peers.matmuls import (
     make_variants,
     own_product,
 )
-from perf.timeline import Event, Lane, Mean
-from perf.topics import fused
 from perf.topics.fused import Fused, FusedRow, count_wrong
-from tests.perf.samples import TIMELINE as A_TIMELINE
 from tests.perf.samples import fused_row as row
 
 A_LAYER = Layer(2, 16, 32, 64)
@@ -182,169 +175,6 @@ def test_the_report_of_a_machine_without_gpus(tmp_path):
     text = (folder / "fused.md").read_text()
     assert f"All {len(found['rows'])} results were verified: none is wrong." in text
     assert "## 2 ranks, N = 64, K = 128" in text
-
-
-CLOCK_NS = 1_700_000_000_000_000_000  # a double cannot hold such times to the nanosecond
-
-
-def recording(events, blocks=1):
-    """A recording as the kernel writes it. Events: (block, track, begin_ns, duration_ns, phase)."""
-    recorded = timelines.empty(blocks, torch.device("cpu"))
-    for block, track, begin, duration, phase in events:
-        at = int((recorded[block, track, :, 1] != 0).sum())
-        word = duration | 1 + timelines.PHASES.index(phase) << 32
-        recorded[block, track, at] = torch.tensor([CLOCK_NS + begin, word])
-    return recorded
-
-
-def test_a_recording_becomes_lanes_of_microseconds_from_the_first_product_on():
-    events = [(0, 0, 500, 2000, "multiplying"), (0, 0, 2500, 32, "staging"), (0, 2, 600, 1900, "waiting")]
-    events += [(0, 2, 2500, 1000, "sending"), (0, 2, 3500, 4000, "gathering")]
-
-    total_us, _, lanes = timeline.decode(recording(events), consumers=2)
-
-    assert total_us == 7.0
-    assert lanes[0] == Lane(0, "consumer 0", [Event(0.0, 2.0, "multiplying"), Event(2.0, 0.032, "staging")])
-    sent = [Event(0.1, 1.9, "waiting"), Event(2.0, 1.0, "sending"), Event(3.0, 4.0, "gathering")]
-    assert lanes[2] == Lane(0, "sender 0", sent)
-
-
-def test_what_was_before_the_first_product_is_cut():
-    events = [(0, 5, -9000, 4000, "waiting"), (0, 4, -100, 300, "waiting"), (0, 0, 0, 5000, "multiplying")]
-
-    total_us, _, lanes = timeline.decode(recording(events), consumers=2)
-
-    assert total_us == 5.0
-    assert {lane.warp: lane.events for lane in lanes if lane.events} == {
-        "consumer 0": [Event(0.0, 5.0, "multiplying")],
-        "loader 0": [Event(0.0, 0.2, "waiting")],
-    }
-
-
-def test_means_are_over_all_warps_of_a_kind_and_over_blocks_that_ran():
-    events = [(block, 0, 0, 1000 * (1 + block), "multiplying") for block in (0, 1)]
-    events += [(1, 1, 0, 3000, "multiplying"), (0, 5, 0, 400, "waiting"), (0, 5, 400, 100, "gathering")]
-    events += [(0, 5, 500, 400, "waiting")]
-
-    _, means, lanes = timeline.decode(recording(events, blocks=3), consumers=2)
-
-    assert means == [
-        Mean("consumer", "multiplying", 1.5),
-        Mean("gatherer", "waiting", 0.4),
-        Mean("gatherer", "gathering", 0.05),
-    ]
-    assert {lane.block for lane in lanes} == {0, 1}
-
-
-def test_of_many_blocks_some_are_kept_evenly_spread():
-    recorded = recording([(block, 0, 0, 1000, "multiplying") for block in range(132)], blocks=132)
-
-    _, _, lanes = timeline.decode(recorded, consumers=1)
-
-    assert sorted({lane.block for lane in lanes}) == [0, 16, 33, 49, 66, 82, 99, 115]
-
-
-@pytest.mark.parametrize(
-    ("consumers", "warps"),
-    [
-        (1, {0: "consumer 0", 2: "sender 0", 3: "loader 0", 4: "gatherer 0", 5: "gatherer 1"}),
-        (2, dict(enumerate(["consumer 0", "consumer 1", "sender 0", "sender 1", "loader 0", "gatherer 0"]))),
-    ],
-)
-def test_tracks_have_the_names_of_the_warps_that_write_them(consumers, warps):
-    assert timeline.warps_of_tracks(consumers) == warps
-
-
-def test_what_is_decoded_is_what_the_kernel_writes():
-    text = (source_directory() / "device" / "matmul" / "timeline.cuh").read_text()
-
-    phases = re.search(r"enum TimelinePhase : u32 \{\s*(.*?)\};", text, re.DOTALL)[1]
-    assert re.findall(r"^ *(\w+)(?: = 1)?,", phases, re.MULTILINE) == list(timelines.PHASES)
-    assert phases.startswith("multiplying = 1,")
-    assert re.findall(r"^ +(u\d+) \w+;", text, re.MULTILINE)[:3] == ["u64", "u32", "u32"]
-    sizes = {name: int(value) for name, value in re.findall(r"constexpr u32 (\w+) = (\d+);", text)}
-    assert sizes == {"tracks": timelines.TRACKS, "track_events": timelines.TRACK_EVENTS}
-
-
-def test_the_op_with_most_rows_of_each_k_is_recorded_but_none_past_4096_or_on_the_cpu():
-    sizes = {"rows": (1, 64, 1024, 512, 8192), "columns": 8192, "features": (8192, 28672), "methods": ()}
-
-    assert [(one.m, one.k) for one in fused.recorded_layers(FusedPlan("cuda", 4, **sizes))] == [
-        (1024, 2048),
-        (1024, 7168),
-    ]
-    assert fused.recorded_layers(FusedPlan("cuda", 4, **sizes | {"rows": (1, 64)})) == []
-    assert fused.recorded_layers(FusedPlan("cuda", 4, **sizes | {"columns": 131072, "rows": (256, 1024)}))[0].m == 256
-    assert fused.recorded_layers(FusedPlan("cpu", 4, **sizes)) == []
-
-
-class Recorded:
-    """Stands in for a recorder whose last call left ``recorded``."""
-
-    tile = MatmulTile(64, 64, stages=12, whole=True)
-    timelines = ()
-
-    def __init__(self, recorded, off=0):
-        self.last, self.off = recorded, off
-
-    def __call__(self, a, w):
-        product = own_product(a, w)
-        product.view(-1)[: self.off] += 1
-        return product
-
-
-@pytest.mark.parametrize("off", [0, 3])
-def test_what_is_recorded_is_verified(monkeypatch, off):
-    recorded = recording([(0, 0, 0, 8000, "multiplying")])
-    monkeypatch.setattr(fused, "Recorder", lambda layer, ranks: Recorded(recorded, off))
-
-    found = fused.record(A_LAYER, One(1))
-
-    assert (found.m, found.n, found.k, found.tile) == (16, 32, 64, str(Recorded.tile))
-    assert (found.total_us, found.means) == (8.0, [Mean("consumer", "multiplying", 8.0)])
-    assert [lane.warp for lane in found.lanes] == ["consumer 0", "sender 0", "gatherer 0"]
-    assert found.wrong == off
-
-
-def test_a_recording_that_may_lack_events_is_none(monkeypatch):
-    events = [(0, 0, 10 * at, 10, "multiplying") for at in range(timelines.TRACK_EVENTS)]
-    monkeypatch.setattr(fused, "Recorder", lambda layer, ranks: Recorded(recording(events)))
-
-    assert "more events than there is room for" in fused.record(A_LAYER, One(1))
-
-
-def with_timeline(**changes):
-    found = Fused([row("graphar", 500.0)], [replace(A_TIMELINE, **changes)])
-    (section,) = found.sections()
-    return found, section
-
-
-def test_the_report_tells_where_the_time_of_an_op_goes():
-    _, section = with_timeline()
-
-    recorded, phases = section.body[3:]
-    assert recorded.startswith(
-        "Timeline of one call with M = 4096 and the tile `MatmulTile<64, 128, 7>`: 347 us on the first"
-    )
-    assert "| consumer | 247.9 | - | - | - | - | - |\n| sender | - | - | - | - | 93.9 | - |" in phases
-
-
-def test_a_wrong_result_that_was_recorded_is_named():
-    found, section = with_timeline(wrong=7)
-
-    assert found.verdict() == "**WRONG RESULTS: 1 of 2 (the timeline at 4096 x 8192 x 2048).**"
-    assert "The result was **WRONG**." in section.body[3]
-    assert section.figures[-1].title.startswith("WRONG RESULT: Timeline of one call with M = 4096")
-
-
-def test_a_timeline_has_a_row_a_warp_and_a_colour_a_phase():
-    _, section = with_timeline()
-
-    chart = section.figures[-1]
-    assert chart.order == [f"{block} {warp}" for block in (0, 66) for warp in ("consumer 0", "sender 0", "gatherer 0")]
-    adding = next(mark for mark in chart.marks if mark.name == "adding")
-    assert (adding.row, adding.begin, adding.value) == ("0 consumer 0", 8.0, 8.5)
-    assert list(dict.fromkeys(mark.name for mark in chart.marks)) == list(timelines.PHASES)
 
 
 @pytest.mark.usefixtures("no_gpus")

@@ -9,7 +9,7 @@ from perf.ratios import best_peer, of_best_peer, ratio
 from perf.report import Glance, Timing
 from perf.topics.fused import Fused
 from perf.topics.quantized import ErrorRow, Quantized
-from tests.perf.samples import MACHINE, REPORTS, TIMELINE, fused_row, row
+from tests.perf.samples import MACHINE, REPORTS, fused_row, row
 
 
 def test_a_row_goes_to_the_list_of_its_kind_and_a_string_to_what_was_skipped(capsys):
@@ -79,7 +79,7 @@ def test_what_lies_within_noise_is_no_shortfall():
 def test_a_verdict_names_what_is_wrong_once_and_not_all_of_it():
     rows = [fused_row("graphar", 1.0, wrong=1, m=m) for m in range(8)]
 
-    assert Fused(rows[:1] * 2, [TIMELINE]).verdict() == "**WRONG RESULTS: 2 of 3 (graphar at 0 x 8192 x 2048).**"
+    assert Fused(rows[:1] * 2).verdict() == "**WRONG RESULTS: 2 of 2 (graphar at 0 x 8192 x 2048).**"
     assert Fused(rows).verdict().endswith("graphar at 5 x 8192 x 2048 and 2 more).**")
 
 

@@ -14,13 +14,13 @@ from graphar.plan.call import Call
 from graphar.plan.factors import Factors
 from graphar.plan.policy import AllgatherMatmulPolicy, Chip
 from graphar.plan.scratch import PACK_NBYTES, SIGNAL_PAD_NBYTES, gathered_flags
-from graphar.plan.slices import gathered_rows_a_launch, row_slices
+from graphar.plan.slices import gathered_rows_a_launch
 from graphar.plan.tables import shipped_table
 from graphar.plan.work import ALLGATHER_MATMUL, Product
 from graphar.product.fused import fused_matmul
-from graphar.product.gathers import gathering_method
 from graphar.product.gemm import layout_of
 from graphar.product.operands import MatmulOperands
+from graphar.product.products import gathering_method
 from graphar.product.tensor_maps import matrix_of
 
 H200 = shipped_table("nvidia_h200")
@@ -187,12 +187,3 @@ def test_the_rows_of_a_launch_their_flags_and_scales_fit_the_scratch(world_size,
     assert -(-rows // unit_rows) <= gathered_flags(scratch.capacity)
     slots = (world_size - 1) * (4 * gathered_flags(scratch.capacity) + scratch.capacity * PACK_NBYTES)
     assert SIGNAL_PAD_NBYTES + LINE_OF_COUNTS_NBYTES + slots == scratch.nbytes
-
-
-def test_launches_cover_every_row_once():
-    counts = split(10_001, 3)
-
-    found = row_slices(counts, 1024)
-
-    assert [sum(of_rank) for of_rank in zip(*(one.count for one in found), strict=True)] == counts
-    assert all(max(one.count) <= 1024 for one in found)

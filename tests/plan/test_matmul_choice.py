@@ -77,14 +77,6 @@ def test_fewer_rows_take_torchs(panels, n):
     assert takes_own(32, n, 64, faster, panels=panels)
 
 
-def test_several_panels_take_graphars_whatever_their_shape():
-    assert [takes_own(64, panels=panels) for panels in (1, 2, 4)] == [False, True, True]
-
-
-def test_a_table_without_measured_shapes_takes_graphars():
-    assert takes_own(64, policy=replace(POLICY, against_torch=()))
-
-
 @pytest.mark.parametrize("shape", [(64, 1024, 0), (64, 0, 64)])
 def test_operands_without_elements_have_a_choice_too(shape):
     assert choose_matmul(POLICY, *shape, SMS).reason
@@ -108,17 +100,3 @@ def test_a_table_without_measured_shapes_says_so():
     policy = replace(POLICY, against_torch=())
 
     assert choose_matmul(policy, 64, 64, 64, SMS).reason == "graphar's matmul, which was not timed against torch's"
-
-
-@pytest.mark.parametrize(
-    ("m", "n", "sms", "fills"),
-    [
-        (256, 8192, 128, True),
-        (256, 8192, 132, False),
-        (257, 8192, 132, True),
-        (128, 16769, 132, True),
-        (128, 16768, 132, False),
-    ],
-)
-def test_a_wave_has_as_many_tiles_of_128_x_128_as_there_are_sms(m, n, sms, fills):
-    assert fills_wave(m, n, sms) is fills

@@ -16,7 +16,7 @@ from graphar.plan.policy import Chip
 from graphar.plan.select import Facts, needed_kernels
 from graphar.plan.slices import Slice
 from graphar.plan.tables import shipped_table
-from graphar.plan.work import Parts, Sum, TensorTuple
+from graphar.plan.work import Parts, Sum
 from graphar.ranks import agreement
 from graphar.runtime.checks import call_checks
 from tests.outside import MAX_NBYTES, load
@@ -114,14 +114,6 @@ def test_parts_may_name_a_builtin_one_too(algorithm):
     assert choose(algorithm).config.algorithm is algorithm
 
 
-def test_an_explanation_names_it():
-    ring = load()
-
-    said = select.explain(Call(Sum(1024), BF16, 0, algorithm=ring.value), FACTS)
-
-    assert (said.algorithm, said.threads, said.expected_us) == (ring.value, 256, None)
-
-
 def test_any_dtype_travels_as_bytes():
     gather = load(op="allgather")
 
@@ -153,12 +145,6 @@ def test_ranks_that_loaded_different_ones_differ_in_the_words_of_a_call():
     assert len(set(words)) == 3
     assert words[1] == f"allreduce of 8 elements of torch.bfloat16, algorithm {load()}"
     assert len(set(launches)) == 2
-
-
-def test_ranks_may_name_a_builtin_one_or_not():
-    words = [agreement.words(Call(Sum(8), BF16, 0, algorithm=one)) for one in ("auto", Algorithm.ONE_SHOT)]
-
-    assert words[0] == words[1]
 
 
 # ---- prepared -------------------------------------------------------------------------------------------------------
@@ -199,9 +185,3 @@ def test_the_ops_to_prepare_may_have_it():
     assert call_checks.check_ops("prepare", ["allgather", ring]) == ["allgather", ring.value]
     with pytest.raises(ValueError, match=r"ops must be a list with any of .*, got "):
         call_checks.check_ops("prepare", ["ring@123"])
-
-
-def test_a_tuple_is_gathered_by_builtin_kernels():
-    work = TensorTuple((BF16,) * 2, ((8,),) * 2, (4,) * 4)
-
-    assert select.select(Call(work, BYTE, 0), FACTS).config.algorithm is Algorithm.ALLGATHER_FLAGGED

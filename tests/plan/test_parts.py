@@ -8,9 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from graphar.numerics.dtypes import BYTE, TYPE_NAMES
 from graphar.plan import scratch
-from graphar.plan.algorithms import COMPRESSING, Algorithm
+from graphar.plan.algorithms import Algorithm
 from graphar.plan.call import Call, Operands
 from graphar.plan.entries import by_entries, fitted
 from graphar.plan.entries import config_of as config_of_entry
@@ -23,7 +22,7 @@ from graphar.ranks.agreement import Fingerprints
 from graphar.ranks.rendezvous import Alone
 from graphar.runtime import compiler
 from graphar.runtime.bind import collective, launches
-from graphar.runtime.catalogue import KERNELS, file_of
+from graphar.runtime.catalogue import file_of
 from graphar.runtime.runner import Runner
 from tests.plan.test_algorithms import assert_can_run
 
@@ -48,39 +47,11 @@ def text_of(algorithm):
 # ---- which algorithm does what --------------------------------------------------------------------------------------
 
 
-def test_every_kernel_is_of_one_op():
-    ops = {name: (Algorithm(name).op, Algorithm(name).row.takes_codec) for name in KERNELS}
-
-    assert ops.pop("reducescatter_push") == ops.pop("reducescatter_lossless") == ("reducescatter", False)
-    assert {ops.pop(f"allgather_{how}") for how in ("flagged", "push", "lossless")} == {("allgather", False)}
-    assert {ops.pop(f"alltoall_{how}") for how in ("flagged", "push")} == {("alltoall", False)}
-    assert ops.pop("quantized_reducescatter") == ("reducescatter", True)
-    assert ops.pop("quantized_two_shot_push") == ops.pop("quantized_two_shot_pipelined") == ("allreduce", True)
-    assert set(ops.values()) == {("allreduce", False)}
-
-
-def test_what_adds_has_a_kernel_for_each_type_and_what_moves_one_for_bytes():
-    moving = {f"{op}_{how}" for op in ("allgather", "alltoall") for how in ("flagged", "push")}
-    assert {Algorithm(name).row.dtypes for name in moving} == {(BYTE,)}
-    compressing = {one.value for one in COMPRESSING.values()}
-    assert {Algorithm(name).row.dtypes for name in compressing} == {(torch.bfloat16,)}
-    for name in set(KERNELS) - moving - compressing:
-        assert Algorithm(name).row.dtypes == tuple(TYPE_NAMES)
-
-
 # ---- grids ----------------------------------------------------------------------------------------------------------
 
 
 def config_of(op, nbytes):
     return by_entries(PARTS[op], 1, nbytes)
-
-
-@both
-def test_entries_are_sorted_and_the_last_takes_any_size(op):
-    limits = [entry["max_nbytes"] for entry in PARTS[op]]
-
-    assert limits[-1] is None
-    assert limits[:-1] == sorted(limits[:-1])
 
 
 @both
@@ -94,33 +65,11 @@ def test_a_grid_is_one_its_kernel_can_run(op):
 
 
 @both
-def test_a_block_more_than_have_a_pack_is_launched(op):
-    in_one_block = PARTS[op][0]["threads"] * PACK_NBYTES
-
-    assert config_of(op, 1).blocks == 2
-    assert config_of(op, in_one_block).blocks == 2
-    assert config_of(op, in_one_block + 1).blocks == 3
-
-
-@both
 def test_a_threshold_is_the_last_size_of_its_entry(op):
     assert len(PARTS[op]) > 1
     for entry, following in pairwise(PARTS[op]):
         for one, nbytes in ((entry, entry["max_nbytes"]), (following, entry["max_nbytes"] + 1)):
             assert config_of(op, nbytes) == fitted(config_of_entry(one), 1, nbytes)
-
-
-def test_allgather_flagged_has_room_for_every_part_it_is_chosen_for():
-    chosen = [entry["max_nbytes"] for entry in PARTS["allgather"] if entry["algorithm"] == FLAGGED]
-
-    assert max(chosen) == scratch.Sizes.allgather_flagged_nbytes
-
-
-def test_the_tuning_tables_know_nothing_of_them():
-    tables = [shipped_table(name) for name in ("default", "nvidia_h200")]
-    named = {one["algorithm"] for table in tables for entries in table.rows.values() for one in entries}
-
-    assert named.isdisjoint({REDUCESCATTER.value, ALLGATHER.value, FLAGGED.value})
 
 
 # ---- scratch --------------------------------------------------------------------------------------------------------

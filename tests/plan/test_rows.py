@@ -328,15 +328,3 @@ def test_matmuls_follow_its_policy_and_sms(table):
     tiles = [matmuls.tiles_to_load(policy, scattered, work, CHIP, 4) for work in works]
     assert tiles[1:] == [(policy.small_tile,), (policy.large_tile,)]
     assert tiles[0][0] not in (policy.large_tile, policy.alternating_tile)
-
-
-def test_communicators_choices_are_those_of_its_table(table, monkeypatch):
-    with graphar.Communicator(devices=["cuda:0", "cuda:1", "cuda:2", "cuda:3"]) as communicator:
-        monkeypatch.setattr(communicator.engine, "find_runner", lambda device: True)
-        communicator.engine.table = table
-        x = torch.empty(1 << 24, dtype=torch.bfloat16, device="meta")
-
-        assert communicator.engine.explain(Call.of(Sum(1 << 24), x), x).reason == (
-            "the fastest by table 'nvidia_b999' for 4 ranks and 33554432 bytes"
-        )
-        assert communicator.engine.select(Call.of(Parts("reducescatter", (1 << 22,) * 4), x), x).config.blocks == 7

@@ -14,13 +14,12 @@ from graphar import Codec
 from graphar.numerics.codecs import NAMES, codec
 from graphar.plan.algorithms import Algorithm
 from graphar.plan.call import Call
-from graphar.plan.entries import measured_config
+from graphar.plan.entries import expected_quantized_us, expected_us, measured_config
 from graphar.plan.policy import Chip
 from graphar.plan.select import Facts, needed_kernels, select
 from graphar.plan.sizes import MB
-from graphar.plan.tables import DEFAULT, Table, problem_with, shipped_table
+from graphar.plan.tables import DEFAULT, Table, shipped_table
 from graphar.plan.tiles import SUMMED_TILES
-from graphar.plan.times import expected_quantized_us, expected_us
 from graphar.plan.work import Sum
 from graphar.runtime import cache, launcher, life, setup
 from graphar.runtime.user_tables import find_table
@@ -191,8 +190,9 @@ def test_a_bad_table_of_the_users_is_ignored_with_one_warning_that_says_why(user
 def test_malformed_points_are_refused(points):
     content = json.loads(MINE.to_json())
 
-    assert problem_with(content | {"measured": {"2": [[1, 0.5], [2, 1]]}}) is None
-    assert problem_with(content | {"measured": {"2": points}}).startswith("2 ranks: measured points must be [bytes,")
+    assert Table.from_json(json.dumps(content | {"measured": {"2": [[1, 0.5], [2, 1]]}})).measured
+    with pytest.raises(ValueError, match=r"^2 ranks: measured points must be \[bytes,"):
+        Table.from_json(json.dumps(content | {"measured": {"2": points}}))
 
 
 @pytest.mark.parametrize(
@@ -207,7 +207,7 @@ def test_an_entry_may_have_the_smallest_and_the_largest_grid(algorithm, grid):
     entry = {"max_nbytes": 1, "algorithm": algorithm, **grid}
     content = json.loads(MINE.to_json())
 
-    assert problem_with(content | {"rows": {"2": [entry, *content["rows"]["2"]]}}) is None
+    assert Table.from_json(json.dumps(content | {"rows": {"2": [entry, *content["rows"]["2"]]}})).rows[2][0] == entry
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff", b'"rows"'])

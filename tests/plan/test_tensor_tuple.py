@@ -13,10 +13,10 @@ from graphar.plan.config import Kernel, kernel_of
 from graphar.plan.policy import Chip
 from graphar.plan.select import Facts
 from graphar.plan.tables import shipped_table
-from graphar.plan.work import MAX_TENSORS, Parts, TensorTuple
+from graphar.plan.work import Parts, TensorTuple
 from graphar.ranks import agreement
 from graphar.ranks.agreement import Fingerprints
-from graphar.runtime import catalogue, compiler
+from graphar.runtime import catalogue
 from graphar.runtime.bind import collective, tensor_tuple
 from graphar.runtime.runner import Runner
 
@@ -73,12 +73,6 @@ def test_its_kernels_are_prepared_by_a_name_of_their_own():
     kernels = list(select.needed_kernels(FACTS, ["allgather_tuple"], (), None))
 
     assert kernels == [Kernel(one, BYTE, template="TupleArguments") for one in (FLAGGED, PUSH)]
-
-
-def test_a_launch_has_the_tensors_that_the_kernels_have_room_for():
-    text = (compiler.source_directory() / "device/arguments.cuh").read_text()
-
-    assert f"constexpr int max_tensors = {MAX_TENSORS};" in text
 
 
 def test_a_launch_is_given_every_tensor_and_the_rows_of_every_rank(monkeypatch):

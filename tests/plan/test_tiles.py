@@ -17,12 +17,11 @@ from graphar.plan.tables import shipped_table
 from graphar.plan.tiles import SKINNY_TILES, skinny_tile, travels_in_tiles
 from graphar.plan.work import ALLGATHER_MATMUL, MATMUL_ALLREDUCE, MATMUL_REDUCESCATTER, Product
 from graphar.product import fused
-from graphar.product.fused import fused_matmul
+from graphar.product.fused import box_rows, fused_matmul
 from graphar.product.gemm import layout_of
 from graphar.product.operands import MatmulOperands
 from graphar.product.products import takes_tiles
 from graphar.product.tensor_maps import matrix_of
-from graphar.product.tile_launches import box_rows
 
 H200 = shipped_table("nvidia_h200")
 POLICY, SMS, CHIP = H200.matmul, 132, Chip(132, "sm_90a")

@@ -15,7 +15,7 @@ from graphar.plan.algorithms import Algorithm
 from graphar.plan.call import Call, Operands
 from graphar.plan.scratch import MATMUL_BOX_COLUMNS, MATMUL_BOX_ROWS, MATMUL_PARTIAL_PLACES
 from graphar.plan.slices import rows_a_launch
-from graphar.plan.tiles import LAYOUTS, PARTIAL_TILES, SKINNY_TILES, MatmulTile, SkinnyTile, skinny_tile
+from graphar.plan.tiles import LAYOUTS, PARTIAL_TILES, SKINNY_TILES, SkinnyTile, skinny_tile
 from graphar.plan.work import MATMUL_ALLREDUCE, MATMUL_REDUCESCATTER, Product
 from graphar.product import fused, products
 from graphar.product.fused import fused_matmul
@@ -62,10 +62,13 @@ def test_results_take_it_whose_partials_have_as_many_bytes_as_rounded_ones_that_
         (64, {"columns": 1024}, False),
         (64, {"op": MATMUL_REDUCESCATTER}, False),
         (64, {"epilogue": form_to_prepare("-v")}, False),
+        (4096, {"bias": True}, True),
+        (4096, {"epilogue": form_to_prepare("-v")}, True),
+        (4096, {"norm": (1e-6, 0.0)}, False),
     ],
-    ids=["one row", "bias", "few columns", "scattered", "epilogue"],
+    ids=["one row", "bias", "few columns", "scattered", "epilogue", "many: bias", "many: epilogue", "many: norm"],
 )
-def test_few_rows_take_a_skinny_kernel_where_they_do_so_in_the_order_of_ranks(rows, options, taken):
+def test_results_take_one_kernel_where_they_do_so_in_the_order_of_ranks(rows, options, taken):
     assert takes(rows=rows, **options) == taken
 
 
@@ -91,15 +94,6 @@ def test_shared_memory_of_a_skinny_tile_holds_its_rows_in_fp32():
         partial = skinny_tile(tile.rows, 4)
         assert partial.shared_nbytes - tile.shared_nbytes == 8192
         assert partial.shared_nbytes + STATIC_NBYTES <= MOST_SHARED_NBYTES
-
-
-def test_a_bias_and_an_epilogue_are_added_in_it():
-    assert takes(bias=True)
-    assert takes(epilogue=form_to_prepare("-v"))
-
-
-def test_with_a_norm_it_is_multiplied_and_then_summed():
-    assert not takes(norm=(1e-6, 0.0))
 
 
 def test_communicators_that_share_a_gpu_multiply_and_then_sum():
@@ -135,12 +129,6 @@ def test_shared_memory_holds_operands_and_a_whole_tile_in_fp32():
         loaded = tile.stages * (tile.rows + tile.columns) * 128
         assert tile.shared_nbytes == loaded + tile.rows * tile.columns * 4 + 2 * tile.stages * 8
         assert tile.shared_nbytes + STATIC_NBYTES <= MOST_SHARED_NBYTES
-
-
-@pytest.mark.parametrize("options", [{"leaves": 8, "columns": 128}, {"leaves": 2, "split": 2}, {"whole": False}])
-def test_a_tile_without_room_for_its_partials_is_refused(options):
-    with pytest.raises(ValueError, match="a whole tile in fp32"):
-        MatmulTile(**{"rows": 64, "columns": 64, "stages": 2, "whole": True, "partials": True} | options)
 
 
 def tiles_of(counts, columns, world_size):

@@ -18,12 +18,18 @@ from graphar.plan.slices import Slice, row_slices
 from graphar.plan.tables import shipped_table
 from graphar.plan.tiles import FP8_TILES, GATHERED_TILES, LAYOUTS, SKINNY_TILES, SUMMED_TILES
 from graphar.plan.work import Product
-from graphar.product import fused, gemm, tile_launches
-from graphar.product.fused import fused_matmul, place_gathering
+from graphar.product import fused, gemm
+from graphar.product.fused import (
+    Matrices,
+    fused_matmul,
+    gathered_tiles,
+    place_gathering,
+    skinny,
+    summed_tiles,
+)
 from graphar.product.gemm import layout_of
 from graphar.product.operands import MatmulOperands
 from graphar.product.tensor_maps import matrix_of
-from graphar.product.tile_launches import Matrices, gathered_tiles, skinny, summed_tiles
 from graphar.runtime import launcher
 
 TILE, MEMBER, COUNTS = GATHERED_TILES[0], SimpleNamespace(rank=0, device=0), (16, 16)
@@ -106,11 +112,11 @@ def test_boxes_of_rows_are_no_higher_than_their_owners_part(monkeypatch, tile):
     def tensor_map(matrix, box_rows):
         if matrix.columns == k:
             boxes[matrix.rows] = box_rows
-        return tile_launches.TensorMap()
+        return fused.TensorMap()
 
-    for module in (gemm, tile_launches):
+    for module in (gemm, fused):
         monkeypatch.setattr(module, "tensor_map", tensor_map)
-    monkeypatch.setattr(tile_launches, "weight_map", lambda *given: None)
+    monkeypatch.setattr(fused, "weight_map", lambda *given: None)
     a, w, out = (torch.empty(shape, dtype=torch.bfloat16) for shape in ((40, k), (456, k), (sum(counts), 456)))
     arguments = SimpleNamespace(world_size=len(counts), rank=1, scratch=[0] * len(counts), capacity=1 << 20)
     (one,) = row_slices(counts, 256)
@@ -128,9 +134,9 @@ def scaled(k=256, rows=32):
 
 
 def test_each_launch_has_the_scales_of_its_rows(monkeypatch):
-    monkeypatch.setattr(tile_launches, "rows_map", lambda *given: tile_launches.TensorMap())
-    monkeypatch.setattr(tile_launches, "tensor_map", lambda *given: tile_launches.TensorMap())
-    monkeypatch.setattr(tile_launches, "weight_map", lambda *given: None)
+    monkeypatch.setattr(fused, "rows_map", lambda *given: fused.TensorMap())
+    monkeypatch.setattr(fused, "tensor_map", lambda *given: fused.TensorMap())
+    monkeypatch.setattr(fused, "weight_map", lambda *given: None)
     own, counts = scaled(), (32, 32)
     matrices = Matrices(matrix_of(own.a), matrix_of(own.w), "by_rows", own.out, beside=own.placed)
     arguments = SimpleNamespace(world_size=2, rank=0, scratch=[0, 0], capacity=1 << 20)
@@ -197,10 +203,10 @@ KINDS += [(gathered_tiles, tile) for tile in GATHERED_TILES] + [(skinny, tile) f
 
 def grid_of(monkeypatch, kind, tile, sms, columns, communicators=2):
     """The grid of a launch whose result has so many columns."""
-    monkeypatch.setattr(tile_launches, "tensor_map", lambda *given: tile_launches.TensorMap())
-    monkeypatch.setattr(tile_launches, "operand_maps", lambda *given: [tile_launches.TensorMap()])
-    monkeypatch.setattr(tile_launches, "rows_map", lambda *given: tile_launches.TensorMap())
-    monkeypatch.setattr(tile_launches, "weight_map", lambda *given: None)
+    monkeypatch.setattr(fused, "tensor_map", lambda *given: fused.TensorMap())
+    monkeypatch.setattr(fused, "operand_maps", lambda *given: [fused.TensorMap()])
+    monkeypatch.setattr(fused, "rows_map", lambda *given: fused.TensorMap())
+    monkeypatch.setattr(fused, "weight_map", lambda *given: None)
     rows = tile.rows if kind is skinny else 64 * tile.rows
     a, w, out = (torch.empty(shape, dtype=torch.bfloat16) for shape in ((rows, 8), (columns, 8), (rows, columns)))
     arguments = SimpleNamespace(world_size=2, rank=0, scratch=[0, 0], capacity=1 << 20)

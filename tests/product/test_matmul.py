@@ -3,7 +3,6 @@
 import io
 import itertools
 import json
-import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -14,14 +13,14 @@ import pytest
 import torch
 
 from graphar.errors import UnsupportedError
-from graphar.plan.algorithms import MATMUL_TYPES, Algorithm
+from graphar.plan.algorithms import MATMUL_TYPES
 from graphar.plan.best_tile import Shape, Sms, alone, best_tile
 from graphar.plan.tables import shipped_table
 from graphar.plan.tiles import FP8_TILES, LAYOUTS, LEAF_COUNTS, LEAF_TILES, MATMUL_TILES, MatmulTile
 from graphar.product import gemm, tensor_maps
 from graphar.product.tensor_maps import Matrix, matrix_of
 from graphar.runtime import compiler
-from graphar.runtime.catalogue import fused_matmul_source, matmul_source
+from graphar.runtime.catalogue import matmul_source
 from perf.cubin import resources
 
 POLICY = shipped_table("nvidia_h200").matmul
@@ -80,16 +79,6 @@ def test_the_assembler_keeps_the_products_asynchronous_and_all_sums_in_registers
     assert_asynchronous_and_in_registers(matmul_source(torch.bfloat16, tile, layout, out_dtype), tile.threads)
 
 
-@pytest.mark.parametrize("tile", [POLICY.large_tile, POLICY.alternating_tile], ids=str)
-def test_a_kernel_that_records_what_it_does_has_all_sums_in_registers_too(tile):
-    recorded = replace(tile, recorded=True)
-    source = fused_matmul_source(Algorithm.MATMUL_ALLREDUCE, torch.bfloat16, 4, recorded, "by_rows")
-    image, symbol, log = compile_with_log(source)
-
-    assert log.strip() == ""
-    assert resources(image, symbol).stack_nbytes == 0
-
-
 def test_the_assembler_tells_of_a_sum_that_is_touched_too_early(monkeypatch, tmp_path):
     sources = shutil.copytree(compiler.source_directory(), tmp_path / "cuda_src")
     monkeypatch.setattr(compiler, "source_directory", lambda: sources)
@@ -125,28 +114,6 @@ def test_tiles_have_the_leaves_under_which_they_are_listed():
     assert {leaves: {tile.leaves for tile in tiles} for leaves, tiles in LEAF_TILES.items()} == {
         leaves: {leaves} for leaves in LEAF_COUNTS
     }
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"leaves": 3}, "a tile must have (1, 2, 4, 8) leaves, got 3"),
-        ({"leaves": 2, "alternating": True}, "consumers that alternate, and three consumers, have too few registers"),
-        ({"leaves": 2, "rows": 192}, "consumers that alternate, and three consumers, have too few registers"),
-        ({"leaves": 2, "split": 4}, "2 leaves cannot be split between 4 thread blocks"),
-        ({"leaves": 8, "split": 3}, "8 leaves cannot be split between 3 thread blocks"),
-        ({"leaves": 2, "split": 2, "cluster": 2}, "blocks that split leaves share no loads, and have no shared memory"),
-        (
-            {"leaves": 8, "split": 2, "columns": 160},
-            "blocks that split leaves share no loads, and have no shared memory",
-        ),
-        ({"leaves": 8, "split": 8, "columns": 96}, "8 thread blocks exchange whole packs: of 96 columns they cannot"),
-        ({"leaves": 8, "split": 2, "tail_split": 2}, "leaves are split in all rounds, or in the last one alone"),
-    ],
-)
-def test_a_tile_that_no_kernel_can_compute_is_refused(options, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
-        MatmulTile(**{"rows": 64, "columns": 64, "stages": 2} | options)
 
 
 def name_of(tile):

@@ -15,12 +15,11 @@ from graphar.plan.call import Call as PlannedCall
 from graphar.plan.call import Operands
 from graphar.plan.tiles import MatmulTile, narrow, travels_in_tiles
 from graphar.plan.work import Product
-from graphar.product import fused, timelines
+from graphar.product import fused
 from graphar.product.fused import fused_matmul
 from graphar.product.gemm import matmul
 from graphar.runtime import catalogue, launcher
 from graphar.runtime.engine import Engine
-from perf.timeline import decode
 from tests.cases import same_bits
 from tests.gpu import Ranks
 
@@ -44,11 +43,6 @@ every_tile = pytest.mark.parametrize(
     [pytest.param(op, tile, id=f"{op}-{tile}") for op in SUMMED_TILE_KERNELS for tile in summed_tiles(op)],
 )
 CODECS = (Codec(8), Codec(4), Codec(3, 64, scale_dtype=torch.float32))
-RECORDED = (  # of one consumer, and of two that share tiles or take turns
-    MatmulTile(64, 128, stages=8, whole=True),
-    MatmulTile(128, 128, stages=6, cluster=2, whole=True),
-    MatmulTile(64, 128, stages=7, cluster=2, whole=True, alternating=True),
-)
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper")]
 
@@ -99,14 +93,14 @@ class Call:
             total = (total + self.bias[0].float()).to(dtype)
         self.expected = total.split(counts) if scattered else [total] * len(counts)
 
-    def run(self, ranks: Ranks, tile=None, timelines=None) -> None:
+    def run(self, ranks: Ranks, tile=None) -> None:
         engine, codec = ranks.communicator.engine, self.codec.text if self.codec else ""
         assert engine.find_runner(torch.device("cuda:0"))
         operands = [
             Operands((a, w) if bias is None else (a, w, bias), (out,))
             for a, w, bias, out in zip(self.a, self.w, self.bias, self.out, strict=True)
         ]
-        run_fused(engine, self.op, self.counts, operands, codec, tile=tile, timelines=timelines)
+        run_fused(engine, self.op, self.counts, operands, codec, tile=tile)
 
     def forget(self) -> None:
         for out in self.out:
@@ -156,25 +150,6 @@ def test_what_is_not_finite_spoils_its_bucket_and_no_other(ranks, op, found):
     call.run(ranks)
     call.check(ranks)
     assert any(expected.isnan().any() for expected in call.expected)
-
-
-@pytest.mark.parametrize("tile", RECORDED, ids=str)
-@every_op
-def test_a_recorded_call_gives_the_same_bits_and_tells_what_each_warp_did(ranks, op, tile):
-    call = Call(op, parts_of(2048, ranks.world_size), 1024, 256)
-    sms = [torch.cuda.get_device_properties(rank).multi_processor_count for rank in range(ranks.world_size)]
-    recorded = [timelines.empty(count, torch.device("cuda", rank)) for rank, count in enumerate(sms)]
-    call.run(ranks, tile, recorded)
-    call.check(ranks)
-    for timeline in recorded:
-        total_us, means, lanes = decode(timeline.cpu(), tile.consumers)
-        spent_us = {(mean.warp, mean.phase): mean.time_us for mean in means}
-        told = {phase for _, phase in spent_us}
-        assert told == set(timelines.PHASES) - ({"gathering"} if op == "matmul_reducescatter" else set())
-        assert all(0 < time_us <= total_us < 1e7 for time_us in spent_us.values())
-        for lane in lanes:
-            for one, after in itertools.pairwise(lane.events):
-                assert one.begin_us + one.duration_us <= after.begin_us + 0.002, lane
 
 
 @every_op

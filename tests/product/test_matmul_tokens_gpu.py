@@ -14,7 +14,6 @@ from graphar.plan.matmuls import fused_algorithm
 from graphar.plan.tiles import SKINNY_TILES
 from graphar.product import products
 from graphar.product.gemm import matmul
-from graphar.runtime import launcher
 from graphar.runtime.catalogue import SKINNY_KERNELS
 from tests import inside
 from tests.cases import same_bits
@@ -126,15 +125,6 @@ def test_results_wider_than_the_gpu_has_sms_for(ranks: Ranks, op):
         assert ranks.calls_of(op) == before + 1
 
 
-def test_ranks_whose_devices_have_unlike_numbers_of_sms_have_equal_grids(fresh_ranks: Ranks, monkeypatch):
-    monkeypatch.setattr(launcher, "sm_count", lambda device: 100 - 23 * device)
-    for m in ROWS:
-        layer = Layer(fresh_ranks, integers, m, 8192, 320)
-        layer.run()
-        layer.check(layer.specified(), m)
-    assert fresh_ranks.communicator.engine.runner.chip.sms == 100 - 23 * (fresh_ranks.world_size - 1)
-
-
 @pytest.mark.parametrize("tile", SKINNY_TILES, ids=str)
 @pytest.mark.parametrize("transposed", [False, True])
 def test_the_bits_are_those_of_graphars_matmul_that_is_then_reduced(ranks: Ranks, tile, transposed):
@@ -143,19 +133,6 @@ def test_the_bits_are_those_of_graphars_matmul_that_is_then_reduced(ranks: Ranks
         layer.run()
         expected = reference.allreduce([matmul(a, w).to("cuda:0") for a, w in zip(layer.a, layer.w, strict=True)])
         layer.check(expected, k)
-
-
-def test_random_data_are_close_to_float64_and_alike_on_all_ranks(ranks: Ranks):
-    for dtype, m in itertools.product(MATMUL_TYPES, (1, 16, 64)):
-        layer = Layer(ranks, normal, m, 1024, 2048, dtype, biased=True)
-        layer.run()
-        a, w = ([x.double() for x in xs] for xs in layer.on_first())
-        products = [x @ y.t() for x, y in zip(a, w, strict=True)]
-        exact = sum(products) + layer.bias[0].double()
-        absolute = sum(x.abs() @ y.abs().t() for x, y in zip(a, w, strict=True))
-        bound = torch.finfo(dtype).eps * (sum(one.abs() for one in products) + exact.abs()) + absolute * 2.0**-14
-        layer.check(layer.out[0])
-        assert ((layer.out[0].double() - exact).abs() <= bound).all()
 
 
 def test_ranks_may_differ_in_k_and_in_where_their_operands_lie(ranks: Ranks, op):
@@ -215,45 +192,6 @@ def test_sizes_change_from_call_to_call_with_a_rank_late_now_and_then(ranks: Ran
             layers[at].check(expected[at])
 
 
-def test_many_calls_without_a_wait_between(ranks: Ranks):
-    layers = [Layer(ranks, integers, m, 8192, 256, seed=turn) for turn, m in enumerate((1, 16, 64, 5) * 16)]
-
-    for layer in layers:
-        layer.run()
-
-    for turn, layer in enumerate(layers):
-        layer.check(layer.specified(), turn)
-
-
-def test_a_weight_written_just_before_is_the_one_multiplied(ranks: Ranks):
-    """A kernel that is launched early reads its operands only after its predecessor."""
-    layer, other = (Layer(ranks, integers, 16, 8192, 2048, seed=seed) for seed in (0, 1))
-    layer.run()
-    for turn in range(20):
-        now = other if turn % 2 else layer
-        expected = now.specified()
-        target = Layer(ranks, integers, 16, 8192, 2048, seed=2)
-        target.run()
-        for mine, theirs in zip((*target.a, *target.w), (*now.a, *now.w), strict=True):
-            mine.copy_(theirs)
-        target.run()
-        target.check(expected, turn)
-
-
-@pytest.mark.parametrize("m", ROWS)
-@pytest.mark.parametrize("n", COLUMNS)
-def test_an_input_written_just_before_is_the_one_that_a_constant_weight_multiplies(ranks: Ranks, m, n):
-    layer = Layer(ranks, integers, m, n, 7168)
-    inputs = [[-a for a in layer.a], layer.a]
-    layer.a = [torch.zeros_like(a) for a in layer.a]
-    layer.run(constant_weight=True)
-    for turn in range(10):
-        for mine, theirs in zip(layer.a, inputs[turn % 2], strict=True):
-            mine.copy_(theirs)
-        layer.run(constant_weight=True)
-        layer.check(layer.specified(), turn)
-
-
 def chained(layers: list[Layer], norm: list, constant_weight: bool) -> list[list[torch.Tensor]]:
     """The normed rows and residuals of layers that follow one another, by layer and rank."""
     how = {"partition": "tiles", "constant_weight": constant_weight, "group": layers[0].ranks.communicator}
@@ -278,24 +216,6 @@ def test_layers_whose_kernels_are_launched_early_behind_norms_replay_with_consta
         ranks.communicator.synchronize()
         wrong = [same_bits(*pair) for pairs in zip(found, expected, strict=True) for pair in zip(*pairs, strict=True)]
         assert wrong == [0] * len(wrong)
-
-
-@pytest.mark.parametrize("m", [1, 16, 64])
-def test_a_graph_replays_also_between_other_calls(ranks: Ranks, m):
-    captured, other = Layer(ranks, integers, m, 8192, 512), Layer(ranks, integers, 7, 1032, 128, seed=1)
-    expected = captured.specified(), other.specified()
-    for layer in (captured, other):
-        layer.run()
-    graph = ranks.capture(lambda: [captured.run() for _ in range(4)])
-    for turn in range(100):
-        captured.forget()
-        graph.replay()
-        if turn % 10 == 0:
-            ranks.communicator.synchronize()  # the other devices' streams know nothing of the graph
-            other.forget()
-            other.run()
-            other.check(expected[1], turn)
-        captured.check(expected[0], turn)
 
 
 def test_epochs_wrap(fresh_ranks, op):

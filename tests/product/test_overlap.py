@@ -14,15 +14,12 @@ from graphar.plan.call import Call, Operands
 from graphar.plan.policy import MeasuredMatmul, TileCost
 from graphar.plan.tables import shipped_table
 from graphar.plan.work import MATMUL_ALLREDUCE, MATMUL_REDUCESCATTER, Parts, Product, Sum
-from graphar.product import overlap, then
-from graphar.product.multiply import own, step
-from graphar.product.multiply.by_torch import ByTorch
-from graphar.product.multiply.choice import Chosen, choose
-from graphar.product.multiply.own import Own
+from graphar.product import multiply as multiplying
+from graphar.product import then
+from graphar.product.multiply import ByTorch, Chosen, Own, choose
 from graphar.product.operands import MatmulOperands, Step
-from graphar.product.overlap import Beside
 from graphar.product.tensor_maps import matrix_of
-from graphar.product.then import Then
+from graphar.product.then import Beside, Then
 from graphar.runtime import launcher
 from graphar.runtime.bind import collective, norm
 from graphar.runtime.plan import Plan
@@ -37,7 +34,7 @@ class Recorder:
     def __init__(self, monkeypatch):
         self.events, self.current = [], "main"
         streams = {name: self._stream(name) for name in ("main", "side")}
-        monkeypatch.setattr(overlap, "streams_of", lambda device: (streams["main"], streams["side"]))
+        monkeypatch.setattr(then, "streams_of", lambda device: (streams["main"], streams["side"]))
         monkeypatch.setattr(torch.cuda, "stream", self._enter)
         monkeypatch.setattr(Then, "_bind", lambda then, one, products: self._multiply)
         monkeypatch.setattr(Then, "_take", lambda then, at, is_beside, *rest: self.sum_panel(at, then, is_beside))
@@ -145,15 +142,16 @@ def gemm(monkeypatch):
     """Stands in for graphar's matmul and records the operands' shapes, the SMs and the tile of each call."""
     made, tiles = [], []
 
-    def bind(a, w, out, sms, tile):
+    def bind(step, sms, tile):
+        a, w, out, *_ = step
         made.append((list(a.shape), list(w.shape), sms))
         tiles.append(tile)
         return lambda stream: out.copy_(a @ w.t())
 
     fake = SimpleNamespace(bind=bind, why_not=lambda *step: "", sm_count=lambda device: 132, made=made, tiles=tiles)
     fake.weight_of = lambda w: ("by_rows", None)
-    monkeypatch.setattr(own, "gemm", fake)
-    monkeypatch.setattr(own, "lacks_software", lambda: None)
+    monkeypatch.setattr(multiplying, "gemm", fake)
+    monkeypatch.setattr(multiplying, "lacks_software", lambda: None)
     monkeypatch.setattr(launcher, "sm_count", lambda device: fake.sm_count(device))
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0))
@@ -285,7 +283,7 @@ def test_a_batch_invariant_product_of_misaligned_operands_is_graphars_too(gemm):
 @pytest.mark.parametrize("missing", ["", "cuda-python is not installed"])
 def test_a_batch_invariant_product_that_graphars_matmul_cannot_compute_is_an_error(gemm, monkeypatch, missing):
     gemm.why_not = lambda *step: "the columns of out must be a multiple of 8, got 12"
-    monkeypatch.setattr(own, "lacks_software", lambda: missing)
+    monkeypatch.setattr(multiplying, "lacks_software", lambda: missing)
 
     with pytest.raises(UnsupportedError, match=f"no batch-invariant kernel: {missing or 'the columns of out'}"):
         multiply(on_gpu(4, 8), on_gpu(12, 8), "batch_invariant", None, [4])
@@ -343,20 +341,11 @@ def test_a_batch_invariant_call_on_the_cpu_is_an_error(op):
         of_two_ranks(op, "batch_invariant")
 
 
-# ---- how many blocks ------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def bound(monkeypatch):
-    """A communicator that believes in two GPUs, and the configurations that it would launch."""
-    configs = []
-
-    def bind_kernel(engine, call, config):
-        configs.append(config)
-        return Plan(lambda ranks: None, config)
-
+    """A communicator that believes in two GPUs, whose kernels launch nothing."""
     communicator = graphar.Communicator(devices=["cuda:0", "cuda:1"])
-    monkeypatch.setattr(collective, "bind_kernel", bind_kernel)
+    monkeypatch.setattr(collective, "bind_kernel", lambda engine, call, config: Plan(lambda ranks: None, config))
     monkeypatch.setattr(communicator.engine, "find_runner", lambda device: True)
     communicator.engine.table = shipped_table("nvidia_h200")
     communicator.engine.runner = SimpleNamespace(
@@ -366,39 +355,12 @@ def bound(monkeypatch):
         announced=contextlib.nullcontext,
         close=lambda: None,
     )
-    yield communicator, configs
+    yield communicator
     communicator.close()
-
-
-def operands(xs, outs):
-    return [Operands((x,), (out,)) for x, out in zip(xs, outs, strict=True)]
 
 
 def pair(numel):
     return [torch.empty(numel, dtype=torch.bfloat16, device="meta")] * 2
-
-
-@pytest.mark.parametrize("numel", [8, 1 << 20, 1 << 24])
-@pytest.mark.parametrize("codec", ["", "int8"])
-def test_a_sum_beside_something_has_no_more_blocks_than_it_may(bound, numel, codec):
-    communicator, configs = bound
-
-    for blocks in (None, 24):
-        x, counts = pair(numel)[0], (numel // 2, numel // 2)
-        for work, length in ((Sum(numel, codec), numel), (Parts("reducescatter", counts, codec), numel // 2)):
-            communicator.engine.run(Call.of(work, x, blocks=blocks), operands(pair(numel), pair(length)))
-
-    free, held = configs[:2], configs[2:]
-    assert [one.blocks for one in held] == [min(one.blocks, 24) for one in free]
-
-
-@pytest.mark.parametrize(("numel", "algorithm"), [(8, "one_shot_push"), (1 << 20, "two_shot_pipelined")])
-def test_a_large_sum_of_few_blocks_is_pipelined(bound, numel, algorithm):
-    communicator, configs = bound
-
-    communicator.engine.run(Call.of(Sum(numel), pair(numel)[0], blocks=24), operands(pair(numel), pair(numel)))
-
-    assert configs[0].algorithm == algorithm
 
 
 # ---- what is explained ---------------------------------------------------------------------------------------------
@@ -431,32 +393,29 @@ def explained(communicator, work, k):
     ],
 )
 def test_it_is_told_whose_matmul_multiplies_and_why_also_if_k_alone_differs(bound, gemm, partition, k, words):
-    communicator, _ = bound
-    communicator.engine.table = MEASURED.table
+    bound.engine.table = MEASURED.table
     work = SUMMED._replace(partition=partition)
 
-    explained(communicator, work, 4)  # makes the plan of all K
+    explained(bound, work, 4)  # makes the plan of all K
 
-    reason = explained(communicator, work, k)
+    reason = explained(bound, work, k)
     assert reason.startswith("multiplied, then summed: the fastest by table 'nvidia_h200'")
     assert reason.endswith(f"; {words}")
 
 
 def test_it_is_told_for_a_norm_too(bound, gemm, monkeypatch):
-    communicator, _ = bound
-    communicator.engine.table = MEASURED.table
+    bound.engine.table = MEASURED.table
     monkeypatch.setattr(norm, "_bind_kernel", lambda engine, call, x: Plan(None, *engine.select(call, x)))
 
-    reason = explained(communicator, NORMED, 8)
+    reason = explained(bound, NORMED, 8)
 
     assert reason.endswith("; torch's matmul, which was measured to be 1.50 times as fast at 64 x 16 x 8")
 
 
 def test_what_graphars_matmul_cannot_multiply_is_torchs_for_that_reason(bound, gemm):
-    communicator, _ = bound
     gemm.why_not = lambda *step: "the kernel has no torch.float32"
 
-    reason = explained(communicator, SUMMED._replace(partition="split_m"), 8)
+    reason = explained(bound, SUMMED._replace(partition="split_m"), 8)
 
     assert reason.endswith("; torch's matmul: the kernel has no torch.float32")
 
@@ -469,8 +428,7 @@ def test_what_graphars_matmul_cannot_multiply_is_torchs_for_that_reason(bound, g
     ("k", "problem", "is_own"), [(8, "", False), (2, "", True), (2, "the kernel has no torch.float32", False)]
 )
 def test_a_repeated_call_multiplies_as_the_call_did(bound, gemm, monkeypatch, work, k, problem, is_own):
-    communicator, _ = bound
-    communicator.engine.table = MEASURED.table
+    bound.engine.table = MEASURED.table
     gemm.why_not = lambda *step: problem
     launched = []
 
@@ -481,7 +439,7 @@ def test_a_repeated_call_multiplies_as_the_call_did(bound, gemm, monkeypatch, wo
 
     monkeypatch.setattr(collective, "bind_kernel", bind)
     monkeypatch.setattr(norm, "_bind_kernel", bind)
-    plan, operands = planned(communicator, work, k)
+    plan, operands = planned(bound, work, k)
     plan.launch_like(operands)(operands.inputs, operands.outputs, ())
 
     (((product, *rest), *_),) = launched
@@ -525,17 +483,17 @@ def test_a_repeated_product_of_misaligned_operands_is_multiplied_as_its_first_ca
 
 def test_calls_on_the_cpu_ask_for_no_software_and_all_others_ask_once(monkeypatch):
     asked = []
-    monkeypatch.setattr(step, "missing_software", lambda: asked.append(True) or "no driver")
-    step.lacks_software.cache_clear()
+    monkeypatch.setattr(multiplying, "missing_software", lambda: asked.append(True) or "no driver")
+    multiplying.lacks_software.cache_clear()
     matrices = [torch.ones(4, 4)] * 2
 
     for partition in ("auto", "split_m", "split_n", "none"):
         graphar.fused_matmul_allreduce(matrices, matrices, partition=partition)
     assert asked == []
 
-    assert [step.lacks_software() for _ in range(3)] == ["no driver"] * 3
+    assert [multiplying.lacks_software() for _ in range(3)] == ["no driver"] * 3
     assert len(asked) == 1
-    step.lacks_software.cache_clear()
+    multiplying.lacks_software.cache_clear()
 
 
 def fused_sums(op, a, w, bias, **options):

@@ -13,7 +13,7 @@ from graphar.plan.factors import Factors
 from graphar.plan.slices import Slice
 from graphar.plan.tiles import LAYOUTS, skinny_tile
 from graphar.plan.work import MATMUL_ALLREDUCE, MATMUL_REDUCESCATTER, Product
-from graphar.product import fused, tile_launches
+from graphar.product import fused
 from graphar.product.fused import fused_matmul, load_tile
 from graphar.product.operands import operands_of
 from graphar.product.products import takes_tiles
@@ -104,7 +104,7 @@ def launches_of(monkeypatch):
     monkeypatch.setattr(fused, "KernelLaunch", lambda function, parameters, grid: parameters)
     monkeypatch.setattr(fused, "bind_launch", lambda runner, member, launch, *rest: launch)
     monkeypatch.setattr(fused, "_why_not", lambda own: "")  # the operands are on the CPU
-    monkeypatch.setattr(tile_launches, "tensor_map", lambda *given: given)
+    monkeypatch.setattr(fused, "tensor_map", lambda *given: given)
     monkeypatch.setattr(fused, "load_tile", lambda runner, algorithm, dtype, tile, work: [{(tile, "by_rows"): None}])
     engine = Ranks()
     engine.deadline, engine.runner.arguments = lambda call: 1.0, lambda *given: None
@@ -152,15 +152,6 @@ def test_a_launch_is_given_the_scales_with_their_strides(launches_of, scales):
 
 
 @every_product
-def test_a_launch_is_told_whether_its_weight_is_constant(launches_of, scales):
-    for constant_weight in (False, True):
-        work = product(format=scales, constant_weight=constant_weight)
-        _, _, sizes = launched(launches_of(work), work, operands(scales))
-        assert type(sizes) is (ScaledMatmulArguments if scales else MatmulArguments)
-        assert sizes.constant_weight == constant_weight
-
-
-@every_product
 def test_launches_at_equal_addresses_are_apart_by_what_is_said_of_the_weight(launches_of, scales):
     work, constant = (product(format=scales, constant_weight=said) for said in (False, True))
     launches, own = launches_of(work), operands(scales)
@@ -168,18 +159,7 @@ def test_launches_at_equal_addresses_are_apart_by_what_is_said_of_the_weight(lau
     found = [launched(launches, one, own)[2].constant_weight for one in (work, constant, work)]
 
     assert found == [0, 1, 0]
-
-
-@every_format
-def test_launches_with_scales_at_other_addresses_are_apart(launches_of, scales):
-    work = product(format=scales)
-    launches, first = launches_of(work), operands(scales)
-    a, w, a_scale, w_scale = first.inputs
-    second = Operands((a, w, a_scale.clone(), w_scale), first.outputs)
-
-    found = [launched(launches, work, own)[2].a_scale for own in (first, second, first)]
-
-    assert found == [own.inputs[2].data_ptr() for own in (first, second, first)]
+    assert type(launched(launches, work, own)[2]) is (ScaledMatmulArguments if scales else MatmulArguments)
 
 
 @every_product

@@ -24,7 +24,6 @@
 #include "device/matmul/leaf_tree.cuh"
 #include "device/matmul/scaled_products.cuh"
 #include "device/matmul/tile_as_elements.cuh"
-#include "device/matmul/timeline.cuh"
 
 // Mbarriers between a consumer and its sender.
 template <class Tile>
@@ -107,10 +106,10 @@ struct Consumer {
     }
   }
 
-  __device__ void run(Track<Tile::recorded>& track) const {
+  __device__ void run() const {
     const Products multiplier{m, ring, index};
     Position<Tile> at;
-    u32 tiles = 0, staged_tiles = 0, own_tiles = 0;
+    u32 staged_tiles = 0, tiles = 0, own_tiles = 0;
     WalkByOwner<Tile, N> walk{m, a, first};
     for (walk.next(Tile::turn(index)); walk.more(); walk.next(Tile::turns)) {
       Sums sums;
@@ -122,21 +121,16 @@ struct Consumer {
         LeafTree<Products, Tile>{multiplier}.multiply(at, sums);
       else
         turns.multiply(multiplier, at, sums, tiles++);
-      track.mark(multiplying);
       WarpgroupTile tile;
       if (!walk.find(Tile::warpgroup(index), tile)) continue;
       if (walk.own()) {
         handover.arrived.wait(own_tiles);
-        track.mark(waiting);
         ++own_tiles;
         Travel::template add_partials<N, Tile>(m, a, tile, sums);
         add_bias_or_epilogue(sums, tile);
-        track.mark(adding);
       }
       handover.sent.wait(staged_tiles - 1);
-      track.mark(waiting);
       stage(sums, tile, walk.own());
-      track.mark(staging);
       ++staged_tiles;
     }
   }
@@ -180,16 +174,14 @@ struct Sender {
   }
 
   // By one thread: sends the boxes as they are staged.
-  __device__ void send(const WarpgroupTile& tile, u32 sent, int owner, bool failed,
-                       Track<Tile::recorded>& track) const {
+  __device__ void send(const WarpgroupTile& tile, u32 sent, int owner, bool failed) const {
 #pragma unroll 1
     for (int box = 0; box < Tile::boxes; ++box) {
       handover.staged[box].wait(sent);
-      if (box == 0) track.mark(waiting);
-      if (!failed && tile.column + 64 * box < m.n) send_box(tile, box, owner);
+      if (failed) continue;
+      if (tile.column + 64 * box < m.n) send_box(tile, box, owner);
     }
     handover.sent.arrive();
-    track.mark(sending);
   }
 
   // By all threads, after the first thread has sent the boxes: sets the flags.
@@ -201,7 +193,7 @@ struct Sender {
     }
   }
 
-  __device__ void run(const Call& call, Track<Tile::recorded>& track) const {
+  __device__ void run(const Call& call) const {
     const TileExchange<N> exchange{a};
     bool failed = call.aborted || !exchange.wait_until_all_entered(call);
     u32 sent = 0;
@@ -213,7 +205,7 @@ struct Sender {
         failed = failed || !exchange.wait_for_partials(call, tile.box);
         if (lane == 0) handover.arrived.arrive();
       }
-      if (lane == 0) send(tile, sent, walk.owner(), failed, track);
+      if (lane == 0) send(tile, sent, walk.owner(), failed);
       __syncwarp();
       if (!failed) announce(tile, walk.owner());
       ++sent;
@@ -245,7 +237,7 @@ struct Gatherer {
   }
 
   // Warps take warpgroup tiles in the order in which their owners finish them: the first tiles of all peers first.
-  __device__ void run(const Call& call, u32& taken, Track<Tile::recorded>& track) const {
+  __device__ void run(const Call& call, u32& taken) const {
     if (call.aborted || !TileExchange<N>{a}.wait_until_all_entered(call)) return;
     constexpr u32 of_peer = Tile::warpgroups, of_all = (N - 1) * of_peer;  // warpgroup tiles at each index
     const u32 most = most_tiles(), clusters = gridDim.x / Tile::cluster;
@@ -257,9 +249,7 @@ struct Gatherer {
       WarpgroupTile tile;
       if (walk.index >= walk.tiles() || !walk.find(number % of_peer, tile)) continue;
       if (!TileExchange<N>{a, finished}.wait_for_finished(call, walk.owner(), tile.box)) return;
-      track.mark(waiting);
       copy(tile, walk.owner());
-      track.mark(gathering);
     }
   }
 };
@@ -288,11 +278,9 @@ __device__ __forceinline__ void run_helper(const Ring<Tile>& ring, SummedSharedS
     __syncwarp();
   }
   shared.call_known.wait(0);
-  Track<Tile::recorded> track(m, 2 + warp, threadIdx.x % 32 == 0);
   if (warp < Tile::consumers)
-    Sender<N, Tile, Op, Travel>{m, a, output_map, ring, shared.first, shared.handover[warp], warp}.run(shared.call,
-                                                                                                       track);
-  if (Op == all_reduce) Gatherer<N, Tile, Travel>{m, a, shared.first}.run(shared.call, shared.taken, track);
+    Sender<N, Tile, Op, Travel>{m, a, output_map, ring, shared.first, shared.handover[warp], warp}.run(shared.call);
+  if (Op == all_reduce) Gatherer<N, Tile, Travel>{m, a, shared.first}.run(shared.call, shared.taken);
 }
 
 // Registers of a thread of two consumers. Gatherers leave fewer of them, unless nodes of a tree need more.
@@ -326,11 +314,10 @@ __device__ __forceinline__ void multiply_and_sum(const TensorMap& a_map, const T
   const u32 warpgroup = same_in_warp(threadIdx.x / 128);
   if (warpgroup > 0) {
     if constexpr (Tile::consumers == 2) grow_registers<registers>();
-    Track<Tile::recorded> track(m, warpgroup - 1, threadIdx.x % 128 == 0);
     const u32 index = warpgroup - 1;
     Consumer<T, N, Tile, W, Op, Expression, Travel, Scales>{
         m, a, ring, shared.first, shared.handover[index], shared.turns, index}
-        .run(track);
+        .run();
   } else {
     if constexpr (Tile::consumers == 2) shrink_registers<504 - 2 * registers>();
     using Operand = typename Scales::template Operand<T>;

@@ -14,12 +14,12 @@ enum OperandLayout { by_rows, by_columns };  // of W: [N, K], [K, N]
 // M x N elements of C, computed by a block of a cluster of `Cluster`, with `Stages` places in the ring. A tile is
 // divided between consumer warpgroups, 64 rows each: a warpgroup tile. With `Alternating` two consumers compute
 // separate tiles, all rows in blocks of 64, so that one multiplies while the other finishes a tile. Shared memory holds
-// two finished boxes of each consumer, one of each of three consumers, or with `Whole` the whole tile. With `Recorded`
-// the kernel writes a timeline (timeline.cuh). K is added in `Leaves` leaves (leaf_tree.cuh); 1: in its order. The
-// `Split` blocks of a cluster compute the leaves of one tile together (node_exchange.cuh). With `Partials` shared
-// memory has room for the whole tile in fp32 (tile_as_elements.cuh).
-template <int M, int N, int Stages, int Cluster, bool Whole = false, bool Alternating = false, bool Recorded = false,
-          int Leaves = 1, int Split = 1, bool Partials = false>
+// two finished boxes of each consumer, one of each of three consumers, or with `Whole` the whole tile. K is added in
+// `Leaves` leaves (leaf_tree.cuh); 1: in its order. The `Split` blocks of a cluster compute the leaves of one tile
+// together (node_exchange.cuh). With `Partials` shared memory has room for the whole tile in fp32
+// (tile_as_elements.cuh).
+template <int M, int N, int Stages, int Cluster, bool Whole = false, bool Alternating = false, int Leaves = 1,
+          int Split = 1, bool Partials = false>
 struct MatmulTile {
   static constexpr int rows = M, columns = N, stages = Stages, cluster = Cluster;
   static constexpr int row_blocks = Alternating ? M / 64 : 1;  // of a consumer, 64 rows each
@@ -38,7 +38,7 @@ struct MatmulTile {
                                 : Whole || boxes < 2  ? boxes
                                 : consumers > 2       ? 1
                                                       : 2;
-  static constexpr bool recorded = Recorded, swapped = false;
+  static constexpr bool swapped = false;
   static constexpr u32 a_nbytes = M * row_nbytes, w_nbytes = N * row_nbytes, place_nbytes = a_nbytes + w_nbytes;
 
   // A consumer computes every `turns`-th tile of its block, from tile `turn` on, and in it warpgroup tile `warpgroup`.

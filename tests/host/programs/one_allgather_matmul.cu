@@ -17,7 +17,7 @@ void one_allgather_matmul(Arguments a) {
   using Rows = GatheredRows<typename Scales::template Operand<T>, N, Scales>;
   RowsOfRanks<N> a_maps, c_maps;
   for (int rank = 0; rank < N; ++rank) {
-    if (a.count[rank] == 0) continue;  // as in tile_launches.py of the package
+    if (a.count[rank] == 0) continue;  // as in fused.py of the package
     void* const rows = rank == a.rank ? given.a : static_cast<void*>(Rows(arguments, a).slot(a.rank, rank));
     a_maps.of[rank] = given.a_tile_map(rows, a.count[rank]);
     c_maps.of[rank] = given.result_map(c + a.begin[rank] * n, a.count[rank]);

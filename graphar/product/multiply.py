@@ -1,0 +1,323 @@
+"""What multiplies one rank's factors: four kinds of :class:`Multiply`, and which of them a call takes.
+
+ByTorch     torch's matmul; on the CPU the specification
+Own         graphar's matmul of 16-bit operands
+Scaled      that of e4m3 operands
+Leaves      that in an order that depends on nothing but K: in the order of K, or in leaves
+"""
+
+from __future__ import annotations
+
+import functools
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch.nn.functional import pad
+
+from graphar.errors import Reason, UnsupportedError
+from graphar.numerics import leaf_tree
+from graphar.numerics.leaf_tree import LEAF_UNIT
+from graphar.numerics.nan import with_canonical_nan
+from graphar.numerics.partitions import Panel
+from graphar.plan.best_tile import Shape, Sms, alone, best_tile
+from graphar.plan.matmuls import choose_matmul
+from graphar.plan.policy import TileCost
+from graphar.plan.work import ALLGATHER_MATMUL, Product
+from graphar.product import gemm
+from graphar.product.operands import MatmulOperands, Step
+from graphar.product.tensor_maps import aligned_copy, matrix_of
+from graphar.reference import products as reference
+from graphar.runtime import launcher
+from graphar.runtime.availability import missing_software
+from graphar.runtime.bounded_cache import BoundedCache
+from graphar.runtime.engine import Engine
+
+Enqueue = Callable[[int], object]  # takes a stream's handle, for a caller that has made the device the current one
+StepOf = Callable[[tuple[torch.Tensor, ...], torch.Tensor], Step]
+_address = torch.Tensor.data_ptr
+
+
+class Multiply(ABC):
+    """What makes steps."""
+
+    @property
+    def beyond(self) -> str:
+        """What makes steps that its kernel cannot make, in words; an empty string if nothing does."""
+        return ""
+
+    @abstractmethod
+    def why_not(self, step: Step) -> Reason | None:
+        """Returns why its kernel cannot make a step."""
+
+    @abstractmethod
+    def bind(self, step: Step, sms: int) -> Enqueue:
+        """Loads its kernel, and returns what launches it on this number of SMs; :meth:`why_not` has no reason."""
+
+    @abstractmethod
+    def instead(self, step: Step, sms: int, why_not: Reason) -> Enqueue:
+        """Returns what makes a step that its kernel cannot make, for the reason ``why_not``, or that is on the CPU.
+
+        Raises:
+            UnsupportedError: nothing else has the bits that were asked for.
+        """
+
+    def bind_all(self, panels: Sequence[Sequence[tuple[Step, int]]]) -> list[list[Enqueue]]:
+        """Returns what makes each panel's steps on a GPU, each on its number of SMs: all by its kernel, or none."""
+        steps = [step for panel in panels for step, _ in panel]
+        if why_not := next(filter(None, map(self.why_not, steps)), None):
+            return [[self.instead(step, sms, why_not) for step, sms in panel] for panel in panels]
+        return [[self.bind(step, sms) for step, sms in panel] for panel in panels]
+
+    def make(self, step: Step) -> None:
+        """Makes one step, on the current stream of its device."""
+        if not step.out.numel():
+            return
+        if not step.a.is_cuda:
+            self.instead(step, 0, "on the CPU")(0)
+            return
+        ((enqueue,),) = self.bind_all([[(step, launcher.sm_count(step.a.device.index))]])
+        with torch.cuda.device(step.a.device):
+            enqueue(torch.cuda.current_stream().cuda_stream)
+
+    def repeating(self, example: Step, step_of: StepOf, sms: int) -> Callable[..., torch.Tensor]:
+        """Returns a function of a later call's inputs that returns their product.
+
+        The tensors of later calls differ from those of ``example`` in their addresses only. ``step_of`` makes a step of
+        the inputs and the result. The device must be current.
+        """
+        columns, dtype, bound = len(example.w), example.out.dtype, BoundedCache[Enqueue]()
+
+        def multiply(*inputs: torch.Tensor) -> torch.Tensor:
+            a = inputs[0]
+            out = a.new_empty((*a.shape[:-1], columns), dtype=dtype)
+            key = (*map(_address, inputs), out.data_ptr())
+            enqueue = bound.get(key)
+            if enqueue is None:
+                step = step_of(inputs, out)
+                why_not = self.why_not(step)  # its addresses may not be aligned as the others are
+                enqueue = self.instead(step, sms, why_not) if why_not else bound.keep(key, self.bind(step, sms))
+            enqueue(torch.cuda.current_stream().cuda_stream)
+            return out
+
+        return multiply
+
+
+@functools.cache
+def lacks_software() -> Reason | None:
+    """Returns which software graphar's matmul lacks."""
+    return missing_software()
+
+
+# ---- torch's matmul --------------------------------------------------------------------------------------------------
+
+
+class ByTorch(Multiply):
+    """Has no kernel of graphar's, and makes every step. Its bits may depend on the shape of a step."""
+
+    def why_not(self, step: Step) -> Reason | None:
+        return None
+
+    def bind(self, step: Step, sms: int) -> Enqueue:
+        return lambda stream: multiply(step.a, step.w, step.out, step.bias)
+
+    def instead(self, step: Step, sms: int, why_not: Reason) -> Enqueue:
+        return self.bind(step, sms)
+
+    def repeating(self, example: Step, step_of: StepOf, sms: int) -> Callable[..., torch.Tensor]:
+        return torch.nn.functional.linear  # has the bits of torch.mm, and takes one call where views take four
+
+
+def multiply_all(steps: Sequence[Step]) -> None:
+    """Makes steps on the current streams; needs no current device."""
+    for step in steps:
+        multiply(step.a, step.w, step.out, step.bias)
+
+
+def multiply(a: torch.Tensor, w: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+    """Writes ``a @ w.T + bias`` into ``out``, which may be in fp32: then it is not rounded, and there is no bias."""
+    if not a.is_cuda:
+        rounded = out.dtype == a.dtype
+        out.copy_(reference.linear(a, w, bias) if rounded else reference.unrounded_product(a, w))
+    elif out.dtype != a.dtype:
+        with torch.autocast("cuda", enabled=False):  # it would multiply in another dtype
+            out.copy_(torch.mm(a, w.t(), out_dtype=out.dtype))
+    elif bias is None:
+        torch.mm(a, w.t(), out=out)
+    else:
+        torch.addmm(bias, a, w.t(), out=out)
+
+
+# ---- graphar's matmul ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Own(Multiply):
+    """Makes steps of 16-bit operands, with the tiles of the engine's table. Elsewhere torch multiplies.
+
+    Attributes:
+        cost: the costs by which it chooses tiles.
+        is_invariant: whether the bits of a row may not depend on the number of rows: torch never multiplies then.
+    """
+
+    cost: TileCost
+    is_invariant: bool = False
+
+    @property
+    def beyond(self) -> str:
+        return "" if self.is_invariant else "torch's matmul"
+
+    def why_not(self, step: Step) -> Reason | None:
+        return lacks_software() or gemm.why_not(step.a, step.w, step.out)
+
+    def bind(self, step: Step, sms: int) -> Enqueue:
+        (m, n), k, layout = step.out.shape, step.a.shape[1], gemm.weight_of(step.w)[0]
+        tile = best_tile(alone(), Shape((m,), n, k, layout), self.cost, Sms(sms))
+        return gemm.bind(step, sms, tile)
+
+    def instead(self, step: Step, sms: int, why_not: Reason) -> Enqueue:
+        if self.is_invariant and step.a.shape[1]:
+            if not (reason := self.why_not(placed := _aligned(step))):
+                return self.bind(placed, sms)
+            raise UnsupportedError(f"matmul: no batch-invariant kernel: {reason}")
+        return ByTorch().bind(step, sms)
+
+    def repeating(self, example: Step, step_of: StepOf, sms: int) -> Callable[..., torch.Tensor]:
+        multiply = ByTorch() if self.beyond and self.why_not(example) else super()
+        return multiply.repeating(example, step_of, sms)
+
+
+def _aligned(step: Step) -> Step:
+    """Returns a step with copies of those operands that the kernel cannot load where they lie."""
+    a = step.a if matrix_of(step.a) else aligned_copy(step.a)
+    w = step.w if matrix_of(step.w) or matrix_of(step.w.t()) else aligned_copy(step.w)
+    return step._replace(a=a, w=w)
+
+
+class _OfWholeSums(Multiply):
+    """Adds the bias before it rounds, and needs columns to multiply."""
+
+    count: int  # the leaves of K
+
+    def why_not(self, step: Step) -> Reason | None:
+        if not step.a.shape[1]:
+            return "K is 0"
+        return lacks_software() or gemm.why_not(step.a, step.w, step.out, self.count)
+
+
+@dataclass(frozen=True)
+class Scaled(_OfWholeSums):
+    """Makes steps of e4m3 operands.
+
+    Elsewhere than on sm_90a, and for operands that it cannot load, the specification multiplies:
+    graphar.numerics.fp8_products. An element depends on its row of A and its row of W alone, so cuts change no bit.
+
+    Attributes:
+        is_invariant: whether the bits of a row may not depend on the number of rows: torch's operations never compute
+            the specification on a GPU then.
+    """
+
+    is_invariant: bool = False
+    count = 1
+
+    @property
+    def beyond(self) -> str:
+        return "torch's operations, as the specification of scaled products"
+
+    def bind(self, step: Step, sms: int) -> Enqueue:
+        return gemm.bind(step, sms)
+
+    def instead(self, step: Step, sms: int, why_not: Reason) -> Enqueue:
+        if self.is_invariant and step.a.is_cuda and step.a.shape[1]:
+            raise UnsupportedError(f"matmul: no batch-invariant kernel: {why_not}")
+        return lambda stream: step.out.copy_(step.specified())
+
+
+@dataclass(frozen=True)
+class Leaves(_OfWholeSums):
+    """Makes steps with bits that depend on nothing but a row of A and a row of W: K in leaves, as a binary tree.
+
+    Operands are in bf16, fp16 or, on a CPU, fp32; results may be in fp32. On a GPU the kernel makes them, and on a CPU
+    graphar.numerics.leaf_tree.
+
+    Attributes:
+        count: 1, 2, 4 or 8: the leaves of K, each added in the order of K. Their lengths differ by at most one column.
+        op: the op that errors name.
+    """
+
+    count: int
+    op: str
+
+    def bind(self, step: Step, sms: int) -> Enqueue:
+        return gemm.bind(step, leaves=self.count)  # on all SMs
+
+    def instead(self, step: Step, sms: int, why_not: Reason) -> Enqueue:
+        """Raises UnsupportedError for fp32 on a GPU, and for another GPU than sm_90."""
+        a, w, out, _, bias = step
+        if not a.is_cuda:
+            total = leaf_tree.in_leaves(a, w, self.count)
+            total = total if bias is None else total + bias.float()
+            return lambda stream: out.copy_(with_canonical_nan(total.to(out.dtype)))
+        if reason := lacks_software() or gemm.why_none_like(a):
+            raise UnsupportedError(f"{self.op}: no kernel adds in this order: {reason}")
+        rows, columns = in_whole_loads(a, self.count), in_whole_loads(w, self.count)
+        if short := -len(w) % gemm.STORE_COLUMNS:
+            columns, bias = pad(columns, (0, 0, 0, short)), None if bias is None else pad(bias, (0, short))
+        placed = _aligned(step._replace(a=rows, w=columns))
+        bias = None if bias is None else bias.contiguous()
+        product = gemm.matmul(placed.a, placed.w, bias=bias, leaves=self.count, out_dtype=out.dtype)
+        return lambda stream: out.copy_(product[:, : len(w)])
+
+
+def in_whole_loads(x: torch.Tensor, leaves: int) -> torch.Tensor:
+    """Returns a matrix whose leaves are whole loads of the kernel: the same one, or a copy with zeros after each leaf.
+
+    A zero changes no sum that began as zero.
+    """
+    if leaves == 1 or x.shape[1] % (leaves * LEAF_UNIT) == 0:
+        return x
+    parts = x.tensor_split(leaves, 1)
+    length = -(-parts[0].shape[1] // LEAF_UNIT) * LEAF_UNIT
+    return torch.cat([pad(part, (0, length - part.shape[1])) for part in parts], 1)
+
+
+# ---- which of them ---------------------------------------------------------------------------------------------------
+
+
+class Chosen(NamedTuple):
+    """What multiplies, and why, in words that begin with its name; no words if nothing else could."""
+
+    multiply: Multiply
+    reason: str = ""
+
+    def explained(self, matmul: MatmulOperands, panels: Sequence[Panel]) -> str:
+        """Returns what multiplies one rank's operands in words, and why; no words on the CPU."""
+        if not matmul.a.is_cuda:
+            return ""
+        if self.multiply.beyond:
+            products = [matmul.out.new_empty(panel.shape) for panel in panels]
+            steps = [step for pair in zip(panels, products, strict=True) for step in matmul.step.in_panel(*pair)]
+            if why_not := next(filter(None, map(self.multiply.why_not, steps)), None):
+                return f"{self.multiply.beyond}: {why_not}"
+        return self.reason
+
+
+def choose(engine: Engine, work: Product, matmul: MatmulOperands, panels: int = 1) -> Chosen:
+    """Returns what multiplies one rank's operands, cut into this number of panels.
+
+    Ranks with different K may choose differently, since they exchange only products.
+    """
+    cost, factors = engine.table.matmul.cost, work.factors
+    if factors.as_tree:
+        return Chosen(Leaves(work.leaves(engine.world_size), work.op))
+    if not factors.is_plain:
+        return Chosen(Scaled(factors.own), factors.multiplied_by)
+    if factors.own:
+        return Chosen(Own(cost, True), "graphar's matmul, which is batch invariant")
+    if work.op == ALLGATHER_MATMUL or not matmul.a.is_cuda:
+        return Chosen(ByTorch())
+    sms = launcher.sm_count(matmul.a.device.index)
+    ours, reason = choose_matmul(engine.table.matmul, len(matmul.a), len(matmul.w), matmul.a.shape[1], sms, panels)
+    return Chosen(Own(cost) if ours else ByTorch(), reason)
