@@ -422,7 +422,10 @@ int main(int count, char** argv) {
   std::vector<std::vector<simulator::Kernel>> streams;
   for (u32 m = 0; m < ranks.size(); ++m) streams.push_back(stream_of(m));
   for (u32 m = 0; m < ranks.size(); ++m) streams.push_back(second_stream_of(m));
-  const simulator::End end = simulator::run(streams, the_case.world_size, the_case.room, the_case.seed, look);
+  u64 patience_ns = 0;  // longer than any wait that has a deadline
+  for (const Call& call : calls) patience_ns = std::max(patience_ns, (call.timeout_ns + call.late_ns) / 4 * 5);
+  const simulator::End end =
+      simulator::run(streams, the_case.world_size, the_case.room, the_case.seed, patience_ns, look);
   if (end != simulator::complete) {
     const bool all_wait = end == simulator::stuck;
     std::fprintf(stderr, "stuck: the threads %s\n", all_wait ? "wait for one another" : "wait without a deadline");
