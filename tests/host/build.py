@@ -51,8 +51,8 @@ Mistake = tuple[Mutation, ...]  # that together are one
 _KNOWN: dict[Mistake, tuple[Mistake, ...]] = {}  # a mistake, and those that share its program
 
 
-def seeds(count: int, share: int = 2) -> range:
-    """So many seeds; without WHOLE a share of them."""
+def seeds(count: int, share: int = 3) -> range:
+    """So many seeds; without WHOLE a third of them."""
     return range(count if WHOLE else -(-count // share))
 
 

@@ -24,7 +24,7 @@ from graphar.runtime.compiler import source_directory
 from graphar.simulator.build import Mutation
 from graphar.simulator.simulation import Call
 from tests.changes import included
-from tests.host import matmul_mistakes, scaled_mistakes, summed_mistakes
+from tests.host import build, matmul_mistakes, scaled_mistakes, summed_mistakes
 from tests.host.build import known, seeds
 from tests.host.mutant import notices
 from tests.host.products import (
@@ -114,8 +114,17 @@ every_tile = pytest.mark.parametrize("tile", [*TILES, *LEAF_TILES, *SPLIT_TILES]
 every_scaled_tile = pytest.mark.parametrize("tile", SCALED_TILES, ids=str)
 
 
+def sampled(products: Products) -> Products:
+    """Without WHOLE few kernels of ranks under ThreadSanitizer, each once: a run takes twenty times as long."""
+    if build.WHOLE or products.sanitizer != "thread" or not products.algorithm:
+        return products
+    few = products.kinds[::5]
+    return replace(products, kinds=few, calls=len(few))
+
+
 def expect_no_faults(products: Products, most_seeds: int) -> None:
-    for seed in seeds(most_seeds, share=3):
+    products = sampled(products)
+    for seed in seeds(most_seeds, share=3 if products.world_size < 8 else 4):
         assert products.faults(seed) == [], seed
 
 
@@ -236,10 +245,8 @@ def in_a_row(*given):
 
 @pytest.mark.host
 @in_a_row((SUMMED, kinds_of(SUMMED_TILES), {("plain", 2): 4, ("plain", 3): 4, ("plain", 4): 2, ("thread", 2): 1}))
-def test_tiles_give_the_sum_of_what_all_ranks_round(products, most_seeds, whole):
-    every = whole or products.sanitizer == "plain"
-
-    expect_no_faults(products if every else replace(products, kinds=products.kinds[::2]), most_seeds)
+def test_tiles_give_the_sum_of_what_all_ranks_round(products, most_seeds):
+    expect_no_faults(products, most_seeds)
 
 
 @pytest.mark.host
@@ -297,10 +304,8 @@ def test_few_rows_give_the_bits_of_the_specification(products, most_seeds):
 
 @pytest.mark.host
 @in_a_row(((GATHER,), kinds_of(GATHERED_TILES), {("plain", 2): 4, ("plain", 3): 4, ("plain", 4): 4, ("thread", 2): 1}))
-def test_gathered_rows_are_multiplied_and_returned(products, most_seeds, whole):
-    every = whole or products.sanitizer == "plain"
-
-    expect_no_faults(products if every else replace(products, kinds=products.kinds[::2]), most_seeds)
+def test_gathered_rows_are_multiplied_and_returned(products, most_seeds):
+    expect_no_faults(products, most_seeds)
 
 
 OF_GATHERED = kinds_of(GATHERED_SCALED_TILES, scales=SCALE_FORMATS)
