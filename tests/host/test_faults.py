@@ -17,7 +17,7 @@ pytestmark = pytest.mark.host
 
 TIMED_OUT, OVERLAPPED = 1, 2  # `timed_out` and `overlapped` in cuda_src/device/sync/record.cuh
 DEADLINE_NS = 400_000_000  # many times as long as 1024 spins, after which a thread reads the clock
-DEADLINE_OF_WARPS_NS = 8 * DEADLINE_NS  # the spins of a warp take longer, since its lanes meet in each
+DEADLINE_OF_WARPS_NS = 3 * DEADLINE_NS  # the spins of a warp take longer, since its lanes meet in each
 
 
 @pytest.mark.promise("Kernels run on the CPU, on models of the PTX they use, and mistakes in ordering are noticed.")
