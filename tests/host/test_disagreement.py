@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -18,12 +19,13 @@ from graphar.plan.work import Exchange
 from graphar.runtime.arguments import Arguments, ExchangeArguments
 from graphar.simulator.build import Mutation
 from graphar.simulator.calls import arguments_of, first_epoch
-from graphar.simulator.simulation import ENOUGH_NS, Call, KernelFailure, has_pad
+from graphar.simulator.simulation import ENOUGH_NS, Call, has_pad
 from tests.host import build
 from tests.host.build import known
 from tests.host.cases import WORLD_SIZES, Kernels, dtypes_of, simulate
 from tests.host.every_kernel import EVERY_KERNEL, run
 from tests.host.every_kernel import draw as draw_every
+from tests.host.mutant import notices
 from tests.host.products import GATHER, of_ranks
 from tests.host.test_faults import DEADLINE_OF_WARPS_NS, SEED, TIMED_OUT
 
@@ -259,14 +261,10 @@ def test_lanes_that_each_read_whether_their_call_is_aborted_are_noticed():
     unlike = [replace(call, blocks=(2 * call.cluster,) * 2, fingerprints=fingerprints(2)) for call in largest]
     apart = Mutation("device/sync/call.cuh", "  call.aborted = __shfl_sync(0xffffffff, call.aborted, 0);\n", "")
 
-    def hangs(second, seed):
-        try:
-            of_ranks(GATHER, 2).run([first, second], seed, apart)
-        except KernelFailure:
-            return True
-        return False
+    def run_unlike(seed, call):
+        of_ranks(GATHER, 2).run([first, call], seed, apart)
 
-    assert any(hangs(call, seed) for seed in range(12) for call in unlike)
+    assert any(notices(partial(run_unlike, *one)) for one in itertools.product(range(12), unlike))
 
 
 def unlike_parts(world_size, sender, receiver, unlike_at):
