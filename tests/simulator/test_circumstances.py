@@ -66,6 +66,9 @@ WRONG = {
     "a wait of a block that is not marked": ([("  bool failed", "  end_call(a, call);\n  bool failed")], SANITIZERS),
 }
 
+# That calls have all circumstances is tested below without runs.
+SAMPLED = ("epochs that wrap", "an empty part", "an odd start", "stores that come late", "data that nothing orders")
+
 
 @pytest.fixture(autouse=True)
 def nothing_stays_loaded(monkeypatch):
@@ -96,7 +99,9 @@ def test_a_kernel_that_is_right_passes_with_default_arguments():
 
 
 @pytest.mark.host
-@pytest.mark.parametrize("circumstance", WRONG)
+@pytest.mark.parametrize(
+    "circumstance", [pytest.param(one, marks=() if one in SAMPLED else pytest.mark.whole) for one in WRONG]
+)
 def test_a_kernel_that_is_wrong_in_one_circumstance_fails_with_default_arguments(circumstance):
     texts, sanitizers = WRONG[circumstance]
     mutations = tuple(Mutation(KERNEL.name, old, new) for old, new in texts)
