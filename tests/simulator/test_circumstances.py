@@ -14,9 +14,10 @@ from graphar.plan.algorithms import Algorithm
 from graphar.simulator import SANITIZERS, Mutation, check
 from graphar.simulator.check import NUMELS
 from graphar.simulator.simulation import Simulation
-from tests.outside import forget_loaded
 from tests.pages import FOLDER as PAGES
 from tests.simulator.test_public_mistakes import FOLDER
+
+pytestmark = pytest.mark.usefixtures("nothing_stays_loaded")
 
 KERNEL = FOLDER.with_name("circumstances") / "gathered.cu"
 SLOT_NBYTES = max(NUMELS) * 4  # in fp32
@@ -68,11 +69,6 @@ WRONG = {
 
 # That calls have all circumstances is tested below without runs.
 SAMPLED = ("epochs that wrap", "an empty part", "an odd start", "stores that come late", "data that nothing orders")
-
-
-@pytest.fixture(autouse=True)
-def nothing_stays_loaded(monkeypatch):
-    forget_loaded(monkeypatch)
 
 
 def load() -> Algorithm:
