@@ -50,7 +50,7 @@ MUTANTS = (
 )
 
 
-known(["device/epilogue.cuh"], MUTANTS)
+known(Mutation("device/epilogue.cuh", *one[1:]) for one in MUTANTS)
 
 
 def variants(algorithm: Algorithm) -> tuple[str | None, ...]:

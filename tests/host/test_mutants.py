@@ -14,7 +14,7 @@ from tests.host.mutants import MUTANTS
 pytestmark = pytest.mark.host
 
 MOST_SEEDS = 30
-known([], [mutant.mutation for mutant in MUTANTS])
+known(mutant.mutation for mutant in MUTANTS)
 
 
 @pytest.mark.promise("Kernels run on the CPU, on models of the PTX they use, and mistakes in ordering are noticed.")

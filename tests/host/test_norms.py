@@ -333,7 +333,13 @@ OF_A_WARP = Mutation(
 )
 
 
-known([NORM], MUTANTS, SCATTER_MUTANTS, GROUP_MUTANTS, [OF_A_WARP])
+known(
+    [
+        *(Mutation(*one[1:]) for one in (*MUTANTS, *SCATTER_MUTANTS)),
+        *(Mutation(NORM, *one[1:]) for one in GROUP_MUTANTS),
+        OF_A_WARP,
+    ]
+)
 
 
 @pytest.mark.parametrize(("what", "old", "new"), GROUP_MUTANTS, ids=[what for what, *_ in GROUP_MUTANTS])

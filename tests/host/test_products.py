@@ -222,7 +222,7 @@ MISTAKES_OF_GRIDS = {
 }
 
 
-known([], MISTAKES_OF_GRIDS)
+known(Mutation(*one) for one in MISTAKES_OF_GRIDS.values())
 
 
 @pytest.mark.host
@@ -417,7 +417,7 @@ def groups() -> list[dict[Mutation, None]]:
 
 
 for group in groups():
-    known([], list(group))
+    known(group)
 
 
 @every_mistake

@@ -309,7 +309,7 @@ MISTAKES = {
     "a slice too short": (wrong_gradients, _BACKWARD, "(packs + a.slices - 1) / a.slices", "packs / a.slices"),
     "an ignored row's gradient": (wrong_gradients, _BACKWARD, "if (target.ignored) {", "if (!target.valid) {"),
 }
-known([], {name: Mutation(*one[1:]) for name, one in MISTAKES.items()})
+known(Mutation(*one[1:]) for one in MISTAKES.values())
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)

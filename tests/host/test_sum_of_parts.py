@@ -38,7 +38,7 @@ MISTAKES = {
     "a sum without its factor": Mutation(FILE, "if (factor == 1) return sum;", "if (factor != 1) return sum;"),
     "an order of its own": Mutation(FILE, "part[d][r] = from[r]", "part[d][N - 1 - r] = from[r]"),
 }
-known([FILE], MISTAKES)
+known(MISTAKES.values())
 
 
 def wrong_elements(sanitizer: str, seed: int, mistake: Mutation | None = None, **of_call) -> int:

@@ -197,7 +197,7 @@ MUTANTS = {
 }
 
 
-known([], MUTANTS)
+known(Mutation(*one[:3]) for one in MUTANTS.values())
 
 
 @pytest.mark.parametrize("mistake", MUTANTS)
