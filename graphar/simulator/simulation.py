@@ -153,8 +153,8 @@ class Simulation:
         The seed repeats the run up to there. Threads that wait, or that look for something again and again, come last.
         """
         done, _, (_, *addresses) = self._execute(calls, str(step))
-        regions = self._regions(addresses, calls) | {"every rank's scratch": (addresses[-1], self.scratch.nbytes)}
-        return named(done.stderr, regions)
+        everywhere = {"every rank's scratch": (addresses[-1], self.scratch.nbytes)}
+        return named(done.stderr, {**self._regions(addresses, calls), **everywhere})
 
     def _regions(self, addresses: Sequence[int], calls: Sequence[Call]) -> Regions:
         """Returns the ranks' memory. ``addresses`` are what a run's third file shows of it."""
