@@ -95,7 +95,7 @@ def apart(session: nox.Session) -> None:
 def catalogue(session: nox.Session, *options: str) -> None:
     """Compile a sample of the kernels, or with `--whole` all, and look for spilled registers.
 
-    The sample has every kernel whose files changed. `tests` compiles one or a few of each file.
+    The sample has more kernels of files that changed. `tests` compiles one or a few of each file.
     """
     install(session, "--editable", ".[dev]")
     session.run("python", "-m", "pytest", *CATALOGUE, "-m", "catalogue", *options, *session.posargs)

@@ -38,6 +38,7 @@ from perf.kernels import TREE_WORLD_SIZES, TREES, catalogue
 from tests.changes import any_changed, included
 
 ARCHS = ("sm_80", "sm_90a", "sm_100a")
+MOST_CHANGED = 60  # kernels of changed files that are sampled for that alone
 KEPT = Path(__file__).parents[1] / "build" / "kernels"
 
 
@@ -84,21 +85,20 @@ def combinations(source: KernelSource) -> set[tuple]:
 
 
 def sample(budgeted: Sequence[KernelSource]) -> list[tuple[KernelSource, str]]:
-    """Few kernels that cover all :func:`combinations`, and those whose files changed (tests.changes).
+    """Few kernels that cover all :func:`combinations`, and up to MOST_CHANGED whose files changed (tests.changes).
 
     ``budgeted`` are compiled for sm_90a in any case. Next come kernels of few ranks that a tuning table names, then
     others that it names, for the same architecture. For those that cover the rest architectures take turns.
     """
     turns, ranks = Counter(), named()
-    changed = [source for source in ranks if any_changed(included(source.file))]
-    chosen = dict.fromkeys([*budgeted, *changed])
+    of_few_ranks = [source for source in ranks if ranks[source] <= FEW_RANKS]
+    changed = [source for source in of_few_ranks if source not in budgeted and any_changed(included(source.file))]
+    chosen = dict.fromkeys([*budgeted, *changed[:: -(-len(changed) // MOST_CHANGED) or 1]])
     found = set().union(*map(combinations, chosen))
-    chosen |= dict.fromkeys(cover((source for source in ranks if ranks[source] <= FEW_RANKS), found))
+    chosen |= dict.fromkeys(cover(of_few_ranks, found))
     chosen |= dict.fromkeys(cover(ranks, found))
     made = [(source, "sm_90a") for source in chosen]
-    changed = [one for one in catalogue() if one not in chosen and any_changed(included(one.file))]
-    found = found.union(*map(combinations, changed))
-    for source in [*changed, *cover(catalogue(), found)]:
+    for source in cover(catalogue(), found):
         arch = min((arch for arch in ARCHS if source.runs_on(arch)), key=lambda arch: turns[arch])
         made.append((source, arch))
         turns[arch] += 1

@@ -1,4 +1,4 @@
-"""The report of a sanitizer, without what is the simulator's own, and with threads and addresses in words."""
+"""The report of a sanitizer without what is the simulator's own, and the last steps of threads, in words."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ _FRAME_OF_SIMULATOR = re.compile(rf"^ +#\d+ .*(?:{_OF_SIMULATOR}).*\n", re.MULTI
 _PLACE = re.compile(r" \([^()\s]*\+0x[0-9a-f]+\)(?: \(BuildId: \w+\))?$", re.MULTILINE)  # in the program
 _OF_PROCESS = re.compile(r"^=+(?:\d+=+)?\n?| \(pid=\d+\)| \(pc 0x[^()]*\)|(?<=#\d )0x[0-9a-f]+ in ", re.MULTILINE)
 _ADDRESS = re.compile(r"0x[0-9a-f]{9,16}")
+_IN_BRACKETS = re.compile(r"<(0x[0-9a-f]+)>")
 _BEYOND_NBYTES = 64 << 20  # around the ranks' memory there is nothing else (sources/kept.hpp)
 
 Regions = Mapping[str, tuple[int, int]]  # by name, the first address and the bytes
@@ -26,6 +27,11 @@ def shortened(report: str, regions: Regions) -> str:
         report = own.sub("", report)
     report = re.sub(r"\bthread (T\d+)\b", lambda found: names.get(found[1], found[0]), report)
     return _ADDRESS.sub(lambda found: _name(int(found[0], 16), regions) or found[0], report).strip()
+
+
+def named(steps: str, regions: Regions) -> str:
+    """Returns the last steps of threads (sources/steps.hpp) with addresses in words."""
+    return _IN_BRACKETS.sub(lambda found: _name(int(found[1], 16), regions) or "other memory", steps)
 
 
 def _name(address: int, regions: Regions) -> str:

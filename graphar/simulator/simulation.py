@@ -24,7 +24,7 @@ from graphar.plan.scratch import MAX_RANKS, Scratch
 from graphar.runtime.arguments import Record
 from graphar.runtime.catalogue import file_of
 from graphar.runtime.compiler import source_directory
-from graphar.simulator.sanitizer_report import shortened
+from graphar.simulator.sanitizer_report import Regions, named, shortened
 
 ENOUGH_NS = 2_000_000_000  # of the simulated clock; far longer than ranks are apart
 TIMEOUT_S = 300.0  # of ours
@@ -144,7 +144,7 @@ class Simulation:
             raise RuntimeError(f"the case was not understood: {done.stderr}")
         if done.returncode:
             step, *addresses = shown or (0,)
-            raise KernelFailure(self._reason(done, addresses, _largest_nbytes(calls)), step)
+            raise KernelFailure(self._reason(done, self._regions(addresses, calls)), step)
         return self._decode(found, calls)
 
     def last_steps(self, calls: Sequence[Call], step: int) -> str:
@@ -152,14 +152,18 @@ class Simulation:
 
         The seed repeats the run up to there. Threads that wait, or that look for something again and again, come last.
         """
-        done, _, _ = self._execute(calls, str(step))
-        return done.stderr
+        done, _, (_, *addresses) = self._execute(calls, str(step))
+        everywhere = {"every rank's scratch": (addresses[-1], self.scratch.nbytes)}
+        return named(done.stderr, {**self._regions(addresses, calls), **everywhere})
 
-    def _reason(self, done: subprocess.CompletedProcess[str], addresses: Sequence[int], tensor_nbytes: int) -> str:
-        """Returns what a failed run says, in words. ``addresses`` are what its third file shows of memory."""
+    def _regions(self, addresses: Sequence[int], calls: Sequence[Call]) -> Regions:
+        """Returns the ranks' memory. ``addresses`` are what a run's third file shows of it."""
         whose = [f"rank {rank}'s {what}" for rank in range(self.world_size) for what in ("scratch", "input", "output")]
-        sizes = [self.scratch.nbytes, tensor_nbytes, tensor_nbytes] * self.world_size
-        regions = dict(zip(whose, zip(addresses, sizes, strict=False), strict=False))
+        sizes = [self.scratch.nbytes, *[_largest_nbytes(calls)] * 2] * self.world_size
+        return dict(zip(whose, zip(addresses, sizes, strict=False), strict=False))
+
+    def _reason(self, done: subprocess.CompletedProcess[str], regions: Regions) -> str:
+        """Returns what a failed run says, in words."""
         if done.returncode < 0 and not done.stderr:
             return f"ended by {signal.Signals(-done.returncode).name}: a thread accessed memory that is no rank's"
         return shortened(done.stderr, regions)[:_MOST_TEXT]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -51,22 +51,18 @@ Mistake = tuple[Mutation, ...]  # that together are one
 _KNOWN: dict[Mistake, tuple[Mistake, ...]] = {}  # a mistake, and those that share its program
 
 
-def seeds(count: int, share: int = 2) -> range:
-    """So many seeds; without WHOLE a share of them."""
+def seeds(count: int, share: int = 3) -> range:
+    """So many seeds; without WHOLE a third of them."""
     return range(count if WHOLE else -(-count // share))
 
 
-def known(files: Sequence[str], *tables: Iterable) -> None:
-    """Has the mistakes in these tables, those of a module of tests, share programs: one for the same kernels.
+def known(mistakes: Iterable[Mutation | Mistake]) -> None:
+    """Has these mistakes, those of a module of tests, share programs: one for the same kernels.
 
-    Args:
-        files: where a text stands whose entry names no file.
-        tables: mappings to, or sequences of, entries: mutations, tuples of them that are one mistake together, or
-            tuples that have (file, old text, new text) or (old text, new text) among their values.
+    One whose text does not stand in its file is left to its own test.
     """
-    entries = [entry for table in tables for entry in (table.values() if isinstance(table, Mapping) else table)]
-    mistakes = dict.fromkeys(_mistake(files, entry) for entry in entries)
-    group = tuple(mistake for mistake in mistakes if mistake and all(map(_stands_once, mistake)))
+    whole = dict.fromkeys((one,) if isinstance(one, Mutation) else one for one in mistakes)
+    group = tuple(mistake for mistake in whole if all(map(_stands_once, mistake)))
     _KNOWN.update(dict.fromkeys(group, group))
 
 
@@ -74,27 +70,11 @@ def _stands_once(change: Mutation) -> bool:
     return (_text(change.file) or "").count(change.old) == change.times == 1
 
 
-def _mistake(files: Sequence[str], entry: Mutation | Sequence) -> Mistake:
-    """An entry's changes; none if its text stands nowhere, of which its own test tells."""
-    if isinstance(entry, Mutation):
-        return (entry,)
-    if all(isinstance(value, Mutation) for value in entry):
-        return tuple(entry)
-    texts = [value for value in entry if isinstance(value, str)]
-    named = next((at for at, text in enumerate(texts) if _text(text) is not None), None)
-    if named is not None:
-        return (Mutation(*texts[named : named + 3]),)
-    old = (at for at, text in enumerate(texts) if not text.isidentifier())  # as names of formats and sanitizers are
-    places = ((at, file) for at in old for file in files if texts[at] in (_text(file) or ""))
-    at, file = next(places, (0, ""))
-    return (Mutation(file, *texts[at : at + 2]),) if file else ()
-
-
 @functools.cache
 def _text(file: str) -> str | None:
     """The text of a file of cuda_src with small constants; None if there is none."""
     path = source_directory() / file
-    if len(file) > 100 or not path.is_file():
+    if not path.is_file():
         return None
     return functools.reduce(lambda text, one: one.apply(text) if one.file == file else text, _SMALLER, path.read_text())
 

@@ -351,6 +351,13 @@ def simulate(
     return Simulation(program, kernels.algorithm, world_size, needs, first, seed, first_epoch(seed)).run(calls)
 
 
+def faults(sequence: Drawn, program: Path, algorithm: Algorithm, world_size: int, first: int, seed: int) -> list[str]:
+    """Descriptions of all errors of a sequence whose calls name the kernels of a program from ``first`` on."""
+    needs = scratch_of(algorithm, world_size)
+    simulation = Simulation(program, algorithm, world_size, needs, first, seed, first_epoch(seed))
+    return differences(sequence, simulation.run(sequence.calls))
+
+
 def differences(sequence: Drawn, outcomes: Sequence[Outcome]) -> list[str]:
     """Descriptions of all errors; empty if there are none."""
     return [one.what for one in mistakes(sequence.expected, outcomes)]

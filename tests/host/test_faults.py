@@ -20,6 +20,12 @@ DEADLINE_NS = 400_000_000  # many times as long as 1024 spins, after which a thr
 DEADLINE_OF_WARPS_NS = 8 * DEADLINE_NS  # the spins of a warp take longer, since its lanes meet in each
 
 
+def deadline_of(algorithm: Algorithm) -> int:
+    if algorithm not in ALGORITHMS:
+        return 3 * DEADLINE_NS
+    return DEADLINE_OF_WARPS_NS if WAYS[algorithm].codecs else DEADLINE_NS
+
+
 @pytest.mark.promise("Kernels run on the CPU, on models of the PTX they use, and mistakes in ordering are noticed.")
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -27,11 +33,10 @@ def test_an_absent_rank_is_named_and_nothing_is_written_beside_the_tensors(algor
     dtype = dtypes_of(algorithm)[0]
     kernels = Kernels(algorithm, WORLD_SIZES, dtypes_of(algorithm))
     program = build(kernels.sources(), "plain")
-    deadline_ns = DEADLINE_OF_WARPS_NS if WAYS[algorithm].codecs else DEADLINE_NS
     for absent in range(world_size):
         first, *others = draw(algorithm, world_size, absent, 6 if WAYS[algorithm].codecs else 2).calls
         largest = max(others, key=lambda call: sum(call.counts))  # a rank without a part could name a waiting rank
-        late = replace(largest, absent=(absent,), timeout_ns=deadline_ns)
+        late = replace(largest, absent=(absent,), timeout_ns=deadline_of(algorithm))
 
         outcomes = simulate(program, kernels, world_size, dtype, absent, [first, late])
 
@@ -79,8 +84,7 @@ def draw_sizes(algorithm, world_size: int) -> tuple[Call, Call, Call]:
 @every_kernel
 def test_after_a_failure_nothing_is_sent_not_even_once_the_late_rank_has_come(algorithm, few_slots):
     few, many, _ = draw_sizes(algorithm, 3)
-    deadline_ns = DEADLINE_NS if algorithm in ALGORITHMS and not WAYS[algorithm].codecs else DEADLINE_OF_WARPS_NS
-    some = [replace(call, timeout_ns=deadline_ns) for call in (many, few, many, many, many)]
+    some = [replace(call, timeout_ns=deadline_of(algorithm)) for call in (many, few, many, many, many)]
     calls = [replace(call, absent=(LATE,)) if number in (1, 2) else call for number, call in enumerate(some)]
 
     outcomes = run(algorithm, 3, SEED, calls)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 
 import pytest
@@ -16,11 +17,13 @@ from graphar.numerics.norms import FP8
 from graphar.plan.algorithms import Algorithm
 from graphar.plan.config import Config
 from graphar.runtime.catalogue import NORM_KERNELS, kernel_source
-from graphar.simulator.build import Mutation
-from graphar.simulator.simulation import Call, KernelFailure, Simulation
-from tests.cases import bit_patterns, normal, same_bits
+from graphar.simulator.build import SANITIZERS, Mutation
+from graphar.simulator.calls import Drawn as Sequence
+from graphar.simulator.simulation import Call, Simulation
+from tests.cases import bit_patterns, normal
 from tests.host.build import NORM_SLOTS, build, known, seeds
-from tests.host.cases import scratch_of
+from tests.host.cases import faults, scratch_of
+from tests.host.mutant import notices
 
 pytestmark = pytest.mark.host
 
@@ -192,36 +195,29 @@ def bytes_of(*tensors: torch.Tensor) -> torch.Tensor:
     return torch.cat([one.reshape(-1).view(torch.uint8) for one in tensors])
 
 
-def simulate(norms: Norms, world_size: int, dtype: torch.dtype, sanitizer: str, seed: int, mutation=None):
-    """Yields the number of wrong bytes of each result."""
-    choices = random.Random(f"{norms.algorithm} {world_size} {dtype} {seed}")
+def simulate(norms: Norms, world_size: int, dtype: torch.dtype, sanitizer: str, seed: int, mutation=None) -> list[str]:
+    """Descriptions of all errors of one sequence."""
+    algorithm, choices = norms.algorithm, random.Random(f"{norms.algorithm} {world_size} {dtype} {seed}")
     drawn = [draw_call(norms, world_size, dtype, choices) for _ in range(CALLS)]
-    made, algorithm = norms.build(sanitizer, mutation), norms.algorithm
-    run = Simulation(
-        made, algorithm, world_size, scratch_of(algorithm, world_size), norms.first(world_size, dtype), seed
-    )
-    outcomes = run.run([call for call, _ in drawn])
-    assert [(outcome.record.kind, outcome.broken_guards) for outcome in outcomes] == [(0, 0)] * world_size
-    for rank, outcome in enumerate(outcomes):
-        for result, (_, expected) in zip(outcome.results, drawn, strict=True):
-            yield same_bits(result, expected[rank])
+    sequence = Sequence([call for call, _ in drawn], [results for _, results in drawn])
+    made = norms.build(sanitizer, mutation)
+    return faults(sequence, made, algorithm, world_size, norms.first(world_size, dtype), seed)
 
 
-def cases():
-    for algorithm in NORM_KERNELS:
-        for sanitizer in ("plain", "thread", "address"):
-            for world_size in WORLD_SIZES:
-                yield algorithm, sanitizer, world_size
+def expect_no_faults(norms: Norms, world_size: int, sanitizer: str) -> None:
+    for dtype in norms.dtypes:
+        for seed in seeds(4 if sanitizer == "plain" else 2):
+            assert simulate(norms, world_size, dtype, sanitizer, seed) == [], f"{dtype}, seed {seed}"
 
 
 @pytest.mark.promise("All-reduce with residual and RMSNorm has the bits of its three steps, in FP8 too.")
-@pytest.mark.parametrize(("algorithm", "sanitizer", "world_size"), list(cases()))
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("sanitizer", SANITIZERS)
+@pytest.mark.parametrize("algorithm", NORM_KERNELS)
 def test_every_rank_gets_the_specifications_bits(algorithm, sanitizer, world_size, few_slots):
-    norms = Norms(algorithm, tuple(TYPE_NAMES) if sanitizer == "plain" else (torch.bfloat16,))
-    for dtype in norms.dtypes:
-        for seed in seeds(4 if sanitizer == "plain" else 2):
-            found = list(simulate(norms, world_size, dtype, sanitizer, seed))
-            assert found == [0] * CALLS * world_size, f"{dtype}, seed {seed}"
+    dtypes = tuple(TYPE_NAMES) if sanitizer == "plain" else (torch.bfloat16,)
+
+    expect_no_faults(Norms(algorithm, dtypes), world_size, sanitizer)
 
 
 LARGE_CLUSTERS, MANY_SLOTS = (4, 8), 256
@@ -236,7 +232,7 @@ def test_clusters_of_four_and_eight_blocks_give_the_specifications_bits(algorith
     norms = Norms(algorithm, (torch.bfloat16,), (2,), ("like_input", "dynamic_fp8"), LARGE_CLUSTERS, MANY_SLOTS)
 
     for seed in range(4):
-        assert list(simulate(norms, 2, torch.bfloat16, "plain", seed, more_slots)) == [0] * CALLS * 2, f"seed {seed}"
+        assert simulate(norms, 2, torch.bfloat16, "plain", seed, more_slots) == [], f"seed {seed}"
 
 
 def released_polls(algorithm, seed, mutation=None):
@@ -270,11 +266,7 @@ IN_FP8 = (
 @pytest.mark.promise("All-reduce with residual and RMSNorm has the bits of its three steps, in FP8 too.")
 @pytest.mark.parametrize(("norms", "sanitizer"), IN_FP8, ids=[f"{norms.algorithm}-{how}" for norms, how in IN_FP8])
 def test_fp8_has_the_specifications_bits(norms, sanitizer, few_slots):
-    (world_size,) = norms.world_sizes
-    for dtype in norms.dtypes:
-        for seed in seeds(4 if sanitizer == "plain" else 2):
-            found = list(simulate(norms, world_size, dtype, sanitizer, seed))
-            assert found == [0] * CALLS * world_size, f"{dtype}, seed {seed}"
+    expect_no_faults(norms, *norms.world_sizes, sanitizer)
 
 
 NORM = "device/rms_norm.cuh"
@@ -296,11 +288,7 @@ MUTANTS = (
 
 
 def is_noticed(norms: Norms, mutation: Mutation, sanitizer: str, seed: int) -> bool:
-    (world_size,), (dtype,) = norms.world_sizes, norms.dtypes
-    try:
-        return any(simulate(norms, world_size, dtype, sanitizer, seed, mutation))
-    except (AssertionError, KernelFailure):  # AssertionError: a rank gave up
-        return True
+    return notices(partial(simulate, norms, *norms.world_sizes, *norms.dtypes, sanitizer, seed, mutation))
 
 
 @pytest.mark.parametrize(("what", "file", "old", "new"), MUTANTS, ids=[what for what, *_ in MUTANTS])
@@ -345,7 +333,13 @@ OF_A_WARP = Mutation(
 )
 
 
-known([NORM], MUTANTS, SCATTER_MUTANTS, GROUP_MUTANTS, [OF_A_WARP])
+known(
+    [
+        *(Mutation(*one[1:]) for one in (*MUTANTS, *SCATTER_MUTANTS)),
+        *(Mutation(NORM, *one[1:]) for one in GROUP_MUTANTS),
+        OF_A_WARP,
+    ]
+)
 
 
 @pytest.mark.parametrize(("what", "old", "new"), GROUP_MUTANTS, ids=[what for what, *_ in GROUP_MUTANTS])

@@ -13,6 +13,7 @@ import pytest
 from graphar.plan.algorithms import Algorithm
 from graphar.plan.policy import Chip
 from graphar.simulator.simulation import ENOUGH_NS
+from tests.host.build import seeds
 from tests.host.cases import differences
 from tests.host.every_kernel import EVERY_KERNEL, draw, run
 
@@ -31,8 +32,8 @@ def with_equal_grids(calls):
 )
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("algorithm", EVERY_KERNEL)
-def test_room_for_one_block_is_enough(algorithm, world_size, whole):
-    for seed in range(4 if whole else 2):
+def test_room_for_one_block_is_enough(algorithm, world_size):
+    for seed in seeds(4):
         drawn = draw(algorithm, world_size, seed, CALLS)
         calls = drawn.calls if algorithm is Algorithm.ALLGATHER_MATMUL else with_equal_grids(drawn.calls)
         room = max(call.cluster for call in calls)

@@ -22,11 +22,11 @@ from graphar.plan.scratch import PACK_NBYTES
 from graphar.plan.work import Norm
 from graphar.runtime.catalogue import NORM_KERNELS, kernel_source
 from graphar.simulator.build import Mutation
-from graphar.simulator.calls import Drawn, first_epoch
-from graphar.simulator.simulation import Call, Simulation
+from graphar.simulator.calls import Drawn
+from graphar.simulator.simulation import Call
 from tests.cases import bit_patterns, far_apart, normal
 from tests.host.build import NORM_SLOTS, build, known, seeds
-from tests.host.cases import differences, scratch_of
+from tests.host.cases import faults, scratch_of
 from tests.host.mutant import notices
 from tests.host.test_norms import GUARD, LARGE_CLUSTERS, MANY_SLOTS, bytes_of, more_slots
 
@@ -118,9 +118,7 @@ def simulate(algorithm, made, world_sizes, world_size: int, seed: int, **how) ->
     """Descriptions of all errors of one sequence."""
     clusters = how.get("clusters", CLUSTERS)
     drawn, first = draw(algorithm, world_size, seed, **how), world_sizes.index(world_size) * len(clusters) * len(KINDS)
-    needs = scratch_of(algorithm, world_size)
-    simulation = Simulation(made, algorithm, world_size, needs, first, seed, first_epoch(seed))
-    return differences(drawn, simulation.run(drawn.calls))
+    return faults(drawn, made, algorithm, world_size, first, seed)
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
@@ -199,7 +197,7 @@ MUTANTS = {
 }
 
 
-known([], MUTANTS)
+known(Mutation(*one[:3]) for one in MUTANTS.values())
 
 
 @pytest.mark.parametrize("mistake", MUTANTS)

@@ -21,12 +21,12 @@ from graphar.plan.algorithms import Algorithm
 from graphar.plan.work import Sum
 from graphar.runtime.catalogue import KERNELS, kernel_source
 from graphar.simulator.build import Mutation
-from graphar.simulator.calls import Drawn, first_epoch
-from graphar.simulator.simulation import Call, Simulation
+from graphar.simulator.calls import Drawn
+from graphar.simulator.simulation import Call
 from tests.cases import FLOAT_FILLS, normal
 from tests.host import cases
 from tests.host.build import build, known, seeds
-from tests.host.cases import WAYS, differences, scratch_of
+from tests.host.cases import WAYS, faults
 from tests.host.mutant import notices
 
 pytestmark = pytest.mark.host
@@ -156,9 +156,7 @@ def simulate(algorithm, made, world_sizes, world_size: int, seed: int) -> list[s
     """Descriptions of all errors of one sequence."""
     drawn, first = draw(algorithm, world_size, seed), world_sizes.index(world_size)
     first *= len(KINDS) * len(WAYS[algorithm].variants)
-    needs = scratch_of(algorithm, world_size)
-    simulation = Simulation(made, algorithm, world_size, needs, first, seed, first_epoch(seed))
-    return differences(drawn, simulation.run(drawn.calls))
+    return faults(drawn, made, algorithm, world_size, first, seed)
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
@@ -173,7 +171,7 @@ def test_every_rank_gets_the_specifications_bits(algorithm, sanitizer, world_siz
         assert simulate(algorithm, made, these, world_size, seed) == [], f"seed {seed}"
 
 
-known([], MUTANTS)
+known(Mutation(*one[:3]) for one in MUTANTS.values())
 
 
 @pytest.mark.parametrize("mistake", MUTANTS)

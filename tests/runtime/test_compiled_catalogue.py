@@ -15,14 +15,13 @@ from graphar.runtime import compiler
 from graphar.runtime.compiler import Cubin, compile_kernel, nvrtc_version
 from perf.cubin import resources
 from perf.kernels import catalogue
-from tests.changes import any_changed, included
 from tests.compilations import ARCHS, FEW_RANKS, cases, combinations, compile_kept, features, keep_kernels, named, words
 from tests.kernel_budget import of_most_ranks
 from tests.processes import PROCESSES
 
 every_arch = pytest.mark.parametrize("arch", ARCHS)
 CASES = cases(of_most_ranks())
-MOST_SAMPLED = 400  # a budget of time: each takes about 0.5 s
+MOST_SAMPLED = 450  # a budget of time: each takes about 0.5 s
 # The bytes of local memory that each thread of a kernel takes, with one version of NVRTC. Kernels without are left out.
 LOCAL_MEMORY = json.loads(Path(__file__).with_name("local_memory.json").read_text())
 
@@ -200,8 +199,8 @@ def test_the_kernels_that_spill_registers_between_more_ranks_are_known_with_thei
     assert found == {name: nbytes for name, nbytes in known.items() if nbytes}
 
 
-def test_the_sample_has_few_kernels_if_no_file_changed():
-    assert len({case for case in CASES["sample"] if not any_changed(included(case[0].file))}) <= MOST_SAMPLED
+def test_the_sample_has_few_kernels():
+    assert len(CASES["sample"]) <= MOST_SAMPLED
 
 
 def test_all_kernels_that_are_known_to_spill_are_of_more_ranks():

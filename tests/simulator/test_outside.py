@@ -9,17 +9,12 @@ import torch
 
 from graphar import simulator
 from graphar.simulator import Mutation
-from tests.outside import forget_loaded, load
+from tests.outside import load
 
-pytestmark = pytest.mark.host
+pytestmark = [pytest.mark.host, pytest.mark.usefixtures("nothing_stays_loaded")]
 
 ONE_BUFFER = Mutation("pushed_sum.cu", "slots_of_call<N>(a, call)", "0 * slots_of_call<N>(a, call)")
 FEW = {"dtypes": (torch.bfloat16,), "sanitizers": ("plain",), "seeds": 2}
-
-
-@pytest.fixture(autouse=True)
-def nothing_stays_loaded(monkeypatch):
-    forget_loaded(monkeypatch)
 
 
 def in_reverse(tensors):

@@ -6,19 +6,13 @@ import pytest
 import torch
 
 from graphar import simulator
-from tests.outside import forget_loaded
 from tests.pages import FOLDER, NEEDS_COMPILER, blocks_of
 from tests.simulator.test_public_mistakes import FOLDER as KERNELS
 from tests.simulator.test_public_mistakes import MISTAKES, NUMEL
 
-pytestmark = pytest.mark.host
+pytestmark = [pytest.mark.host, pytest.mark.usefixtures("nothing_stays_loaded")]
 
 PAGE = FOLDER / "simulator.md"
-
-
-@pytest.fixture(autouse=True)
-def nothing_stays_loaded(monkeypatch):
-    forget_loaded(monkeypatch)
 
 
 def rows() -> dict[str, list[str]]:

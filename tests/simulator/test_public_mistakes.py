@@ -17,9 +17,8 @@ import graphar
 from graphar import simulator
 from graphar.plan.algorithms import Algorithm
 from graphar.simulator import Mutation
-from tests.outside import forget_loaded
 
-pytestmark = pytest.mark.host
+pytestmark = [pytest.mark.host, pytest.mark.usefixtures("nothing_stays_loaded")]
 
 FOLDER = Path(__file__).parent / "mistakes"
 NUMEL = (8, 1000)  # one pack; several packets of a block, the last of which is not whole
@@ -100,11 +99,6 @@ MISTAKES = (
 SEEDS = {"plain": range(10), "thread": range(3)}
 
 every_mistake = pytest.mark.parametrize("mistake", MISTAKES, ids=lambda one: one.name)
-
-
-@pytest.fixture(autouse=True)
-def nothing_stays_loaded(monkeypatch):
-    forget_loaded(monkeypatch)
 
 
 def simulate(mistake: Mistake, sanitizer: str, mutations: tuple[Mutation, ...] = ()) -> simulator.Report:

@@ -13,6 +13,7 @@
 #include <cstdlib>
 #include <fstream>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "device/ptx/ptx.cuh"
@@ -226,13 +227,6 @@ void meet_ranks(std::atomic<u32>& meeting) {
   while (meeting.load() < the_case.world_size) simulator::step_after_load();
 }
 
-// FNV-1a.
-u64 hash_of(const char* bytes, size_t nbytes) {
-  u64 hash = 0xcbf29ce484222325;
-  for (size_t i = 0; i < nbytes; ++i) hash = (hash ^ u64(static_cast<unsigned char>(bytes[i]))) * 0x100000001b3;
-  return hash;
-}
-
 // The kernel after each call. It saves the result, and checks that nothing was written outside the windows.
 void collect(u32 c, u32 m) {
   wait_for_previous_kernel();
@@ -241,7 +235,8 @@ void collect(u32 c, u32 m) {
   const Call& call = calls[c];
   if (call.absent) {
     meet_ranks(meetings[2 * c]);
-    rank.scratch_hashes.push_back(hash_of(rank.scratch.data(), the_case.scratch_nbytes));
+    const std::string_view scratch(rank.scratch.data(), the_case.scratch_nbytes);
+    rank.scratch_hashes.push_back(std::hash<std::string_view>()(scratch));
     meet_ranks(meetings[2 * c + 1]);
   }
   rank.ended_at[c] = simulator::step_number();
@@ -343,43 +338,19 @@ void look_at_records() {
     }
 }
 
-// Where an address lies, in words.
-std::string name_of(const void* address) {
-  constexpr long long near_nbytes = 64 << 20;
-  long long nearest = near_nbytes;
-  std::string name = "other memory";
-  const auto look = [&](const char* begin, long long nbytes, const std::string& what) {
-    const long long byte = static_cast<const char*>(address) - begin;
-    const long long beside = byte < 0 ? -byte : byte < nbytes ? 0 : byte - nbytes + 1;
-    if (beside >= nearest) return;
-    nearest = beside;
-    name = what + ", byte " + std::to_string(byte) + (beside ? " of " + std::to_string(nbytes) + ", out of bounds" : "");
-  };
-  look(multicast.base, the_case.scratch_nbytes, "every rank's scratch");
-  for (u32 m = 0; m < ranks.size(); ++m) {
-    const std::string whose = "rank " + std::to_string(m % the_case.world_size) + "'s ";
-    look(ranks[m].scratch.data(), the_case.scratch_nbytes, whose + "scratch");
-    look(ranks[m].input.data(), the_case.tensor_nbytes, whose + "input");
-    look(ranks[m].output.data(), the_case.tensor_nbytes, whose + "output");
-  }
-  return name;
-}
-
-void print_last_steps() { std::fprintf(stderr, "%s", simulator::last_steps(the_case.world_size, name_of).c_str()); }
-
-u64* shown;  // the third file: the step; then for each rank where scratch, input and output begin
+u64* shown;  // the third file: the step; for each rank where scratch, input and output begin; the multicast addresses
 u64 last_step = 0;
 
 void look() {
   shown[0] = simulator::step_number();
   look_at_records();
   if (last_step == 0 || simulator::step_number() < last_step) return;
-  print_last_steps();
+  std::fputs(simulator::last_steps(the_case.world_size).c_str(), stderr);
   std::_Exit(0);
 }
 
 void show_in(const char* path) {
-  const size_t nbytes = (1 + 3 * ranks.size()) * sizeof(u64);
+  const size_t nbytes = (2 + 3 * ranks.size()) * sizeof(u64);
   const int file = open(path, O_RDWR | O_CREAT, 0600);
   if (file < 0 || ftruncate(file, nbytes)) std::exit(3);
   void* const mapped = mmap(nullptr, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
@@ -388,6 +359,7 @@ void show_in(const char* path) {
   u64* at = shown;
   for (Rank& rank : ranks)
     for (Region* region : {&rank.scratch, &rank.input, &rank.output}) *++at = reinterpret_cast<u64>(region->data());
+  *++at = reinterpret_cast<u64>(multicast.base);
 }
 
 void write_results(const char* path) {
@@ -412,17 +384,20 @@ int main(int count, char** argv) {
   if (simulator::are_noted) last_step = std::stoull(argv[4]);
   meetings = std::vector<std::atomic<u32>>(2 * the_case.calls);
   for (Rank& rank : ranks) prepare(rank);
-  show_in(argv[3]);
   twin::look_at_poll = look_at_mark;
   simulator::not_noted = {ranks.data(), ranks.data() + ranks.size()};  // counters and records
   simulator::look_at_store = look_at_target;
   const size_t nbytes = std::max<size_t>(the_case.scratch_nbytes, 1);
   multicast.base = static_cast<char*>(mmap(nullptr, nbytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
   for (Rank& rank : ranks) multicast.scratch.push_back(rank.scratch.data());
+  show_in(argv[3]);
   std::vector<std::vector<simulator::Kernel>> streams;
   for (u32 m = 0; m < ranks.size(); ++m) streams.push_back(stream_of(m));
   for (u32 m = 0; m < ranks.size(); ++m) streams.push_back(second_stream_of(m));
-  const simulator::End end = simulator::run(streams, the_case.world_size, the_case.room, the_case.seed, look);
+  u64 patience_ns = 0;  // longer than any wait that has a deadline
+  for (const Call& call : calls) patience_ns = std::max(patience_ns, (call.timeout_ns + call.late_ns) / 4 * 5);
+  const simulator::End end =
+      simulator::run(streams, the_case.world_size, the_case.room, the_case.seed, patience_ns, look);
   if (end != simulator::complete) {
     const bool all_wait = end == simulator::stuck;
     std::fprintf(stderr, "stuck: the threads %s\n", all_wait ? "wait for one another" : "wait without a deadline");

@@ -82,7 +82,7 @@ Observer scheduler_observer;
 void* scheduler_asan;
 const void* scheduler_stack;
 size_t scheduler_stack_nbytes;
-uint64_t steps;
+uint64_t steps, last_event;  // the event is an access that is no load, a barrier that opens, or the end of a thread
 Vector<Fiber*> all_fibers;
 
 // Shared memory of a block: aligned, with random content and a forbidden zone on both sides.
@@ -162,6 +162,7 @@ void open(Barrier& barrier) {
   barrier.vote = false;
   barrier.arrived = 0;
   ++barrier.generation;
+  last_event = steps;
   wake_all(barrier.sleepers);
 }
 
@@ -280,6 +281,7 @@ void start_what_may(size_t stream) {
 }
 
 void end(Fiber* fiber) {
+  last_event = steps;
   Launch& launch = *fiber->launch;
   give_up_place(fiber->home->barrier);
   give_up_place(fiber->home->warps[fiber->thread.x / 32]);
@@ -341,6 +343,7 @@ uint64_t step_number() { return steps; }
 uint32_t random(uint32_t below) { return generator() % below; }
 
 void step() {
+  last_event = steps;
   current->loads_in_a_row = 0;
   if (chance(2)) leave_for(0);
 }
@@ -410,7 +413,8 @@ void wait_for_previous_kernel(void (*pump)()) {
   while (current->previous && !current->previous->complete) wait_for(current->previous->waiting, pump);
 }
 
-End run(const std::vector<std::vector<Kernel>>& streams, int ranks, unsigned room, uint64_t seed, void (*look)()) {
+End run(const std::vector<std::vector<Kernel>>& streams, int ranks, unsigned room, uint64_t seed, uint64_t patience_ns,
+        void (*look)()) {
   generator.seed(seed);
   runnable.reserve(1 << 16);
   sleeping.reserve(1 << 16);
@@ -423,7 +427,7 @@ End run(const std::vector<std::vector<Kernel>>& streams, int ranks, unsigned roo
   for (auto& of_rank : begun) of_rank.reserve(1 << 10);
   for (int rank = 0; rank < ranks; ++rank) frozen_until.push_back(random(20'000));
   for (size_t s = 0; s < streams.size(); ++s) start_what_may(s);
-  for (steps = 0; steps < most_steps; ++steps) {
+  for (steps = 0; steps < most_steps && (steps - last_event) * step_ns <= patience_ns; ++steps) {
     perhaps_freeze_a_rank();
     look();
     if (chance(2)) pending.perform_one();

@@ -118,11 +118,14 @@ struct Kernel {
 // The kernel that this thread runs.
 const Kernel& launched();
 
-enum End { complete, stuck, endless };  // stuck: all threads wait for one another; endless: after too many steps
+// stuck: all threads wait for one another; endless: they look for something again and again, or take too many steps.
+enum End { complete, stuck, endless };
 
 // Runs each stream's kernels in order, those of different streams at the same time; stream s is one of rank s % ranks.
-// The blocks of a rank that are under way take at most `room` places at a time. Calls `look` between any two steps.
-End run(const std::vector<std::vector<Kernel>>& streams, int ranks, unsigned room, uint64_t seed, void (*look)());
+// The blocks of a rank that are under way take at most `room` places at a time. Threads that do nothing but look for
+// something are given up after `patience_ns`. Calls `look` between any two steps.
+End run(const std::vector<std::vector<Kernel>>& streams, int ranks, unsigned room, uint64_t seed, uint64_t patience_ns,
+        void (*look)());
 
 // ---- for the report of a failure ------------------------------------------------------------------------------------
 

@@ -68,7 +68,13 @@ std::string value_of(const Step& step) {
   return text;
 }
 
-std::string in_words(const Line& line, std::string (*name_of)(const void* address)) {
+std::string in_brackets(const void* address) {
+  char text[32];
+  std::snprintf(text, sizeof text, "<%p>", address);
+  return text;
+}
+
+std::string in_words(const Line& line) {
   const Step& step = line.step;
   std::string text = "  call " + std::to_string(launched_by(*line.first).call) + ", block " +
                      std::to_string(line.first->block.x) + ", " + in_words(line.threads) + ": ";
@@ -77,7 +83,7 @@ std::string in_words(const Line& line, std::string (*name_of)(const void* addres
   text += step.what;
   if (step.address) {
     const std::string shared = name_of_shared(*line.first, step.address);
-    text += (step.kind == Step::load ? " of " : " to ") + (shared.empty() ? name_of(step.address) : shared);
+    text += (step.kind == Step::load ? " of " : " to ") + (shared.empty() ? in_brackets(step.address) : shared);
   }
   if (step.nbytes) text += (step.kind == Step::load ? " sees " : " of ") + value_of(step);
   if (step.times > line.threads.size()) text += " (" + std::to_string(step.times) + " times)";
@@ -104,7 +110,7 @@ void note(Step::Kind kind, const char* what, const void* address, uint32_t nbyte
   self().steps.add({kind, what, address, nbytes, {low, high}, step_number(), 1});
 }
 
-std::string last_steps(int ranks, std::string (*name_of)(const void* address)) {
+std::string last_steps(int ranks) {
   std::string text;
   for (int rank = 0; rank < ranks; ++rank) {
     std::vector<Line> lines;
@@ -119,7 +125,7 @@ std::string last_steps(int ranks, std::string (*name_of)(const void* address)) {
     text += "rank " + std::to_string(rank) + (lines.empty() ? ": no steps\n" : ":\n");
     for (size_t at = 0; at < lines.size(); ++at)
       if (at < steps ? steps - at <= most_steps : lines.size() - at <= most_waits)
-        text += in_words(lines[at], name_of) + "\n";
+        text += in_words(lines[at]) + "\n";
   }
   return text;
 }

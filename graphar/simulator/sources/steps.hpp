@@ -44,7 +44,7 @@ inline bool are_noted = false;  // a run that nobody asks for its last steps not
 void note(Step::Kind kind, const char* what, const void* address = nullptr, uint32_t nbytes = 0, uint64_t low = 0,
           uint64_t high = 0);
 
-// The last steps by rank, in words. `name_of` names an address outside of shared memory.
-std::string last_steps(int ranks, std::string (*name_of)(const void* address));
+// The last steps by rank, in words. Addresses outside of shared memory are numbers in angle brackets.
+std::string last_steps(int ranks);
 
 }  // namespace simulator

@@ -286,6 +286,7 @@ inline Word load_word(const Word* address) {
 // Performs accesses in a random order. Other threads may run between them.
 template <int Count, class Visit>
 inline void visit_words(Visit visit) {
+  if (Count == 1) return visit(0);
   const u32 first = simulator::random(Count), step = simulator::random(2) ? 1 : Count - 1;
   for (int i = 0; i < Count; ++i) {
     visit((first + i * step) % Count);
@@ -294,38 +295,18 @@ inline void visit_words(Visit visit) {
 }
 }  // namespace twin
 
-inline Pack load_relaxed_sys(const Pack* address) {
-  Pack p;
-  twin::visit_words<4>([&](int w) { p.word[w] = twin::load_word(&address->word[w]); });
-  twin::note_load("load_relaxed_sys", address, p);
-  twin::after_poll();
-  return p;
-}
-
-inline void store_relaxed_sys(Pack* address, const Pack& p) {
-  twin::visit_words<4>([&](int w) { simulator::post(&address->word[w], p.word[w], 4); });
-  twin::note_store("store_relaxed_sys", address, p);
-  twin::after_access();
-}
-
 template <int Count>
 Words<Count> load_relaxed_sys(const Words<Count>* address) {
   Words<Count> v;
-  if constexpr (Count == 1)
-    v.word[0] = twin::load_word(&address->word[0]);
-  else
-    twin::visit_words<Count>([&](int w) { v.word[w] = twin::load_word(&address->word[w]); });
+  twin::visit_words<Count>([&](int w) { v.word[w] = twin::load_word(&address->word[w]); });
   twin::note_load("load_relaxed_sys", address, v);
-  twin::after_load();
+  Count == 4 ? twin::after_poll() : twin::after_load();
   return v;
 }
 
 template <int Count>
 void store_relaxed_sys(Words<Count>* address, const Words<Count>& v) {
-  if constexpr (Count == 1)
-    simulator::post(&address->word[0], v.word[0], 4);
-  else
-    twin::visit_words<Count>([&](int w) { simulator::post(&address->word[w], v.word[w], 4); });
+  twin::visit_words<Count>([&](int w) { simulator::post(&address->word[w], v.word[w], 4); });
   twin::note_store("store_relaxed_sys", address, v);
   twin::after_access();
 }
