@@ -33,8 +33,8 @@ from graphar.plan.sizes import GB, KB, MB, format_nbytes
 from graphar.plan.trials import Workload
 from graphar.plan.work import Sum
 from graphar.runtime.availability import is_available
+from graphar.runtime.engine import compresses
 from graphar.runtime.launcher import chip
-from graphar.runtime.life import compresses
 from graphar.runtime.user_tables import find_table
 
 SIZES = (2 * KB, 64 * KB, MB, 16 * MB, 256 * MB)

@@ -20,7 +20,7 @@ from graphar.runtime.arguments import Counters
 from graphar.runtime.catalogue import KernelSource
 from graphar.runtime.driver import call, driver, on_device
 from graphar.runtime.member import Member
-from graphar.runtime.memory.multicast_memory import TorchBuffer, TorchMemory
+from graphar.runtime.memory.multicast import TorchBuffer, TorchMemory
 from graphar.runtime.memory.peer_memory import Buffer, LocalMemory, ProcessMemory
 
 PART = 16  # the most kernels that a rank compiles before it meets the others, and the most threads for them

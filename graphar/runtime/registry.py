@@ -12,8 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from graphar.errors import CommunicatorError
 from graphar.ranks.groups import group_of_mesh, local_devices, no_group, process_group
-from graphar.runtime.engine import Engine
-from graphar.runtime.life import NAME_PREFIX, closed, open_engines
+from graphar.runtime.engine import NAME_PREFIX, Engine, closed, open_engines
 from graphar.runtime.watch.stats import Stats, with_beside
 
 DEFAULT_TIMEOUT_S = 60.0

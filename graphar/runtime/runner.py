@@ -32,7 +32,7 @@ from graphar.runtime.failures import (
 )
 from graphar.runtime.kernels import Kernels
 from graphar.runtime.member import Member
-from graphar.runtime.memory.multicast_memory import TorchMemory
+from graphar.runtime.memory.multicast import TorchMemory
 from graphar.runtime.memory.peer_memory import LocalMemory, ProcessMemory
 from graphar.runtime.memory.symmetric_tensors import SymmetricTensors
 from graphar.runtime.memory.use import Memory, memory_of

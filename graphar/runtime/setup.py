@@ -17,7 +17,7 @@ from graphar.ranks.groups import known_group
 from graphar.ranks.rendezvous import Alone, StoreRendezvous
 from graphar.runtime import launcher
 from graphar.runtime.availability import COMMUNICATORS
-from graphar.runtime.memory.multicast_memory import TorchMemory
+from graphar.runtime.memory.multicast import TorchMemory
 from graphar.runtime.memory.peer_memory import LocalMemory, ProcessMemory
 from graphar.runtime.runner import Member, Runner
 from graphar.runtime.user_tables import find_table

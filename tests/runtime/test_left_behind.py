@@ -17,8 +17,7 @@ from graphar.plan.call import Call, Operands
 from graphar.plan.work import Sum
 from graphar.product.then import Then
 from graphar.runtime import registry
-from graphar.runtime.engine import Engine
-from graphar.runtime.life import open_engines
+from graphar.runtime.engine import Engine, open_engines
 from graphar.runtime.registry import engine_of_group
 from tests.cases import normal, same_bits
 from tests.processes import on_ranks, run_ranks

@@ -23,12 +23,12 @@ from graphar.plan.slices import Slice
 from graphar.plan.tables import shipped_table
 from graphar.plan.work import Sum
 from graphar.ranks.rendezvous import StoreRendezvous
-from graphar.runtime import multicast
 from graphar.runtime.catalogue import kernel_source
 from graphar.runtime.engine import Engine
 from graphar.runtime.kernels import COUNTERS_NBYTES
 from graphar.runtime.member import Member
-from graphar.runtime.memory.multicast_memory import TorchMemory
+from graphar.runtime.memory import multicast
+from graphar.runtime.memory.multicast import TorchMemory
 from graphar.runtime.runner import Runner
 
 PACKAGE = Path(graphar.__file__).parent
@@ -91,7 +91,7 @@ def test_graphar_makes_no_multicast_object_and_asks_torch_for_memory_in_one_file
 
     assert len(texts) > 15
     assert [name for name, text in texts.items() if "cuMulticast" in text] == []
-    assert [name for name, text in texts.items() if "_symmetric_memory" in text] == ["multicast_memory.py"]
+    assert [name for name, text in texts.items() if "_symmetric_memory" in text] == ["multicast.py"]
 
 
 # ---- ranks that meet ------------------------------------------------------------------------------------------------

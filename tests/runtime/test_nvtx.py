@@ -8,8 +8,7 @@ import pytest
 import torch
 
 import graphar
-from graphar.runtime.watch import nvtx
-from graphar.runtime.watch.hook import watching
+from graphar.runtime.watch import hook
 
 
 @pytest.fixture
@@ -25,9 +24,9 @@ def ranges(monkeypatch):
 
     monkeypatch.setitem(sys.modules, "nvtx", SimpleNamespace(annotate=annotate))
     monkeypatch.setattr(torch.cuda.nvtx, "range", annotate)
-    nvtx._range_of.cache_clear()
+    hook._nvtx_range.cache_clear()
     yield opened
-    nvtx._range_of.cache_clear()
+    hook._nvtx_range.cache_clear()
 
 
 def on_a_gpu():
@@ -35,7 +34,7 @@ def on_a_gpu():
 
 
 def test_a_call_is_a_range_of_graphars_domain(ranges):
-    with nvtx.sink(*on_a_gpu()):
+    with hook.nvtx_sink(*on_a_gpu()):
         ranges.append("the call")
 
     assert ranges == [("graphar.allreduce", "graphar"), "the call", None]
@@ -44,14 +43,14 @@ def test_a_call_is_a_range_of_graphars_domain(ranges):
 def test_without_the_package_a_call_is_a_range_of_torchs_domain(ranges, monkeypatch):
     monkeypatch.setitem(sys.modules, "nvtx", None)
 
-    with nvtx.sink(*on_a_gpu()):
+    with hook.nvtx_sink(*on_a_gpu()):
         ranges.append("the call")
 
     assert ranges == [("graphar.allreduce", None), "the call", None]
 
 
 def test_a_call_on_the_cpu_is_no_range(ranges):
-    with watching(nvtx.sink):
+    with hook.watching(hook.nvtx_sink):
         graphar.allreduce([torch.ones(4)] * 2)
 
     assert ranges == []
@@ -59,19 +58,19 @@ def test_a_call_on_the_cpu_is_no_range(ranges):
 
 @pytest.mark.parametrize(("given", "watched"), [("1", True), ("0", False), ("", False), (None, False)])
 def test_the_switch_of_the_environment_puts_all_later_calls_into_ranges(monkeypatch, given, watched):
-    monkeypatch.setattr(nvtx, "sinks", found := [])
-    monkeypatch.delenv(nvtx.SWITCH, raising=False)
+    monkeypatch.setattr(hook, "sinks", found := [])
+    monkeypatch.delenv(hook.NVTX_SWITCH, raising=False)
     if given is not None:
-        monkeypatch.setenv(nvtx.SWITCH, given)
+        monkeypatch.setenv(hook.NVTX_SWITCH, given)
 
-    nvtx.start()
+    hook.start_nvtx()
 
-    assert found == ([nvtx.sink] if watched else [])
+    assert found == ([hook.nvtx_sink] if watched else [])
 
 
 def test_calls_inside_graphars_profile_are_ranges(ranges, tmp_path, monkeypatch):
     seen = []
-    monkeypatch.setattr(nvtx, "sink", lambda engine, call, ranks: contextlib.nullcontext(seen.append(call.op)))
+    monkeypatch.setattr(hook, "nvtx_sink", lambda engine, call, ranks: contextlib.nullcontext(seen.append(call.op)))
 
     with graphar.profile(tmp_path / "trace.json"):
         graphar.allreduce([torch.ones(4)] * 2)

@@ -19,8 +19,8 @@ from graphar.plan.scratch import SENTINEL
 from graphar.ranks.rendezvous import Alone
 from graphar.runtime import runner as runners
 from graphar.runtime.arguments import Counters, Record
+from graphar.runtime.engine import open_engines
 from graphar.runtime.kernels import COUNTERS_NBYTES
-from graphar.runtime.life import open_engines
 from graphar.runtime.memory import suspension
 from graphar.runtime.memory.peer_memory import LocalMemory, ProcessMemory
 from graphar.runtime.memory.suspension import Suspension

@@ -13,9 +13,9 @@ import torch
 from graphar.cli.doctor.findings import Finding, note, problem
 from graphar.plan.scratch import MAX_RANKS
 from graphar.plan.sizes import GB
-from graphar.runtime import multicast
 from graphar.runtime.availability import DRIVER, missing_cuda_python
 from graphar.runtime.driver import call, driver
+from graphar.runtime.memory import multicast
 
 _PCI_DEVICES = Path("/sys/bus/pci/devices")
 _NVIDIA, _DISPLAY = "0x10de", "0x03"  # NVIDIA's PCI vendor, and the first digits of the PCI class of a GPU

@@ -12,9 +12,9 @@ from pathlib import Path
 import graphar
 from graphar.cli.doctor.findings import Finding, note, problem
 from graphar.cli.doctor.gpus import gpu_count
-from graphar.runtime import multicast
 from graphar.runtime.availability import driver_cuda_version, missing_cuda_python, missing_driver, missing_nvrtc
 from graphar.runtime.compiler import nvrtc_version
+from graphar.runtime.memory import multicast
 from graphar.runtime.requirements import install, meets, requirements
 
 _NVRTC = "nvidia-cuda-nvrtc"

@@ -5,7 +5,7 @@ memory to the other processes as file descriptors. Where that is not possible, b
 
 ProcessMemory does not use torch's symmetric memory, whose rendezvous counts per process and not per group, and hangs if
 two groups overlap (pytorch#196082). The multimem algorithms need a multicast address, and take their memory from
-graphar.runtime.memory.multicast_memory.
+graphar.runtime.memory.multicast.
 """
 
 from __future__ import annotations

@@ -18,9 +18,7 @@ import torch.distributed as dist
 
 from graphar.plan.call import Call, Operands
 from graphar.ranks.capture import is_capturing
-from graphar.runtime.watch import nvtx
-from graphar.runtime.watch.hook import Planner, sinks, watching
-from graphar.runtime.watch.kineto import ranks_of
+from graphar.runtime.watch import hook
 
 
 @contextmanager
@@ -54,7 +52,10 @@ def profile(path: str | os.PathLike[str]) -> Iterator[None]:
     with open(_path_of_rank(Path(path)), "ab"):  # fail now, and not after a block that may take hours
         pass
     try:
-        with nullcontext() if nvtx.sink in sinks else watching(nvtx.sink), watching(recorder.sink):
+        with (
+            nullcontext() if hook.nvtx_sink in hook.sinks else hook.watching(hook.nvtx_sink),
+            hook.watching(recorder.sink),
+        ):
             yield
     finally:
         recorder.write(Path(path))
@@ -71,7 +72,7 @@ class _Recorder:
         self._thread = threading.local()  # is_inside: whether the thread is inside a recorded call
 
     @contextmanager
-    def sink(self, engine: Planner, call: Call, ranks: Sequence[Operands]) -> Iterator[None]:
+    def sink(self, engine: Any, call: Call, ranks: Sequence[Operands]) -> Iterator[None]:
         """Records a call unless it is part of another call."""
         if not self._is_open or getattr(self._thread, "is_inside", False):
             yield
@@ -80,7 +81,7 @@ class _Recorder:
         devices = [x.get_device() for x in xs if x.is_cuda]
         timed = bool(devices) and not any(map(is_capturing, devices))
         before = [self._record(device) for device in devices] if timed else []
-        numbers = ranks_of(engine)
+        numbers = hook.ranks_of(engine)
         details = {"dtype": str(xs[0].dtype).removeprefix("torch."), "world_size": engine.world_size}
         details |= {"ranks": numbers, "call": next(self._numbers.setdefault(tuple(numbers), itertools.count()))}
         self._thread.is_inside = True
@@ -124,7 +125,7 @@ class _Recorder:
         return event
 
 
-def _taken(engine: Planner, call: Call) -> dict[str, Any]:
+def _taken(engine: Any, call: Call) -> dict[str, Any]:
     """Returns the algorithm of a call that was made, and its codec, its epilogue or the tensors of its tuple."""
     work, plan = call.work, engine.plans.get(call)
     details = {"codec": work.codec, "epilogue": work.epilogue and work.epilogue.text}
