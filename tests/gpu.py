@@ -215,7 +215,7 @@ class Ranks:
 
     def _region(self, algorithm: str):
         runner = self.communicator.engine.runner
-        return runner.kernels._regions.get(Algorithm(algorithm)) if runner else None
+        return runner.kernels.regions.get(Algorithm(algorithm)) if runner else None
 
     def _counters(self, algorithm: str, rank: int) -> Counters:
         counters = Counters()

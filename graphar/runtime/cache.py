@@ -53,10 +53,7 @@ def store(key: str, content: bytes) -> None:
 
 
 def load_file(folder: str, name: str) -> bytes | None:
-    """Returns the content of a file in a folder of the cache; None if there is none.
-
-    OSError if the file or its folder cannot be read or is not trusted.
-    """
+    """Returns the content of a file in a folder of the cache; None: there is none. OSError if it is not trusted."""
     directory = _directory()
     if directory is None or not (directory / folder).exists():
         return None
@@ -65,10 +62,7 @@ def load_file(folder: str, name: str) -> bytes | None:
 
 
 def store_file(folder: str, name: str, content: bytes) -> Path:
-    """Writes a file into a folder of the cache, atomically, and returns its path. It replaces a file of that name.
-
-    OSError if the file cannot be written, or there is no directory to trust.
-    """
+    """Writes or replaces a file in a folder of the cache, atomically, and returns its path. OSError if it cannot."""
     path = folder_of(folder) / name
     _replace(path, content)
     return path

@@ -59,14 +59,7 @@ binders: dict[type, Callable[[Engine, Call, Sequence[Operands]], Plan]] = {}  # 
 
 
 class Engine:
-    """One communicator: how its calls are made, what ends it, and how it is suspended and resumed.
-
-    Args:
-        group: the process group, whose ranks are processes; None with ``devices``.
-        devices: the devices of this process's ranks: CUDA devices, or the CPU once for each rank.
-        timeout_s: the deadline of every wait on another rank, in seconds.
-        hosts: the ranks of each host, for the hierarchical algorithm; None: the processes find them.
-        lossless: whether "auto" may compress bf16 without loss; None: unless the environment has GRAPHAR_LOSSLESS=0.
+    """One communicator, with the arguments of :class:`graphar.Communicator`: its calls, its failures and its end.
 
     Attributes:
         plans: a cache of plans by call.
@@ -118,10 +111,9 @@ class Engine:
     # ---- calls ------------------------------------------------------------------------------------------------------
 
     def run(self, call: Call, ranks: Sequence[Operands]) -> Plan | None:
-        """Makes a call, with the operands of each rank of this process. Collective.
+        """Makes a call, with the checked operands of each rank of this process. Collective.
 
-        The op has checked the operands. Returns the call's plan if it was cached, and neither a sink nor torch's
-        profiler is active; else None.
+        Returns the call's plan if it was cached, and neither a sink nor torch's profiler is active; else None.
         """
         plan = self.warm.get(call)
         if plan is not None and not _is_profiling():
@@ -177,7 +169,7 @@ class Engine:
         return self.symmetric.sides(x, out) if self.symmetric else ()
 
     def explain(self, call: Call, x: torch.Tensor) -> Explanation:
-        """Returns the algorithm of a call whose first tensor is like ``x``, and why. The first call is collective."""
+        """Returns the algorithm of a call whose first tensor is like ``x``, and why; as :meth:`select` collective."""
         return select.explain(call, self.facts(call, x))
 
     def select(self, call: Call, x: torch.Tensor) -> select.Choice:
@@ -192,10 +184,8 @@ class Engine:
         return Stats(self.plans.calls(), self.plans.made, launches, waited_s, str(failure or "").removeprefix(NOT_MADE))
 
     def facts(self, call: Call, x: torch.Tensor) -> Facts:
-        """Returns the facts that decide on the kernel of a call. The first call is collective.
-
-        A call that names an algorithm without a kernel does not set up this group's kernels.
-        """
+        """Returns the facts that decide on the kernel of a call. The first call is collective."""
+        # A call that names an algorithm without a kernel does not set up this group's kernels.
         needs_none = call.algorithm != "auto" and not Algorithm(call.algorithm).row.layout
         problem = None if needs_none else self.why_no_kernel(call.op, x)
         runner = None if problem else self.runner
@@ -261,16 +251,13 @@ class Engine:
     # ---- failures and the end ---------------------------------------------------------------------------------------
 
     def keeping_failure(self, op: str = "graphar") -> KeepingFailure:
-        """Records a failure of the code inside, which needs all ranks: every later call raises it again.
-
-        Raises what :meth:`check_ready` does, before the code inside runs.
-        """
+        """Calls :meth:`check_ready`, and keeps a failure of the code inside: every later call raises it again."""
         return KeepingFailure(self, op)
 
     def check_open(self, op: str = "graphar") -> None:
-        """Raises CommunicatorError, which names ``op``, if the engine is closed or suspended.
+        """Raises CommunicatorError, which names ``op``, if the engine is closed or suspended. torch.compile traces it.
 
-        It is enough for what needs no other rank, such as an explanation after a failure. torch.compile traces it.
+        It is enough for what needs no other rank, such as an explanation after a failure.
         """
         if self.closed:
             raise closed(op)
@@ -278,10 +265,7 @@ class Engine:
             raise CommunicatorError(f"{op}: this communicator is suspended; call its resume() on every rank before")
 
     def check_ready(self, op: str) -> None:
-        """Raises as :meth:`check_open` does, or raises the error of an earlier failure again.
-
-        Call it before what needs other ranks, as :meth:`keeping_failure` does. The launch of a kernel asks the runner.
-        """
+        """Raises as :meth:`check_open` does, or raises an earlier failure again. Launches of kernels do so, too."""
         self.check_open(op)
         if self.runner:
             self.runner.raise_failure()
@@ -304,12 +288,10 @@ class Engine:
             self.runner.synchronize()
 
     def common_order(self) -> str | None:
-        """Returns a key by which all ranks sort engines alike; None if other ranks may not have this engine yet.
-
-        A rank may make an engine alone, as an explanation does. Once all ranks have met, all of them have it.
-        """
+        """Returns a key by which all ranks sort engines alike; None if other ranks may not have this engine yet."""
         if self.devices:
             return ""
+        # A rank may make an engine alone, as an explanation does. Once all ranks have met, all of them have it.
         return self._rendezvous.prefix if self._rendezvous and self._rendezvous.has_met else None
 
     def why_stays(self) -> Reason | None:
@@ -385,11 +367,7 @@ class Engine:
         return self.runner.memory_use() if self.runner else memory_of({}, [])
 
     def close(self) -> None:
-        """Frees the memory shared with other ranks. Collective.
-
-        Raises:
-            RanksAbsent: a rank did not arrive in time; memory that it may still use is not freed.
-        """
+        """Frees the memory shared with other ranks, but for what an absent rank may still use. Collective."""
         if self.closed:
             return
         open_engines.pop(self.name, None)

@@ -48,14 +48,15 @@ class Ranks:
         ]
         for algorithm in (PUSH, PIPELINED):
             addresses = [0x1000 * (1 + algorithm.number) + 0x100 * rank for rank in range(WORLD_SIZE)]
-            self.runner.kernels._regions[algorithm] = SimpleNamespace(pointers=addresses)
+            self.runner.kernels.regions[algorithm] = SimpleNamespace(pointers=addresses)
             self.counters |= {address: Counters() for address in addresses}
 
         def read(struct, address):
             counters = self.counters[address]
             return counters if struct is Counters else counters.epoch_state[0]
 
-        monkeypatch.setattr(failures, "_read", read)
+        monkeypatch.setattr(failures, "read", read)
+        monkeypatch.setattr(runner, "read", read)
         monkeypatch.setattr(failures, "on_device", contextlib.nullcontext)
         monkeypatch.setattr(runner, "on_device", contextlib.nullcontext)
         monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)

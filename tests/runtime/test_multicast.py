@@ -306,7 +306,7 @@ def test_a_kernel_gets_the_multicast_address_of_its_scratch(communicator):
     given = []
 
     for algorithm, multicast_pointer in ((Algorithm.MULTIMEM_TWO_SHOT, 0x7000), (Algorithm.ONE_SHOT, 0)):
-        runner.kernels._regions[algorithm] = SimpleNamespace(
+        runner.kernels.regions[algorithm] = SimpleNamespace(
             pointers=[0x1000, 0x2000], multicast_pointer=multicast_pointer
         )
         given.append(runner.arguments(member, algorithm, Slice(8), 1.0, "a call"))
@@ -321,7 +321,7 @@ def test_a_kernel_gets_the_scratch_of_every_rank_by_number_and_by_distance(commu
     member = Member.__new__(Member)
     member.rank, member.device, member.abort, member.record_pointer = 3, 0, 0xA, 0xB
     pointers = [0x1000, 0x2000, 0x3000, 0x4000]
-    runner.kernels._regions[Algorithm.ONE_SHOT_PUSH] = SimpleNamespace(pointers=pointers, multicast_pointer=0)
+    runner.kernels.regions[Algorithm.ONE_SHOT_PUSH] = SimpleNamespace(pointers=pointers, multicast_pointer=0)
 
     given = runner.arguments(member, Algorithm.ONE_SHOT_PUSH, Slice(8), 1.0, "a call")
 

@@ -180,7 +180,7 @@ def runner():
     member = SimpleNamespace(rank=1, device=0, record=Record(), record_pointer=0x30, abort=0x40)
     found = Runner([member], 2, Chip(132, "sm_90a"), None, Nowhere(), None)
     region = SimpleNamespace(pointers=[0x10000, 0x20000], multicast_pointer=0)
-    found.kernels._regions[load()] = region
+    found.kernels.regions[load()] = region
     return found
 
 
@@ -201,7 +201,7 @@ def test_a_call_is_bound_to_its_kernel_and_to_a_grid_of_its_row(runner, monkeypa
     monkeypatch.setattr(collective.launcher, "can_overlap", lambda device: True)
     monkeypatch.setattr(runner.kernels, "prepare", lambda kernel: [kernel])
     ring = load(threads=128, scratch=lambda n: replace(slots(n), shared_nbytes=512))
-    runner.kernels._regions[ring] = runner.kernels._regions[load()]
+    runner.kernels.regions[ring] = runner.kernels.regions[load()]
     call = Call(Sum(1024), torch.bfloat16, 0, algorithm=ring.value)
     facts = Facts(2, shipped_table("default"), runner.chip)
 

@@ -162,9 +162,10 @@ def runner_of(monkeypatch, record, world_size=3, rendezvous=None):
     made = Runner([member], world_size, CHIP, memory=memory, rendezvous=rendezvous or Alone(), multicast_memory=None)
     begun = {0x1000: 42, 0x2000: 42, 0x3000: 41, 0x4000: 3, 0x5000: 3, 0x6000: 4}
     monkeypatch.setattr(failures, "calls_begun", lambda counters, device: begun[counters])
-    monkeypatch.setattr(failures, "_read", lambda struct, address: struct())  # no rank has told what it calls
+    for module in (failures, runner):
+        monkeypatch.setattr(module, "read", lambda struct, address: struct())  # no rank has told what it calls
     monkeypatch.setattr(runner, "on_device", contextlib.nullcontext)
-    made.kernels._regions = {
+    made.kernels.regions = {
         Algorithm.TWO_SHOT_PUSH: SimpleNamespace(pointers=[0x1000, 0x2000, 0x3000]),
         Algorithm.ONE_SHOT_PUSH: SimpleNamespace(pointers=[0x4000, 0x5000, 0x6000]),
     }
@@ -200,7 +201,8 @@ def tell(monkeypatch, calls):
                 counters.called[rank][sequence % KEPT_CALLS] = (sequence + 1) << 32 | fingerprint
         return counters
 
-    monkeypatch.setattr(failures, "_read", read)
+    monkeypatch.setattr(failures, "read", read)
+    monkeypatch.setattr(runner, "read", read)
 
 
 class Words:
@@ -255,7 +257,7 @@ def test_the_failure_stays_the_one_it_was(monkeypatch):
     with pytest.raises(CollectiveTimeout) as first:
         failed.raise_failure()
     failed.members[0].record.peer = 1
-    failed.kernels._regions.clear()
+    failed.kernels.regions.clear()
 
     with pytest.raises(CollectiveTimeout) as second:
         failed.raise_failure()
@@ -269,7 +271,7 @@ def test_a_rank_whose_process_has_ended_or_that_cannot_be_read_is_told_apart(mon
     failed = runner_of(monkeypatch, record_of(kind=1), rendezvous=rendezvous)
     unreadable = {0x1000: 42, 0x2000: None, 0x3000: 0}
     monkeypatch.setattr(failures, "calls_begun", lambda counters, device: unreadable[counters])
-    del failed.kernels._regions[Algorithm.ONE_SHOT_PUSH]
+    del failed.kernels.regions[Algorithm.ONE_SHOT_PUSH]
 
     with pytest.raises(CollectiveTimeout) as raised:
         failed.raise_failure()
@@ -332,7 +334,7 @@ def close_with(monkeypatch, error):
     closing = runner_of(monkeypatch, record_of(kind=0), rendezvous=SimpleNamespace(close=close))
     freed, region = [], Region()
     closing.members[0].free = lambda: freed.append(True)
-    closing.kernels._regions = {Algorithm.ONE_SHOT: region}
+    closing.kernels.regions = {Algorithm.ONE_SHOT: region}
     try:
         closing.close()
     except RanksAbsent:

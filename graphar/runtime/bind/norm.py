@@ -16,7 +16,7 @@ from graphar.plan.work import Norm, Parts, Sum
 from graphar.runtime.arguments import NormArguments
 from graphar.runtime.bind import residual_norm
 from graphar.runtime.bind.collective import bind_slice, plan_of_slices
-from graphar.runtime.bind.launches import Put, runner_of
+from graphar.runtime.bind.launches import Put, one_after_another, runner_of
 from graphar.runtime.engine import Engine
 from graphar.runtime.plan import Plan
 
@@ -41,15 +41,11 @@ def _in_pieces(engine: Engine, call: Call[Norm], x: torch.Tensor, step: int) -> 
     counts = [min(step * columns, numel - start) for start in starts]
     of_count = {count: call._replace(work=call.work._replace(parts=(count,))) for count in counts}
     plans = {count: _bind_kernel(engine, piece, x) for count, piece in of_count.items()}
-
-    def run_pieces(ranks: Sequence[Operands]) -> None:
-        for start, count in zip(starts, counts, strict=True):
-            plans[count].run([_rows(operands, columns, start // columns, count // columns) for operands in ranks])
-
-    return Plan(run_pieces, plans[counts[0]].config, plans[counts[0]].reason)
+    rows = [(start // columns, count // columns) for start, count in zip(starts, counts, strict=True)]
+    return one_after_another([plans[count] for count in counts], [partial(_rows, *of_piece) for of_piece in rows])
 
 
-def _rows(operands: Operands, columns: int, first: int, count: int) -> Operands:
+def _rows(first: int, count: int, operands: Operands) -> Operands:
     def cut(x: torch.Tensor) -> torch.Tensor:
         return x.view(-1, x.shape[-1])[first : first + count]
 

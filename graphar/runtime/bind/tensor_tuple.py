@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
@@ -13,7 +14,7 @@ from graphar.plan.slices import Slice, slices
 from graphar.plan.work import MAX_TENSORS, Parts, TensorTuple
 from graphar.runtime.arguments import TupleArguments
 from graphar.runtime.bind.collective import bind_slice, plan_of_slices
-from graphar.runtime.bind.launches import Put, runner_of
+from graphar.runtime.bind.launches import Put, one_after_another, runner_of
 from graphar.runtime.engine import Engine
 from graphar.runtime.plan import Plan
 
@@ -28,12 +29,11 @@ def bind(engine: Engine, call: Call[TensorTuple], ranks: Sequence[Operands]) -> 
     windows = [slice(begin, begin + MAX_TENSORS) for begin in range(0, len(work.dtypes), MAX_TENSORS)]
     works = [work._replace(dtypes=work.dtypes[window], rows=work.rows[window]) for window in windows]
     plans = [_bind_kernel(engine, call._replace(work=of_window), first) for of_window in works]
+    return one_after_another(plans, [partial(_within, window) for window in windows])
 
-    def run_windows(ranks: Sequence[Operands]) -> None:
-        for plan, window in zip(plans, windows, strict=True):
-            plan.run([Operands(operands.inputs[window], operands.outputs[window]) for operands in ranks])
 
-    return Plan(run_windows, plans[0].config, plans[0].reason)
+def _within(window: slice, operands: Operands) -> Operands:
+    return Operands(operands.inputs[window], operands.outputs[window])
 
 
 def _bind_kernel(engine: Engine, call: Call[TensorTuple], x: torch.Tensor) -> Plan:
@@ -55,17 +55,12 @@ def _each(engine: Engine, call: Call[TensorTuple], ranks: Sequence[Operands]) ->
     A call says which tensors follow, so that ranks with unlike tuples differ in the first call.
     """
     work, plans = call.work, []
+    cuts = [partial(_within, slice(at, at + 1)) for at in range(len(ranks[0].inputs))]
     for at, x in enumerate(ranks[0].inputs):
         rest = TensorTuple(work.dtypes[at + 1 :], work.rows[at + 1 :], work.sizes)
         follow = f"followed by {rest.op} of {rest.amount(BYTE)}" if rest.dtypes else ""
         in_a_row = torch.Size(x.shape[1:]).numel()
         beside = ", ".join(filter(None, (follow, work.beside)))
         parts = Parts(work.op, tuple([size * in_a_row for size in work.sizes]), beside=beside)
-        singles = [Operands(operands.inputs[at : at + 1], operands.outputs[at : at + 1]) for operands in ranks]
-        plans.append(engine.plan(Call.of(parts, x, timeout_s=call.timeout_s), singles))
-
-    def run_each(ranks: Sequence[Operands]) -> None:
-        for at, plan in enumerate(plans):
-            plan.run([Operands(operands.inputs[at : at + 1], operands.outputs[at : at + 1]) for operands in ranks])
-
-    return Plan(run_each, plans[0].config, plans[0].reason)
+        plans.append(engine.plan(Call.of(parts, x, timeout_s=call.timeout_s), [*map(cuts[at], ranks)]))
+    return one_after_another(plans, cuts)

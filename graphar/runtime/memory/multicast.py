@@ -66,10 +66,7 @@ class TorchBuffer:
 
 
 class TorchMemory:
-    """Allocates torch's symmetric memory between the processes of a group, each with one CUDA device.
-
-    ``group`` is None if one process has all ranks, which have no multicast.
-    """
+    """Allocates torch's symmetric memory between the processes of a group; None: one process has all ranks."""
 
     def __init__(self, group: dist.ProcessGroup | None, device: int, rendezvous: StoreRendezvous | Alone) -> None:
         self._group_name = group.group_name if group else None  # not the group, which would keep its store alive
@@ -92,10 +89,8 @@ class TorchMemory:
     def allocate(self, nbytes: int) -> TorchBuffer:
         """Allocates ``nbytes`` bytes on every rank, uninitialised. Collective.
 
-        Raises:
-            UnsupportedError: on every rank, if :meth:`why_not` has a reason or torch made no multicast object; on this
-                rank alone, if torch failed here.
-            CommunicatorError: torch failed on another rank. This may take as long as torch's own time-out.
+        UnsupportedError, if there is no multicast. What torch raises on a rank may be known to others only after
+        torch's own time-out.
         """
         if reason := self.why_not():
             raise UnsupportedError(reason)

@@ -18,10 +18,7 @@ _ALIGNMENT = 16  # bytes of a pack
 
 
 class SymmetricTensors:
-    """The symmetric tensors of one communicator, and their memory.
-
-    ``devices`` has the CUDA device index of each rank of this process, by rank, in rank order.
-    """
+    """The symmetric tensors of one communicator; ``devices`` are those of this process's ranks, in rank order."""
 
     def __init__(self, devices: dict[int, int], memory: ProcessMemory | LocalMemory) -> None:
         self._devices, self._memory = devices, memory
