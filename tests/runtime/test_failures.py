@@ -225,3 +225,5 @@ def test_a_rank_that_waits_in_the_loading_of_a_kernel_is_told_what_each_absent_r
         "rank 0: the eighth of rank 0",
         "rank 2: the eighth of rank 2",
     ]
+    assert raised.value.absent == [0, 2]
+    assert ranks.stores[0].published("preparing", 1) == "a call that is new"  # for ranks that wait longer

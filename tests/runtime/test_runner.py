@@ -19,7 +19,7 @@ from graphar.plan.policy import Chip
 from graphar.plan.slices import Slice
 from graphar.ranks.rendezvous import Alone, RanksAbsent
 from graphar.runtime import failures, launcher, runner, setup
-from graphar.runtime.arguments import KEPT_CALLS, Arguments, Counters, Record
+from graphar.runtime.arguments import Arguments, Record
 from graphar.runtime.bind import launches
 from graphar.runtime.bind.collective import plan_of_slices
 from graphar.runtime.launcher import Grid, Launch
@@ -190,21 +190,6 @@ def test_a_timeout_says_which_call_waited_for_whom_and_what_each_rank_did_last(m
     )
 
 
-def tell(monkeypatch, calls):
-    """Lets ranks have told rank 0 of ``calls``: fingerprints by (address of rank 0's Counters, rank, call)."""
-
-    def read(struct, address):
-        counters = Counters()
-        counters.epoch_state[0].epoch = {0x1000: 42, 0x4000: 3}[address]
-        for (there, rank, sequence), fingerprint in calls.items():
-            if there == address:
-                counters.called[rank][sequence % KEPT_CALLS] = (sequence + 1) << 32 | fingerprint
-        return counters
-
-    monkeypatch.setattr(failures, "read", read)
-    monkeypatch.setattr(runner, "read", read)
-
-
 class Words:
     """A rendezvous in which ranks publish words."""
 
@@ -222,21 +207,6 @@ def test_a_timeout_says_what_a_rank_is_loading_kernels_for(monkeypatch):
 
     with pytest.raises(CollectiveTimeout, match=r"rank 2: .*call 3; preparing allreduce of 9 elements"):
         failed.raise_failure()
-
-
-def test_a_rank_that_loads_kernels_in_vain_is_told_what_the_absent_rank_called(monkeypatch):
-    alone = runner_of(monkeypatch, record_of(kind=0), rendezvous=Words())
-    monkeypatch.setattr(alone._fingerprints, "words", lambda fingerprint, rank, patience_s=0.0: CALLS[fingerprint])
-    tell(monkeypatch, {(0x4000, 2, 3): 8})
-
-    with (
-        pytest.raises(RanksAbsent, match="loading: rank 2 is absent\nrank 2: allreduce of 9 elements") as raised,
-        alone.announced("allreduce of 8 elements"),
-    ):
-        raise RanksAbsent("loading: rank 2 is absent", [2])
-
-    assert raised.value.absent == [2]
-    assert alone.rendezvous.words == {("preparing", 0): "allreduce of 8 elements"}  # for ranks that wait longer
 
 
 @pytest.mark.parametrize("error", [None, ValueError])
@@ -307,10 +277,6 @@ def test_ranks_whose_calls_differ_are_told_what_each_called(monkeypatch):
         "rank 0: allreduce of 8 elements\nrank 2: allreduce of 9 elements\n"
         "Results since that call may be wrong; close this communicator."
     )
-
-
-def test_no_report_is_no_failure(monkeypatch):
-    runner_of(monkeypatch, record_of(kind=0)).raise_failure()
 
 
 # ---- the end --------------------------------------------------------------------------------------------------------
