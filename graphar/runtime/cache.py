@@ -20,8 +20,8 @@ import re
 import stat
 import tempfile
 import warnings
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from graphar.errors import Reason
 
@@ -117,8 +117,7 @@ def place() -> tuple[Path | None, Reason | None]:
         return directory, f"cannot be made: {error.strerror}"
 
 
-@dataclass(frozen=True)
-class Survey:
+class Survey(NamedTuple):
     """The content of the cache."""
 
     keys: list[str]  # the keys of the entries that load
@@ -130,12 +129,10 @@ def survey() -> Survey:
     """Reads every entry of the cache."""
     directory = _directory()
     names = sorted(os.listdir(directory)) if directory else []
-    stored = {name: load(name) is not None for name in names if _KEY.fullmatch(name)}
-    return Survey(
-        [key for key, loads in stored.items() if loads],
-        [key for key, loads in stored.items() if not loads],
-        [name for name in names if name.startswith(_UNFINISHED)],
-    )
+    of_loading: dict[bool, list[str]] = {True: [], False: []}
+    for key in filter(_KEY.fullmatch, names):
+        of_loading[load(key) is not None].append(key)
+    return Survey(of_loading[True], of_loading[False], [name for name in names if name.startswith(_UNFINISHED)])
 
 
 def _wanted_directory() -> Path:

@@ -71,10 +71,8 @@ def bind_kernel(engine: Engine, call: Call, config: Config) -> Plan:
     """Returns the plan of a call that one kernel serves, in as many launches as its scratch needs. Collective."""
     epilogue = call.work.epilogue
     columns = epilogue.columns if epilogue else 1
-    parts, runner = (
-        slices(config.algorithm, engine.world_size, call.work.parts, call.dtype.itemsize, columns),
-        runner_of(engine),
-    )
+    parts = slices(config.algorithm, engine.world_size, call.work.parts, call.dtype.itemsize, columns)
+    runner = runner_of(engine)
     bound = [bind_slice(runner, call, config, part, engine.deadline(call), put_of(engine, call)) for part in parts]
     return plan_of_slices(runner, config, parts, bound, 2 if call.feeds_back else 1)
 
@@ -108,8 +106,7 @@ def bind_slice(
 ) -> list[Launch]:
     """Returns, for each member, the launch of a slice of a call. The first call for a kernel is collective.
 
-    ``put_of`` returns what writes a call's tensors into the arguments of a launch. ``words`` say what ranks must agree
-    on, if they must agree on more than the call.
+    ``words`` say what ranks must agree on, if they must agree on more than the call.
     """
     functions = runner.kernels.prepare(kernel_of(config, call))
     words, wire = words or agreement.words_of_launch(call, config, part), call.wire

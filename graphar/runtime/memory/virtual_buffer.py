@@ -22,8 +22,7 @@ class VirtualBuffer:
     why_stays = None  # its memory can be given back
 
     def __init__(self, nbytes: int, device_of: Mapping[int, int], world_size: int) -> None:
-        self.nbytes, self._own = nbytes, dict(device_of)
-        self._world_size = world_size
+        self.nbytes, self._own, self._world_size = nbytes, dict(device_of), world_size
         self._devices = list(dict.fromkeys(device_of.values()))  # kernels of these devices use the addresses
         self._reserved = 0  # bytes at each address
         self._mapped: dict[int, int] = {}  # the bytes that are mapped at each rank's address
