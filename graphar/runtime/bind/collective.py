@@ -67,13 +67,22 @@ def bind_without_kernel(engine: Engine, call: Call, x: torch.Tensor, config: Con
     return Plan(run, config, launch_like=lambda operands: launch)
 
 
-def bind_kernel(engine: Engine, call: Call, config: Config) -> Plan:
-    """Returns the plan of a call that one kernel serves, in as many launches as its scratch needs. Collective."""
-    epilogue = call.work.epilogue
-    columns = epilogue.columns if epilogue else 1
+def bind_kernel(
+    engine: Engine,
+    call: Call,
+    config: Config,
+    put: PutOf | None = None,
+    kind: type[Arguments] = Arguments,
+    columns: int = 1,
+) -> Plan:
+    """Returns the plan of a call that one kernel serves, in as many launches as its scratch needs. Collective.
+
+    ``columns`` are those of a norm. Without ``put`` it is a sum or parts, with the columns of its epilogue.
+    """
+    columns = call.work.epilogue.columns if call.work.epilogue else columns
     parts = slices(config.algorithm, engine.world_size, call.work.parts, call.dtype.itemsize, columns)
-    runner = runner_of(engine)
-    bound = [bind_slice(runner, call, config, part, engine.deadline(call), put_of(engine, call)) for part in parts]
+    runner, put, seconds = runner_of(engine), put or put_of(engine, call), engine.deadline(call)
+    bound = [bind_slice(runner, call, config, part, seconds, put, kind) for part in parts]
     return plan_of_slices(runner, config, parts, bound, 2 if call.feeds_back else 1)
 
 

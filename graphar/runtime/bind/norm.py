@@ -11,12 +11,12 @@ from graphar.numerics.norms import ALLREDUCE_NORM, specification
 from graphar.plan import select
 from graphar.plan.call import Call, Operands
 from graphar.plan.config import Config
-from graphar.plan.slices import Slice, slices
+from graphar.plan.slices import Slice
 from graphar.plan.work import Norm, Parts, Sum
 from graphar.runtime.arguments import NormArguments
 from graphar.runtime.bind import residual_norm
-from graphar.runtime.bind.collective import bind_slice, plan_of_slices
-from graphar.runtime.bind.launches import Put, one_after_another, runner_of
+from graphar.runtime.bind.collective import bind_kernel
+from graphar.runtime.bind.launches import Put, one_after_another
 from graphar.runtime.engine import Engine
 from graphar.runtime.plan import Plan
 
@@ -55,11 +55,8 @@ def _rows(first: int, count: int, operands: Operands) -> Operands:
 
 def _bind_kernel(engine: Engine, call: Call[Norm], x: torch.Tensor) -> Plan:
     config, reason = engine.select(call, x)
-    work = call.work
-    parts = slices(config.algorithm, engine.world_size, work.parts, call.dtype.itemsize, work.columns)
-    runner, seconds, put_of = runner_of(engine), engine.deadline(call), partial(_put_of, work)
-    bound = [bind_slice(runner, call, config, part, seconds, put_of, NormArguments) for part in parts]
-    return plan_of_slices(runner, config, parts, bound)._replace(reason=reason)
+    put = partial(_put_of, call.work)
+    return bind_kernel(engine, call, config, put, NormArguments, call.work.columns)._replace(reason=reason)
 
 
 def _put_of(work: Norm, arguments: NormArguments, config: Config, part: Slice) -> Put:

@@ -10,11 +10,11 @@ import torch
 from graphar.numerics.dtypes import BYTE
 from graphar.plan.call import Call, Operands
 from graphar.plan.config import Config
-from graphar.plan.slices import Slice, slices
+from graphar.plan.slices import Slice
 from graphar.plan.work import MAX_TENSORS, Parts, TensorTuple
 from graphar.runtime.arguments import TupleArguments
-from graphar.runtime.bind.collective import bind_slice, plan_of_slices
-from graphar.runtime.bind.launches import Put, one_after_another, runner_of
+from graphar.runtime.bind.collective import bind_kernel
+from graphar.runtime.bind.launches import Put, one_after_another
 from graphar.runtime.engine import Engine
 from graphar.runtime.plan import Plan
 
@@ -38,15 +38,12 @@ def _within(window: slice, operands: Operands) -> Operands:
 
 def _bind_kernel(engine: Engine, call: Call[TensorTuple], x: torch.Tensor) -> Plan:
     config, reason = engine.select(call, x)
-    (only,) = slices(config.algorithm, engine.world_size, call.work.parts, BYTE.itemsize)
 
     def put_of(arguments: TupleArguments, config: Config, part: Slice) -> Put:
         arguments.describe(call.work)
         return arguments.put
 
-    runner = runner_of(engine)
-    launches = bind_slice(runner, call, config, only, engine.deadline(call), put_of, TupleArguments)
-    return plan_of_slices(runner, config, [only], [launches])._replace(reason=reason)
+    return bind_kernel(engine, call, config, put_of, TupleArguments)._replace(reason=reason)
 
 
 def _each(engine: Engine, call: Call[TensorTuple], ranks: Sequence[Operands]) -> Plan:
