@@ -308,13 +308,14 @@ def close_with(monkeypatch, error):
     return region.done, freed
 
 
-def test_closing_frees_everything(monkeypatch):
-    assert close_with(monkeypatch, None) == (["unmap", "free"], [True])
-
-
-def test_closing_frees_everything_where_the_absent_ranks_have_ended(monkeypatch):
-    assert close_with(monkeypatch, RanksAbsent("closing", [1, 2], [1, 2])) == (["unmap", "free"], [True])
-
-
-def test_closing_keeps_the_memory_that_an_absent_rank_may_write_to(monkeypatch):
-    assert close_with(monkeypatch, RanksAbsent("closing", [1, 2], [1])) == (["raised"], [True])
+@pytest.mark.parametrize(
+    ("error", "done"),
+    [
+        (None, ["unmap", "free"]),
+        (RanksAbsent("closing", [1, 2], [1, 2]), ["unmap", "free"]),  # their processes have ended
+        (RanksAbsent("closing", [1, 2], [1]), ["raised"]),
+    ],
+    ids=["all ranks come", "the absent ranks have ended", "an absent rank may write"],
+)
+def test_closing_frees_the_memory_that_no_absent_rank_may_write_to(monkeypatch, error, done):
+    assert close_with(monkeypatch, error) == (done, [True])

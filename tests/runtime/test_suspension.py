@@ -399,19 +399,6 @@ def test_a_graph_that_was_replayed_meanwhile_is_warned_of_once(runner, rank):
         suspended(runner).resume()
 
 
-def test_without_room_it_stays_suspended_and_a_second_resume_works(runner):
-    going_on = suspended(runner)
-    runner.fake.left_nbytes = 4 << 20
-
-    with pytest.raises(DriverError, match="cuMemCreate: CUDA_ERROR_OUT_OF_MEMORY"):
-        going_on.resume()
-    assert set(counters_of(runner, Algorithm.TWO_SHOT_PIPELINED).busy) == {1}
-    runner.fake.left_nbytes = 1 << 40
-    going_on.resume()
-
-    assert runner.memory_use().total.resident_nbytes == runner.memory_use().total.reserved_nbytes
-
-
 def test_memory_that_must_stay_is_a_refusal_with_the_reason(pair, runner):
     pair.engine.runner = runner
     runner.memory.why_stays = "rank 1: it is a sandbox"
@@ -550,15 +537,6 @@ def test_it_is_refused_while_a_graph_is_captured(runner, monkeypatch):
 
     with pytest.raises(CommunicatorError, match="suspend: a graph is being captured; end the capture before"):
         Suspension(runner).end_work(False)
-
-
-def test_many_cycles_leave_nothing():
-    with running(lambda: LocalMemory([0, 1]), (0, 1), Alone(), *SMALL) as runner:
-        for _ in range(50):
-            suspended(runner, keeps_tensors=True).resume()
-
-    regions = 2 * (len(runner.kernels.regions) + 1)
-    assert (runner.fake.handles, len(runner.fake.mapped), len(runner.fake.reserved)) == ({}, regions, 1)
 
 
 def test_a_suspended_runner_is_closed_without_a_trace(runner):
