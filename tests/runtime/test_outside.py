@@ -205,7 +205,7 @@ def test_a_call_is_bound_to_its_kernel_and_to_a_grid_of_its_row(runner, monkeypa
     call = Call(Sum(1024), torch.bfloat16, 0, algorithm=ring.value)
     facts = Facts(2, shipped_table("default"), runner.chip)
 
-    collective.bind_slice(runner, call, select(call, facts).config, Slice(1024), 1.0, lambda *given: None)
+    collective.bind_slice(runner, call, select(call, facts).config, Slice(1024), 1.0)
 
     ((kernel, (arguments,), grid),) = made
     assert kernel == Kernel(ring, torch.bfloat16)

@@ -9,14 +9,12 @@ import torch
 from graphar.numerics.epilogues.epilogue import Pointwise
 from graphar.plan.call import Operands
 from graphar.runtime import launcher
-from graphar.runtime.arguments import Arguments
+from graphar.runtime.arguments import Arguments, Put
 from graphar.runtime.engine import Engine
 from graphar.runtime.launcher import Launch as KernelLaunch
 from graphar.runtime.member import Member
 from graphar.runtime.plan import Launch, Plan
 from graphar.runtime.runner import Runner
-
-Put = Callable[..., None]  # takes the parts of a rank's operands, and writes all but two addresses into the arguments
 
 
 def runner_of(engine: Engine) -> Runner:

@@ -9,12 +9,9 @@ import torch
 
 from graphar.numerics.dtypes import BYTE
 from graphar.plan.call import Call, Operands
-from graphar.plan.config import Config
-from graphar.plan.slices import Slice
 from graphar.plan.work import MAX_TENSORS, Parts, TensorTuple
-from graphar.runtime.arguments import TupleArguments
-from graphar.runtime.bind.collective import bind_kernel
-from graphar.runtime.bind.launches import Put, one_after_another
+from graphar.runtime.bind.collective import select_and_bind
+from graphar.runtime.bind.launches import one_after_another
 from graphar.runtime.engine import Engine
 from graphar.runtime.plan import Plan
 
@@ -25,25 +22,15 @@ def bind(engine: Engine, call: Call[TensorTuple], ranks: Sequence[Operands]) -> 
     if engine.why_no_kernel(work.op, first) or not any(work.sizes):
         return _each(engine, call, ranks)
     if len(work.dtypes) <= MAX_TENSORS:
-        return _bind_kernel(engine, call, first)
+        return select_and_bind(engine, call, first)
     windows = [slice(begin, begin + MAX_TENSORS) for begin in range(0, len(work.dtypes), MAX_TENSORS)]
     works = [work._replace(dtypes=work.dtypes[window], rows=work.rows[window]) for window in windows]
-    plans = [_bind_kernel(engine, call._replace(work=of_window), first) for of_window in works]
+    plans = [select_and_bind(engine, call._replace(work=of_window), first) for of_window in works]
     return one_after_another(plans, [partial(_within, window) for window in windows])
 
 
 def _within(window: slice, operands: Operands) -> Operands:
     return Operands(operands.inputs[window], operands.outputs[window])
-
-
-def _bind_kernel(engine: Engine, call: Call[TensorTuple], x: torch.Tensor) -> Plan:
-    config, reason = engine.select(call, x)
-
-    def put_of(arguments: TupleArguments, config: Config, part: Slice) -> Put:
-        arguments.describe(call.work)
-        return arguments.put
-
-    return bind_kernel(engine, call, config, put_of, TupleArguments)._replace(reason=reason)
 
 
 def _each(engine: Engine, call: Call[TensorTuple], ranks: Sequence[Operands]) -> Plan:
