@@ -1,4 +1,4 @@
-"""The binder of sums and of parts: all-reduces, reduce-scatters and all-gathers of one tensor."""
+"""The binder of collectives of one tensor: all-reduces, reduce-scatters, all-gathers and all-to-alls."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ _ARGUMENTS = {Norm: NormArguments, TensorTuple: TupleArguments, Exchange: Exchan
 _log = logging.getLogger(__name__)
 
 
-def bind(engine: Engine, call: Call[Sum | Parts], ranks: Sequence[Operands]) -> Plan:
-    """Returns the plan of a sum or of parts. Collective."""
+def bind(engine: Engine, call: Call[Sum | Parts | Exchange], ranks: Sequence[Operands]) -> Plan:
+    """Returns the plan of a sum, of parts or of an all-to-all. Collective."""
     x = ranks[0].inputs[0]
     if call.wire and call.wire.seed is None:
         codec = replace(call.wire, seed=secrets.randbits(64)).text
@@ -45,7 +45,8 @@ def bind(engine: Engine, call: Call[Sum | Parts], ranks: Sequence[Operands]) -> 
 
 
 def _bind(engine: Engine, call: Call, x: torch.Tensor, config: Config) -> Plan:
-    if not any(call.work.parts):
+    is_known = not isinstance(call.work, Exchange) or call.work.known  # else every rank takes part, whatever it sends
+    if is_known and not any(call.work.parts):
         return Plan(engine.keeping_failure()(fallback.do_nothing), config)
     if config.algorithm.row.copies:
         return Plan(bind_copies(engine, call, config), config)
@@ -74,9 +75,11 @@ def select_and_bind(engine: Engine, call: Call, x: torch.Tensor) -> Plan:
 
 def bind_kernel(engine: Engine, call: Call, config: Config) -> Plan:
     """Returns the plan of a call that one kernel serves, in as many launches as its scratch needs. Collective."""
-    of_columns, runner = call.work if isinstance(call.work, Norm) else call.work.epilogue, runner_of(engine)
-    columns = of_columns.columns if of_columns else 1
-    parts = slices(config.algorithm, engine.world_size, call.work.parts, call.dtype.itemsize, columns)
+    work, runner, parts = call.work, runner_of(engine), [Slice(0)]  # the whole of an all-to-all
+    if not isinstance(work, Exchange):
+        of_columns = work if isinstance(work, Norm) else work.epilogue
+        columns = of_columns.columns if of_columns else 1
+        parts = slices(config.algorithm, engine.world_size, work.parts, call.dtype.itemsize, columns)
     bound = [bind_slice(runner, call, config, part, engine.deadline(call)) for part in parts]
     return plan_of_slices(runner, config, parts, bound, 2 if call.feeds_back else 1)
 
