@@ -15,6 +15,7 @@ from graphar.runtime import compiler
 from graphar.runtime.catalogue import KernelSource, kernel_source
 from graphar.runtime.compiler import cache_key, compile_kernel
 from tests.processes import PROCESSES
+from tests.runtime.conftest import edit, line_of
 
 SOURCE = kernel_source(Algorithm.ONE_SHOT, torch.bfloat16, 2)
 
@@ -57,16 +58,6 @@ def compile_when_all_are_ready(_):
 
 def forget_compiled_kernels():
     compile_kernel.cache_clear()
-
-
-def edit(path, old, new):
-    text = path.read_text()
-    assert text.count(old) == 1, f"{old!r} must occur once in {path.name}"
-    path.write_text(text.replace(old, new))
-
-
-def line_of(path, text):
-    return path.read_text().partition(text)[0].count("\n") + 1
 
 
 # ---- what is compiled, and with what ----

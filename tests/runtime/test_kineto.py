@@ -4,7 +4,6 @@ import json
 import re
 from pathlib import Path
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
@@ -13,12 +12,6 @@ import graphar
 from tests.processes import on_ranks
 
 HEADER = Path(torch.__file__).parent / "include/torch/csrc/profiler/util.h"
-
-
-@pytest.fixture
-def pair():
-    with graphar.Communicator(devices=["cpu"] * 2) as communicator:
-        yield communicator
 
 
 def traced(path, call, record_shapes=True) -> list[dict]:

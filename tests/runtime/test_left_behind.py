@@ -23,12 +23,6 @@ from tests.cases import normal, same_bits
 from tests.processes import on_ranks, run_ranks
 
 
-@pytest.fixture
-def pair():
-    with Communicator(devices=["cpu"] * 2) as communicator:
-        yield communicator
-
-
 def tensors(*shape, count=2):
     return [torch.ones(shape) for _ in range(count)]
 

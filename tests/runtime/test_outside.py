@@ -28,6 +28,7 @@ from graphar.runtime.failures import failure_of_kernel
 from graphar.runtime.kernels import COUNTERS_NBYTES
 from graphar.runtime.runner import Runner
 from tests.outside import FOLDER, MAX_NBYTES, PUSHED_SUM, forget_loaded, load, load_own, slots
+from tests.runtime.conftest import edit, line_of
 
 
 @pytest.fixture(autouse=True)
@@ -41,16 +42,6 @@ def nothing_stays_loaded(monkeypatch, tmp_path):
 def folder(tmp_path):
     """A copy of the folder with the kernel, to edit."""
     return Path(shutil.copytree(FOLDER, tmp_path / "kernels"))
-
-
-def edit(path, old, new):
-    text = path.read_text()
-    assert text.count(old) == 1
-    path.write_text(text.replace(old, new))
-
-
-def line_of(path, text):
-    return path.read_text().partition(text)[0].count("\n") + 1
 
 
 def compiled(algorithm, dtype=torch.bfloat16, world_size=2):

@@ -32,13 +32,6 @@ from tests.processes import on_ranks, run_ranks
 REFUSED = r"this communicator is suspended; call its resume\(\) on every rank before"
 
 
-@pytest.fixture
-def pair():
-    """A communicator of two ranks on the CPU."""
-    with graphar.Communicator(devices=["cpu"] * 2) as communicator:
-        yield communicator
-
-
 # ---- calls ----------------------------------------------------------------------------------------------------------
 
 

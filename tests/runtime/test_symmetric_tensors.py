@@ -26,13 +26,6 @@ from tests.processes import on_ranks
 BLOCK_NBYTES = 2 << 20
 
 
-@pytest.fixture
-def pair():
-    """A communicator of two ranks on the CPU."""
-    with graphar.Communicator(devices=["cpu"] * 2) as communicator:
-        yield communicator
-
-
 # ---- where no kernel runs -------------------------------------------------------------------------------------------
 
 
