@@ -104,15 +104,15 @@ def on_own_device(device: int, launch: Callable) -> Callable:
 
 def of_members(runner: Runner, launches: Sequence[Launch]) -> Callable[[Sequence[Operands]], None]:
     """Returns a function of all members' operands that launches for each of them, in order, on its own device."""
-    there = [on_own_device(member.device, launch) for member, launch in zip(runner.members, launches, strict=True)]
-    if len(there) == 1:
-        (only,) = there
+    on_devices = [on_own_device(member.device, launch) for member, launch in zip(runner.members, launches, strict=True)]
+    if len(on_devices) == 1:
+        (only,) = on_devices
         return lambda ranks: only(*ranks[0])
 
     def launch_all(ranks: Sequence[Operands]) -> None:
         with runner.lock:
             runner.raise_failure()  # before any member launches
-            for launch, operands in zip(there, ranks, strict=True):
+            for launch, operands in zip(on_devices, ranks, strict=True):
                 launch(*operands)
 
     return launch_all

@@ -161,9 +161,9 @@ def of_rank(x: torch.Tensor, work: Loss, first: int, ranks: int) -> Rank:
     launch = on_own_device(device, _bind_forward(device, dtype, work, first, ranks))
 
     def partials(operands: Operands) -> torch.Tensor:
-        mine = operands.inputs[0].new_empty((work.rows, work.terms.width), dtype=torch.float32)
-        launch(operands, mine, None)
-        return mine
+        written = operands.inputs[0].new_empty((work.rows, work.terms.width), dtype=torch.float32)
+        launch(operands, written, None)
+        return written
 
     return Rank(partials, lambda operands, gathered: launch(operands, None, gathered))
 
@@ -208,18 +208,18 @@ def _bind_forward(device: int, dtype: torch.dtype, work: Loss, first: int, ranks
     total = bound(softmax_total_source(SUM_THREADS), 1, SUM_THREADS)
     room = 0 if fields.is_per_row else room_for_sums(work.rows)
 
-    def launch(operands: Operands, mine: torch.Tensor | None, gathered: torch.Tensor | None) -> None:
+    def launch(operands: Operands, written: torch.Tensor | None, gathered: torch.Tensor | None) -> None:
         (logits, target), (result, state, *more) = operands.inputs, operands.outputs
-        losses = logits.new_empty(room, dtype=torch.float32) if room and mine is None else result
+        losses = logits.new_empty(room, dtype=torch.float32) if room and written is None else result
         stream = torch.cuda.current_stream().cuda_stream
         with lock:  # all threads share the launch's arguments
             fields.logits, fields.target = logits.data_ptr(), target.data_ptr()
-            fields.partials = 0 if mine is None else mine.data_ptr()
+            fields.partials = 0 if written is None else written.data_ptr()
             fields.gathered = 0 if gathered is None else gathered.data_ptr()
             fields.results, fields.total, fields.state = losses.data_ptr(), result.data_ptr(), state.data_ptr()
             fields.entropy, fields.top1 = more[0].data_ptr() if more else 0, more[-1].data_ptr() if more else 0
             (partials if gathered is None else results).enqueue(stream)
-            if room and mine is None:
+            if room and written is None:
                 total.enqueue(stream)
 
     return launch

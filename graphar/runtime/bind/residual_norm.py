@@ -119,8 +119,8 @@ def backward(
     of_rows = torch.empty_like(summed)
     of_groups = weight.new_empty((groups if of_weight else 0, columns), dtype=torch.float32)
     total = weight.new_empty(columns if of_weight else 0)
-    given = of_normed, of_summed, summed, weight
-    inputs = [x.clone() if x is not None and x.data_ptr() % PACK_NBYTES else x for x in given]
+    tensors = of_normed, of_summed, summed, weight
+    inputs = [x.clone() if x is not None and x.data_ptr() % PACK_NBYTES else x for x in tensors]
     with torch.cuda.device(device):
         launch((*inputs, of_rows, of_groups, total), torch.cuda.current_stream().cuda_stream)
     return of_rows, total

@@ -102,12 +102,12 @@ class _Recorder:
                 rank = at if engine.devices else _rank_in_world()
                 in_bytes = call.work.unit == "bytes"  # of several tensors
                 own_nbytes = call.work.parts[at if engine.devices else engine.rank] if in_bytes else x.nbytes
-                mine = {"name": call.op, "cat": "graphar", "ph": "X", "pid": rank}
-                mine["args"] = details | {"nbytes": own_nbytes}
-                of_host = {"tid": threading.get_native_id(), "ts": begin_ns / 1e3, "dur": (end_ns - begin_ns) / 1e3}
-                self._slices.append(mine | of_host)
+                of_rank = {"name": call.op, "cat": "graphar", "ph": "X", "pid": rank}
+                of_rank["args"] = details | {"nbytes": own_nbytes}
+                on_host = {"tid": threading.get_native_id(), "ts": begin_ns / 1e3, "dur": (end_ns - begin_ns) / 1e3}
+                self._slices.append(of_rank | on_host)
                 if timed:
-                    self._timed.append((mine, x.get_device(), before[at], after[at]))
+                    self._timed.append((of_rank, x.get_device(), before[at], after[at]))
 
     def write(self, path: Path) -> None:
         """Writes the calls as a trace: a process for each rank, a track for each thread and device."""
@@ -115,11 +115,11 @@ class _Recorder:
         for device in self._anchors:
             torch.cuda.synchronize(device)
         slices, tracks = list(self._slices), {(one["pid"], one["tid"]): "host" for one in self._slices}
-        for mine, device, begin, end in self._timed:
+        for of_rank, device, begin, end in self._timed:
             (anchor, anchor_ns), track = self._anchors[device], _DEVICE_TRACKS + device
             begins = anchor_ns / 1e3 + anchor.elapsed_time(begin) * 1e3
-            slices.append(mine | {"tid": track, "ts": begins, "dur": begin.elapsed_time(end) * 1e3})
-            tracks[mine["pid"], track] = f"cuda:{device}"
+            slices.append(of_rank | {"tid": track, "ts": begins, "dur": begin.elapsed_time(end) * 1e3})
+            tracks[of_rank["pid"], track] = f"cuda:{device}"
         for rank in dict.fromkeys(rank for rank, _ in tracks):
             slices.append({"name": "process_name", "ph": "M", "pid": rank, "args": {"name": f"rank {rank}"}})
         for (rank, track), name in tracks.items():
