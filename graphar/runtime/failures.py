@@ -39,7 +39,7 @@ def failure_of_kernel(
 ) -> GrapharError:
     """Returns the error for the record of a kernel that gave up.
 
-    The functions return the last calls of each rank, as :func:`last_calls_of` does; the call with a fingerprint, of a
+    The functions return the last calls of each rank, in words; the call with a fingerprint, of a
     rank, in words; and what the ranks of an expired wait called, if the awaited rank called something else.
     """
     algorithm = of_number(record.algorithm)
@@ -98,27 +98,6 @@ def call_ahead_of(peer: int, counters: Mapping[Algorithm, Counters]) -> int:
     """Returns the fingerprint of a call that a peer has begun and this rank, with these counters, not; 0: unknown."""
     ahead = (call_at(counts, peer, counts.epoch_state[0].epoch) for counts in counters.values())
     return next(filter(None, ahead), 0)
-
-
-def last_calls_of(
-    counters: Mapping[Algorithm, Sequence[int]],
-    devices: Sequence[int],
-    ended: Sequence[int],
-    preparing: Sequence[str | None],
-) -> list[str]:
-    """Returns, for each rank, its last call of each algorithm in words, such as "one_shot call 3".
-
-    ``counters`` are the addresses in this process of each rank's Counters, which ``devices`` read, also after the
-    processes of the ranks ``ended``. ``preparing`` has the call in words for which a rank loads kernels, or None.
-    """
-    said = []
-    for rank, device in enumerate(devices):
-        begun = {algorithm: calls_begun(pointers[rank], device) for algorithm, pointers in counters.items()}
-        calls = [f"{algorithm.value} call {count - 1}" for algorithm, count in begun.items() if count]
-        known = "unknown" if None in begun.values() and not calls else ", ".join(calls) or "none"
-        known += f"; preparing {preparing[rank]}" if preparing[rank] else ""
-        said.append(f"{known}; its process has ended" if rank in ended else known)
-    return said
 
 
 def calls_begun(counters: int, device: int) -> int | None:

@@ -27,7 +27,6 @@ from graphar.runtime.failures import (
     calls_begun,
     compare_last_calls,
     failure_of_kernel,
-    last_calls_of,
     read,
 )
 from graphar.runtime.kernels import Kernels
@@ -197,14 +196,21 @@ class Runner:
             return {algorithm: read(Counters, at[member.rank]) for algorithm, at in self.kernels.counters().items()}
 
     def _last_calls(self) -> list[str]:
-        local = {member.rank: member.device for member in self.members}
-        devices = [local.get(rank, self.members[0].device) for rank in range(self.world_size)]
+        """Returns, for each rank, its last call of each algorithm in words, such as "one_shot call 3"."""
         try:
             ended = self.rendezvous.ended()
         except CommunicatorError:  # the store ends with the rank that serves it
             ended = []
-        preparing = [self.rendezvous.published(_PREPARING, rank) for rank in range(self.world_size)]
-        return last_calls_of(self.kernels.counters(), devices, ended, preparing)
+        local, said = {member.rank: member.device for member in self.members}, []
+        for rank in range(self.world_size):  # memory of an ended process stays readable while it is mapped here
+            device = local.get(rank, self.members[0].device)
+            begun = {of: calls_begun(pointers[rank], device) for of, pointers in self.kernels.counters().items()}
+            calls = [f"{algorithm.value} call {count - 1}" for algorithm, count in begun.items() if count]
+            known = "unknown" if None in begun.values() and not calls else ", ".join(calls) or "none"
+            if preparing := self.rendezvous.published(_PREPARING, rank):
+                known += f"; preparing {preparing}"
+            said.append(f"{known}; its process has ended" if rank in ended else known)
+        return said
 
     def synchronize(self) -> None:
         """Waits for all work on the members' devices, compares the ranks' last calls, and raises a kernel's error."""

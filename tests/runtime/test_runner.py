@@ -161,7 +161,7 @@ def runner_of(monkeypatch, record, world_size=3, rendezvous=None):
     memory = SimpleNamespace(close=lambda: None)
     made = Runner([member], world_size, CHIP, memory=memory, rendezvous=rendezvous or Alone(), multicast_memory=None)
     begun = {0x1000: 42, 0x2000: 42, 0x3000: 41, 0x4000: 3, 0x5000: 3, 0x6000: 4}
-    monkeypatch.setattr(failures, "calls_begun", lambda counters, device: begun[counters])
+    monkeypatch.setattr(runner, "calls_begun", lambda counters, device: begun[counters])
     for module in (failures, runner):
         monkeypatch.setattr(module, "read", lambda struct, address: struct())  # no rank has told what it calls
     monkeypatch.setattr(runner, "on_device", contextlib.nullcontext)
@@ -240,7 +240,7 @@ def test_a_rank_whose_process_has_ended_or_that_cannot_be_read_is_told_apart(mon
     rendezvous = SimpleNamespace(ended=lambda: [2], published=lambda name, rank: None)
     failed = runner_of(monkeypatch, record_of(kind=1), rendezvous=rendezvous)
     unreadable = {0x1000: 42, 0x2000: None, 0x3000: 0}
-    monkeypatch.setattr(failures, "calls_begun", lambda counters, device: unreadable[counters])
+    monkeypatch.setattr(runner, "calls_begun", lambda counters, device: unreadable[counters])
     del failed.kernels.regions[Algorithm.ONE_SHOT_PUSH]
 
     with pytest.raises(CollectiveTimeout) as raised:
@@ -251,8 +251,6 @@ def test_a_rank_whose_process_has_ended_or_that_cannot_be_read_is_told_apart(mon
 
 def test_what_kernels_have_counted_is_told_by_algorithm_of_this_processs_ranks(monkeypatch):
     asked = runner_of(monkeypatch, record_of(kind=0))
-    monkeypatch.setattr(runner, "calls_begun", failures.calls_begun)
-
     assert asked.calls_begun() == {Algorithm.TWO_SHOT_PUSH: [42], Algorithm.ONE_SHOT_PUSH: [3]}
 
 
