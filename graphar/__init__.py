@@ -55,8 +55,8 @@ from graphar.plan.scratch import Scratch
 from graphar.runtime.availability import Availability, is_available
 from graphar.runtime.memory.use import Memory, MemoryUse
 from graphar.runtime.registry import resume, stats, suspend
+from graphar.runtime.watch import hook as _hook
 from graphar.runtime.watch import logs as _logs
-from graphar.runtime.watch import nvtx as _nvtx
 from graphar.runtime.watch.profiler import profile
 from graphar.runtime.watch.stats import CallStats, Stats
 
@@ -126,7 +126,7 @@ for _name in {*__all__} - {"empty", "explain"}:
 
 _backend.register()  # torch.distributed's backend "graphar"
 _logs.start()
-_nvtx.start()
+_hook.start_nvtx()
 
 
 if not _typing.TYPE_CHECKING:  # else every name would pass a type checker

@@ -19,7 +19,7 @@ from graphar.plan.work import Parts
 from graphar.runtime.bind.launches import runner_of
 from graphar.runtime.checks import call_checks
 from graphar.runtime.engine import Engine
-from graphar.runtime.memory.tensor_pool import TensorPool
+from graphar.runtime.memory.symmetric_tensors import TensorPool
 from graphar.runtime.registry import Group, engine_of
 from graphar.runtime.side_stream import SideStream
 

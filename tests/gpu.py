@@ -77,9 +77,8 @@ def operands(xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]) -> list[O
 
 def launches_of(engine: Engine, call: Call, config: Config, one: Slice, timeout_s: float) -> list[Callable]:
     """Each member's launch of a slice of a sum or of parts: functions of input and output."""
-    runner, put_of = engine.runner, collective.put_of(engine, call)
-    bound = collective.bind_slice(runner, call, config, one, timeout_s, put_of)
-    there = [on_own_device(member.device, launch) for member, launch in zip(runner.members, bound, strict=True)]
+    bound = collective.bind_slice(engine.runner, call, config, one, timeout_s)
+    there = [on_own_device(member.device, launch) for member, launch in zip(engine.runner.members, bound, strict=True)]
     return [lambda x, out, launch=launch: launch((x,), (out,)) for launch in there]
 
 
@@ -96,7 +95,7 @@ def bare_launches(engine: Engine, call: Call, config: Config, one: Slice, timeou
         return launch_one
 
     with mock.patch.object(collective, "bind_launch", bind_launch):
-        return collective.bind_slice(engine.runner, call, config, one, timeout_s, collective.put_of(engine, call))
+        return collective.bind_slice(engine.runner, call, config, one, timeout_s)
 
 
 def parts_of(ranks: Ranks, fill: Callable, shape, dtype: torch.dtype = torch.bfloat16) -> list[torch.Tensor]:
@@ -215,7 +214,7 @@ class Ranks:
 
     def _region(self, algorithm: str):
         runner = self.communicator.engine.runner
-        return runner.kernels._regions.get(Algorithm(algorithm)) if runner else None
+        return runner.kernels.regions.get(Algorithm(algorithm)) if runner else None
 
     def _counters(self, algorithm: str, rank: int) -> Counters:
         counters = Counters()

@@ -7,7 +7,6 @@ other would wait for ever. Grids that are too large to be resident together woul
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import partial
 from types import SimpleNamespace
 
 import torch
@@ -25,15 +24,14 @@ from graphar.plan.config import Config
 from graphar.plan.entries import by_entries, measured_config
 from graphar.plan.policy import Chip
 from graphar.plan.select import Facts, by_policy
-from graphar.plan.slices import Slice, slices
+from graphar.plan.slices import slices
 from graphar.plan.tables import shipped_table
 from graphar.plan.tiles import MatmulTile, SkinnyTile
 from graphar.plan.work import ALLGATHER_MATMUL, MATMUL_ALLREDUCE, Norm, Parts, Product, Sum, TensorTuple, Work
 from graphar.product.fused import fused_matmul
 from graphar.product.operands import operands_of
 from graphar.ranks.rendezvous import Alone
-from graphar.runtime.arguments import Arguments, NormArguments, TupleArguments
-from graphar.runtime.bind import collective, norm
+from graphar.runtime.bind import collective
 from graphar.runtime.launcher import chip
 from graphar.runtime.member import Member
 from graphar.runtime.memory.peer_memory import LocalMemory
@@ -290,8 +288,7 @@ class RanksOfOneGpu:
         dtype = BYTE if isinstance(work, TensorTuple) else calls[0][0].inputs[0].dtype
         call, columns = Call(work, dtype, 0), work.columns if isinstance(work, Norm) else 1
         (only,) = slices(config.algorithm, self.world_size, work.parts, dtype.itemsize, columns)
-        put_of, kind = self._arguments_of(call)
-        launches = collective.bind_slice(self._runner, call, config, only, _TIMEOUT_S, put_of, kind)
+        launches = collective.bind_slice(self._runner, call, config, only, _TIMEOUT_S)
         torch.cuda.synchronize(0)  # inputs were made on torch's stream
         for ranks in calls:
             for rank, (launch, stream, own) in enumerate(zip(launches, self._streams, ranks, strict=True)):
@@ -299,14 +296,6 @@ class RanksOfOneGpu:
                 with torch.cuda.stream(stream):
                     launch(*own)
         self._runner.synchronize()
-
-    def _arguments_of(self, call: Call) -> tuple[collective.PutOf, type[Arguments]]:
-        """What writes a call's tensors into a launch's arguments, and the arguments' type."""
-        if isinstance(call.work, Norm):
-            return partial(norm._put_of, call.work), NormArguments
-        if isinstance(call.work, TensorTuple):
-            return partial(_put_of_tuple, call.work), TupleArguments
-        return collective.put_of(self._engine, call), Arguments
 
     def close(self) -> None:
         self._runner.close()
@@ -317,11 +306,6 @@ def _captured(stream: torch.cuda.Stream, launch: Callable, tensors: Sequence) ->
     with torch.cuda.graph(graph, stream=stream):
         launch(*tensors)
     return graph
-
-
-def _put_of_tuple(work: TensorTuple, arguments: TupleArguments, config: Config, one: Slice) -> Callable:
-    arguments.describe(work)
-    return arguments.put
 
 
 def _ranks(xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]) -> list[Operands]:

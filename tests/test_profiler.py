@@ -14,8 +14,7 @@ from graphar.communicator import Communicator
 from graphar.plan.algorithms import Algorithm
 from graphar.plan.config import FALLBACK, Config
 from graphar.plan.work import Product, TensorTuple
-from graphar.runtime.engine import Engine, binders
-from graphar.runtime.life import open_engines
+from graphar.runtime.engine import Engine, binders, open_engines
 from graphar.runtime.plan import Plan
 from graphar.runtime.watch.hook import sinks
 from graphar.runtime.watch.profiler import tell_waits

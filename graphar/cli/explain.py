@@ -20,7 +20,7 @@ from graphar.plan.tables import DEFAULT, Table
 from graphar.plan.work import Sum
 from graphar.runtime.availability import concurrent_communicators
 from graphar.runtime.checks import call_checks
-from graphar.runtime.life import compresses
+from graphar.runtime.engine import compresses
 from graphar.runtime.user_tables import find_table
 
 ELSEWHERE = "NVIDIA H200"  # the shipped table that answers on machines without a GPU

@@ -23,7 +23,7 @@ from graphar.plan.sizes import MB, format_nbytes
 from graphar.plan.slices import Slice
 from graphar.plan.tables import Table
 from graphar.plan.trials import Workload
-from graphar.runtime.bind.collective import bind_slice, put_of
+from graphar.runtime.bind.collective import bind_slice
 from graphar.runtime.bind.launches import runner_of
 
 REPEATS = 5
@@ -186,7 +186,7 @@ class Timer(Stopwatch):
     def _bind(self, call: Call, config: Config, xs: Tensors, outs: Tensors) -> list[Callable[[], None]]:
         """Returns, for each rank, a function that launches its kernel on the current stream."""
         engine, whole = self.communicator.engine, Slice(call.work.numel)
-        launches = bind_slice(runner_of(engine), call, config, whole, _DEADLINE_S, put_of(engine, call))
+        launches = bind_slice(runner_of(engine), call, config, whole, _DEADLINE_S)
         return [partial(launch, (x,), (out,)) for launch, x, out in zip(launches, xs, outs, strict=True)]
 
     def _check(self, configs: Sequence[Config], launches, outs: Tensors, expected: Tensors) -> None:

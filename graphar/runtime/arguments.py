@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 
 import torch
 
 from graphar.numerics.epilogues.code import Corner
 from graphar.numerics.epilogues.syntax import MAX_ARGUMENTS
+from graphar.plan.call import Call
 from graphar.plan.scratch import MAX_BLOCKS, MAX_RANKS, PACK_NBYTES
-from graphar.plan.work import MAX_TENSORS, Exchange, TensorTuple
+from graphar.plan.slices import Slice
+from graphar.plan.work import MAX_TENSORS, Exchange, Norm, TensorTuple
 
 Tensors = tuple[torch.Tensor, ...]
+Put = Callable[..., None]  # takes the parts of a rank's operands, and writes all but two addresses into the arguments
 
 KEPT_CALLS = 16  # the last calls of which a rank keeps what it called
 _U32, _U64, _F32 = ctypes.c_uint32, ctypes.c_uint64, ctypes.c_float
@@ -79,6 +82,18 @@ class Arguments(ctypes.Structure):
         ("epilogue", EpilogueArguments),
     ]
 
+    def bind(self, call: Call, part: Slice, fingerprint: Callable[[str], int]) -> Put | None:
+        """Writes what launches of a slice of a call have in common, and returns what writes the tensors of one.
+
+        ``fingerprint`` returns that of words on which ranks must agree.
+        """
+        if call.feeds_back:
+            return self.put_errors
+        if not call.work.epilogue:
+            return None
+        self.epilogue.columns, self.epilogue.skipped = call.work.epilogue.columns, part.offset
+        return self.epilogue.put
+
     def put_errors(self, inputs: Tensors, outputs: Tensors, numbers: tuple[float, ...], corner: Corner | None) -> None:
         """Writes the address of the rounding errors, the second input of a call with error feedback."""
         self.errors = inputs[1].data_ptr()
@@ -90,13 +105,14 @@ class TupleArguments(Arguments):
         *_of(_U64 * MAX_RANKS, "first_row", "rows"),
     ]
 
-    def describe(self, work: TensorTuple) -> None:
-        """Writes everything but the addresses."""
+    def bind(self, call: Call[TensorTuple], part: Slice, fingerprint: Callable[[str], int]) -> Put:
+        work = call.work
         self._addresses = self.inputs, self.outputs  # each look-up of a field makes an object
         for at, nbytes in enumerate(work.row_nbytes):
             self.row_nbytes[at] = nbytes
         for rank, (first, rows) in enumerate(zip(accumulate(work.sizes, initial=0), work.sizes, strict=False)):
             self.first_row[rank], self.rows[rank] = first, rows
+        return self.put
 
     def put(self, inputs: Tensors, outputs: Tensors, numbers: tuple[float, ...], corner: Corner | None) -> None:
         """Writes the addresses of one rank's tensors."""
@@ -115,6 +131,15 @@ class ExchangeArguments(Arguments):
         ("most", _U64),
         *_of(_U32 * MAX_RANKS, "sent_words", "received_words"),
     ]
+
+    def bind(self, call: Call[Exchange], part: Slice, fingerprint: Callable[[str], int]) -> None:
+        """Also writes a fingerprint of the part between each pair of ranks, if both must compare it."""
+        work, me = call.work, self.rank
+        self.describe(work, me - work.rank, call.dtype.itemsize)
+        lengths = zip(work.sends[me - work.rank], work.receives[me - work.rank], strict=True)
+        for peer, (sent, received) in enumerate(() if work.known else lengths):
+            self.sent_words[peer] = fingerprint(f"{sent} from rank {me} to rank {peer}")
+            self.received_words[peer] = fingerprint(f"{received} from rank {peer} to rank {me}")
 
     def describe(self, work: Exchange, at: int, itemsize: int) -> None:
         """Writes everything but the addresses and words, for rank ``at`` of this process."""
@@ -135,6 +160,11 @@ class NormArguments(Arguments):
         *_of(_U64, "residual", "weight", "summed", "scale", "scales", "columns", "skipped"),
         *_of(_F32, "eps", "weight_offset"),
     ]
+
+    def bind(self, call: Call[Norm], part: Slice, fingerprint: Callable[[str], int]) -> Put:
+        self.columns, self.skipped = call.work.columns, part.offset
+        self.eps, self.weight_offset = call.work.eps, call.work.weight_offset
+        return self.put
 
     def put(self, inputs: Tensors, outputs: Tensors, numbers=(), corner: Corner | None = None) -> None:
         """Writes the addresses of one rank's tensors: (x, residual, weight[, scale]) and (normed, summed[, scales]).

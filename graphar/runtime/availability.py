@@ -15,7 +15,6 @@ from graphar.runtime.requirements import install
 
 DRIVER_CUDA, DRIVER = 13, 580  # the oldest driver that serves: its CUDA version, and its own version
 COMMUNICATORS = "GRAPHAR_CONCURRENT_COMMUNICATORS"
-_SHARE_SWITCH = "GRAPHAR_TEST_SHARE_GPU"
 
 
 @dataclass(frozen=True)
@@ -59,11 +58,7 @@ def is_available() -> Availability:
 
 
 def concurrent_communicators() -> int:
-    """Returns how many communicators of a rank may have kernels on its GPU at a time, by the environment; at least 2.
-
-    Raises:
-        ValueError: the environment has no integer from 2 on in GRAPHAR_CONCURRENT_COMMUNICATORS.
-    """
+    """Returns how many communicators may have kernels on a GPU at a time, by the environment; ValueError below 2."""
     number = os.environ.get(COMMUNICATORS) or "2"
     if not (number.isascii() and number.isdecimal()) or int(number) < 2:
         raise ValueError(f"{COMMUNICATORS} must be an integer from 2 on, got {number!r}")
@@ -71,12 +66,8 @@ def concurrent_communicators() -> int:
 
 
 def may_share_gpu() -> bool:
-    """Whether ranks in processes may use one GPU: for tests, if the environment has GRAPHAR_TEST_SHARE_GPU=1.
-
-    A GPU runs the kernels of its processes in turn, in time slices. A kernel that waits for another rank's kernel waits
-    for the slice of that process, so such ranks are slow, and their times say nothing about links.
-    """
-    return os.environ.get(_SHARE_SWITCH) == "1"
+    """Whether ranks in processes may use one GPU, which runs their kernels in turn: for tests, which are slow then."""
+    return os.environ.get("GRAPHAR_TEST_SHARE_GPU") == "1"
 
 
 def no_peer_access(device: int, peer: int) -> str:
@@ -121,10 +112,8 @@ def missing_driver() -> Reason | None:
 
 
 def driver_cuda_version() -> tuple[int, int]:
-    """Returns the newest CUDA version that the driver serves: major and minor. RuntimeError if there is no driver.
-
-    It does not initialise the driver, because calls with CPU tensors ask for it too.
-    """
+    """Returns the newest CUDA version that the driver serves: major and minor. RuntimeError if there is no driver."""
+    # This does not initialise the driver: calls with CPU tensors ask for it, too.
     status, version = importlib.import_module("cuda.bindings.driver").cuDriverGetVersion()
     check("cuDriverGetVersion", status)
     return version // 1000, version % 1000 // 10

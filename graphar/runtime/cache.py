@@ -20,8 +20,8 @@ import re
 import stat
 import tempfile
 import warnings
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from graphar.errors import Reason
 
@@ -53,10 +53,7 @@ def store(key: str, content: bytes) -> None:
 
 
 def load_file(folder: str, name: str) -> bytes | None:
-    """Returns the content of a file in a folder of the cache; None if there is none.
-
-    OSError if the file or its folder cannot be read or is not trusted.
-    """
+    """Returns the content of a file in a folder of the cache; None: there is none. OSError if it is not trusted."""
     directory = _directory()
     if directory is None or not (directory / folder).exists():
         return None
@@ -65,10 +62,7 @@ def load_file(folder: str, name: str) -> bytes | None:
 
 
 def store_file(folder: str, name: str, content: bytes) -> Path:
-    """Writes a file into a folder of the cache, atomically, and returns its path. It replaces a file of that name.
-
-    OSError if the file cannot be written, or there is no directory to trust.
-    """
+    """Writes or replaces a file in a folder of the cache, atomically, and returns its path. OSError if it cannot."""
     path = folder_of(folder) / name
     _replace(path, content)
     return path
@@ -123,8 +117,7 @@ def place() -> tuple[Path | None, Reason | None]:
         return directory, f"cannot be made: {error.strerror}"
 
 
-@dataclass(frozen=True)
-class Survey:
+class Survey(NamedTuple):
     """The content of the cache."""
 
     keys: list[str]  # the keys of the entries that load
@@ -136,12 +129,10 @@ def survey() -> Survey:
     """Reads every entry of the cache."""
     directory = _directory()
     names = sorted(os.listdir(directory)) if directory else []
-    stored = {name: load(name) is not None for name in names if _KEY.fullmatch(name)}
-    return Survey(
-        [key for key, loads in stored.items() if loads],
-        [key for key, loads in stored.items() if not loads],
-        [name for name in names if name.startswith(_UNFINISHED)],
-    )
+    of_loading: dict[bool, list[str]] = {True: [], False: []}
+    for key in filter(_KEY.fullmatch, names):
+        of_loading[load(key) is not None].append(key)
+    return Survey(of_loading[True], of_loading[False], [name for name in names if name.startswith(_UNFINISHED)])
 
 
 def _wanted_directory() -> Path:

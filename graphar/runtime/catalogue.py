@@ -52,15 +52,10 @@ def kernel_source(
     generated: Generated | None = None,
     order: str | None = None,
 ) -> KernelSource:
-    """Returns the kernel of an algorithm; the C++ function has the algorithm's name.
+    """Returns the kernel of one of KERNELS or NORM_KERNELS for tensors of ``dtype``; BYTE: it only moves data.
 
-    Args:
-        algorithm: one of KERNELS or NORM_KERNELS, whose kernels take a dtype and a world size.
-        dtype: the dtype of the tensors; BYTE for kernels that only move data.
-        variant: one of the algorithm's variants, the ``type_name`` of a codec, or the template arguments of a norm's
-            work; None: the algorithm's first variant.
-        generated: the code of an epilogue.
-        order: the order of the sum and the type of its result, as in "TreeOrder, bf16"; None: the order of the ranks.
+    ``variant`` is one of the algorithm's variants, the ``type_name`` of a codec, or the template arguments of a norm's
+    work; None: the first variant. ``order`` is that of the sum and the type of its result, as in "TreeOrder, bf16".
     """
     can = algorithm.row
     variant = variant or can.variants[0]
@@ -78,10 +73,7 @@ def kernel_source(
 
 
 def source_of(kernel: Kernel, world_size: int, variant: str | None = None) -> KernelSource:
-    """Returns the source of a kernel that a plan names.
-
-    A codec or the call's work determines the variant; otherwise ``variant`` does.
-    """
+    """Returns the source of a kernel that a plan names; ``variant`` counts if no codec or work determines it."""
     order = kernel.template if kernel.algorithm.row.adds_tree and kernel.algorithm not in NORM_KERNELS else None
     variant = kernel.codec.type_name if kernel.codec else (not order and kernel.template) or variant
     generated = kernel.epilogue.generated if kernel.epilogue else None
@@ -103,16 +95,13 @@ def local_codec_sources(dtype: torch.dtype, codec: Codec) -> tuple[KernelSource,
 
 
 def residual_norm_source(dtype: torch.dtype, total_dtype: torch.dtype | None = None) -> KernelSource:
-    """Returns the kernel that adds a residual of ``dtype``, one of TYPE_NAMES, to a sum and computes its RMSNorm.
-
-    ``total_dtype`` is that of the sum: ``dtype`` or torch.float32; None: ``dtype``.
-    """
+    """Returns the kernel that adds a residual of ``dtype`` to a sum in ``dtype`` or fp32, and computes the RMSNorm."""
     wider = f", {TYPE_NAMES[total_dtype]}" if total_dtype not in (None, dtype) else ""
     return KernelSource("norm/residual_rmsnorm.cu", f"residual_rmsnorm<{TYPE_NAMES[dtype]}{wider}>")
 
 
 def residual_norm_backward_sources(dtype: torch.dtype, packs: int, stages: int) -> tuple[KernelSource, KernelSource]:
-    """Returns the kernels of the gradients of :func:`residual_norm_source`: of rows, and of the weight.
+    """Returns the kernels of the norm's gradients, of rows and of the weight.
 
     A thread has up to ``packs`` packs of a row, and ``stages`` rows are in shared memory.
     """
@@ -122,7 +111,7 @@ def residual_norm_backward_sources(dtype: torch.dtype, packs: int, stages: int) 
 
 
 def softmax_partials_source(dtype: torch.dtype, also: str, scaled: bool, spread: bool) -> KernelSource:
-    """Returns the kernel of each row's maximum and sum of exponentials, for ``dtype``, one of TYPE_NAMES.
+    """Returns the kernel of each row's maximum and sum of exponentials.
 
     ``also`` is one of the names of Also in cuda_src/device/softmax.cuh, ``scaled`` says whether logits are multiplied,
     and ``spread`` whether clusters of blocks share rows.
@@ -150,19 +139,13 @@ def softmax_backward_source(dtype: torch.dtype) -> KernelSource:
 def matmul_source(
     dtype: torch.dtype, tile: MatmulTile, layout: str, out_dtype: torch.dtype | None = None
 ) -> KernelSource:
-    """Returns the kernel of a plain matmul, for one of MATMUL_TYPES, a tile, and one of LAYOUTS for the weight.
-
-    ``out_dtype`` is ``dtype`` or torch.float32; None: ``dtype``.
-    """
+    """Returns the kernel of a matmul of one of MATMUL_TYPES, with a result in ``dtype`` or fp32."""
     name = f"matmul<{TYPE_NAMES[dtype]}, {tile}, {layout}, {TYPE_NAMES[out_dtype or dtype]}>"
     return KernelSource("matmul/matmul.cu", name, only_arch=MATMUL_ARCH)
 
 
 def scaled_matmul_source(tile: MatmulTile, out_dtype: torch.dtype, format: str) -> KernelSource:
-    """Returns the kernel of a matmul of e4m3 operands, whose weight is by rows.
-
-    ``out_dtype`` is one of TYPE_NAMES, and ``format`` one of SCALE_FORMATS.
-    """
+    """Returns the kernel of a matmul of e4m3 operands with one of SCALE_FORMATS, whose weight is by rows."""
     name = f"matmul<e4m3, {tile}, by_rows, {TYPE_NAMES[out_dtype]}, {format}>"
     return KernelSource("matmul/matmul.cu", name, only_arch=MATMUL_ARCH)
 
@@ -177,15 +160,10 @@ def fused_matmul_source(
     codec: Codec | None = None,
     format: str = "",
 ) -> KernelSource:
-    """Returns the fused kernel of a matmul and the sum of its result, or the all-gather of its rows.
+    """Returns the fused kernel of a matmul and the sum of its result, in ``dtype``, or the all-gather of its rows.
 
-    Args:
-        algorithm: one of SKINNY_KERNELS, SUMMED_TILE_KERNELS or GATHERING_KERNELS.
-        tile: one of the algorithm's tiles, or of PARTIAL_TILES.
-        layout: the layout of the weight, one of LAYOUTS.
-        generated: the code of an epilogue; not for SKINNY_KERNELS.
-        codec: a codec on the wire; for SUMMED_TILE_KERNELS.
-        format: one of SCALE_FORMATS if operands are e4m3, with a weight by rows; ``dtype`` is that of the result.
+    ``tile`` is one of the algorithm's tiles, or of PARTIAL_TILES. SKINNY_KERNELS take no epilogue, and only
+    SUMMED_TILE_KERNELS a codec. ``format`` is one of SCALE_FORMATS if operands are e4m3, with a weight by rows.
     """
     result, travel, follow = TYPE_NAMES[dtype], "", generated.name if generated else ""
     if codec or (format and algorithm.row.sends_tiles):

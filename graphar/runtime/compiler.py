@@ -55,8 +55,8 @@ def nvrtc_version() -> tuple[int, int]:
 def compile_kernel(source: KernelSource, arch: str) -> Cubin:
     """Returns the compiled kernel: from this process, from the cache on disk, or by compiling it.
 
-    ``arch`` is spelt as NVRTC does: "sm_90a". CompileError if the source does not compile, NVRTC does not know
-    ``arch``, or a file from outside cuda_src was edited since it was loaded.
+    CompileError if the source does not compile, NVRTC does not know ``arch``, such as "sm_90a", or a file from outside
+    cuda_src was edited since it was loaded.
     """
     key = cache_key(source, arch)
     entry = cache.load(key)
@@ -86,10 +86,7 @@ def compile_at_once(sources: Sequence[KernelSource], arch: str, threads: int) ->
 
 
 def cache_key(source: KernelSource, arch: str) -> str:
-    """Returns a SHA-256, in hex, of the compiler's version, the options, the kernel and all of cuda_src/device.
-
-    For a kernel from outside cuda_src, its files are hashed as well. CompileError if they were edited.
-    """
+    """Returns a SHA-256, in hex, of the compiler's version, the options, the kernel and all of cuda_src/device."""
     device = source_directory() / "device"
     _check_unedited(source)
     named = [repr(nvrtc_version()), arch, repr(OPTIONS), source.file, source.name, _text(source), source.digest]

@@ -26,8 +26,7 @@ driver = _Driver()
 def call(function, *args) -> Any:
     """Returns the result of ``function(*args)`` of cuda.bindings.driver, without the status, or raises DriverError.
 
-    The first call initialises the driver. A process that is forked after that cannot use CUDA, so callers make no
-    driver call without need.
+    The first call initialises the driver. A process that is forked after that cannot use CUDA.
     """
     _initialise()
     status, *results = function(*args)
@@ -73,9 +72,6 @@ def primary_context(index: int):
 
 
 def bind_context(device: int) -> None:
-    """Makes the primary context of a device current in this thread, if it has none.
-
-    A new thread, such as autograd's, has no context until it calls the CUDA runtime, which torch need not do there.
-    """
+    """Makes a device's primary context current in this thread if it has none, as autograd's threads at first."""
     if not int(call(driver.cuCtxGetCurrent)):
         call(driver.cuCtxSetCurrent, primary_context(device))

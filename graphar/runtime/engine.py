@@ -1,50 +1,119 @@
-"""Engine: runs the calls of one communicator. It finds the plan of a call, or has it made, and runs it."""
+"""Engine: one communicator. It makes calls by plans that it finds or makes; it is suspended, resumed and closed."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
+import json
 import logging
 import os
+import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
+import torch.distributed as dist
 from torch._C._autograd import _profiler_enabled as _is_profiling
 
-from graphar.errors import Reason
+from graphar.errors import CollectiveTimeout, CommunicatorError, GrapharError, Reason, UnsupportedError
 from graphar.plan import select
 from graphar.plan.algorithms import Algorithm
 from graphar.plan.call import Call, Operands
 from graphar.plan.explanation import Explanation
+from graphar.plan.scratch import MAX_RANKS
 from graphar.plan.select import Facts
-from graphar.plan.tables import Table
+from graphar.plan.tables import DEFAULT, Table, shipped_table
 from graphar.plan.work import ALLGATHER_MATMUL, MOVING
 from graphar.ranks import agreement
-from graphar.runtime import multicast
+from graphar.ranks.capture import check_can_prepare
+from graphar.ranks.cpu.without_kernels import WithoutKernels
+from graphar.ranks.groups import device_of_process, known_group
+from graphar.ranks.hierarchical import Hierarchy
+from graphar.ranks.rendezvous import Alone, RanksAbsent, StoreRendezvous, meet
+from graphar.runtime.availability import missing_software
+from graphar.runtime.bind.local_codec import coder_of
 from graphar.runtime.checks import call_checks, tensor_checks
-from graphar.runtime.life import NOT_MADE, Life
-from graphar.runtime.plan import Plan
+from graphar.runtime.memory import multicast
+from graphar.runtime.memory.suspension import Suspension
+from graphar.runtime.memory.symmetric_tensors import SymmetricTensors
+from graphar.runtime.memory.use import Memory, memory_of
+from graphar.runtime.plan import Plan, Plans
+from graphar.runtime.runner import Runner
+from graphar.runtime.setup import set_up
 from graphar.runtime.watch import hook
-from graphar.runtime.watch.kineto import ranks_of
 from graphar.runtime.watch.stats import Stats
 
 _log = logging.getLogger(__name__)
 
-Binder = Callable[["Engine", Call, Sequence[Operands]], Plan]  # makes the plan of a call with these operands
+_MAX_PLANS = 4096  # a plan has a few hundred bytes
+LOSSLESS_SWITCH = "GRAPHAR_LOSSLESS"
+NOT_MADE = (
+    "this call was not made: an earlier one of its communicator failed, as told below; go on with another communicator "
+    "in a new process group, as graphar.allreduce(x, dist.new_group()) does\n"
+)
+NAME_PREFIX = "graphar:"  # no name of a process group begins with this prefix
+_names = itertools.count()
+open_engines: dict[str, Engine] = {}  # by name; an engine stays here until it is closed
 
-binders: dict[type, Binder] = {}  # by the kind of work
+binders: dict[type, Callable[[Engine, Call, Sequence[Operands]], Plan]] = {}  # make plans, by the kind of work
 
 
-class Engine(Life):
-    """Runs the calls of one communicator: looks a call's plan up, makes it if there is none, and runs it."""
+class Engine:
+    """One communicator, with the arguments of :class:`graphar.Communicator`: its calls, its failures and its end.
 
+    Attributes:
+        plans: a cache of plans by call.
+        warm: the plans that an op may run directly: ``plans``, or an empty cache while a sink is active and while
+            the engine is suspended.
+        table: the tuning table that choices go by: the default one, and rank 0's after kernels are set up.
+        is_part: whether another engine uses it for the ranks of one host.
+    """
+
+    # Tests set it before the first call: multimem kernels then use ordinary accesses and need no multicast.
+    multimem_stand_in = False
     _has_said = False  # whether the log says how calls are made
 
-    def run(self, call: Call, ranks: Sequence[Operands]) -> Plan | None:
-        """Makes a call, with the operands of each rank of this process. Collective.
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        devices: tuple[torch.device, ...] | None,
+        timeout_s: float,
+        hosts: list[list[int]] | None = None,
+        lossless: bool | None = None,
+    ) -> None:
+        self.lossless = compresses(lossless)
+        self.timeout_s = float(timeout_s)
+        self.name = f"{NAME_PREFIX}{next(_names)}"
+        self.group, self.devices = group, devices
+        self.world_size = len(devices) if devices else known_group(group).size()
+        self.rank = None if devices else known_group(group).rank()  # with devices, this process has all ranks
+        self.hierarchy, self.is_part = Hierarchy(self, hosts, self._part, coder_of), False
+        self._making = threading.RLock()  # held to make what threads must not make twice
+        self.runner: Runner | None = None
+        self.why_no_runner: Reason | None = None  # set when a set-up found that kernels cannot run
+        self.table: Table = shipped_table(DEFAULT)
+        self.symmetric: SymmetricTensors | None = None  # the runner's symmetric tensors, from the first one on
+        self.closed = False
+        self.suspended = False
+        self._suspension: Suspension | None = None  # while an engine with kernels is suspended, what resumes it
+        self.plans = Plans(_MAX_PLANS)
+        self._rendezvous: StoreRendezvous | None = None  # made at first use
+        self._failure: GrapharError | None = None  # the host's error that ended this engine; kernels report theirs
+        self.without_kernels = WithoutKernels(self, self.hierarchy, coder_of)
+        self.find_warm_plans()
+        open_engines[self.name] = self
 
-        The op has checked the operands. Returns the call's plan if it was cached, and neither a sink nor torch's
-        profiler is active; else None.
+    def _part(self, inside: dist.ProcessGroup, timeout_s: float) -> Engine:
+        made = Engine(inside, None, timeout_s, lossless=self.lossless)
+        made.is_part = True
+        return made
+
+    # ---- calls ------------------------------------------------------------------------------------------------------
+
+    def run(self, call: Call, ranks: Sequence[Operands]) -> Plan | None:
+        """Makes a call, with the checked operands of each rank of this process. Collective.
+
+        Returns the call's plan if it was cached, and neither a sink nor torch's profiler is active; else None.
         """
         plan = self.warm.get(call)
         if plan is not None and not _is_profiling():
@@ -65,10 +134,8 @@ class Engine(Life):
             algorithm = "auto" if call.work.codec else call.algorithm
             call_checks.check_call(call.op, algorithm, call.timeout_s, call.op)
             x = ranks[0].inputs[0]
-            takes_any = (
-                call.op in (*MOVING, ALLGATHER_MATMUL) or x.dtype != call.dtype
-            )  # 8-bit operands have 16-bit results
-            (tensor_checks.check_strided if takes_any else tensor_checks.check_tensor)(call.op, "x", x)
+            any_dtype = call.op in (*MOVING, ALLGATHER_MATMUL) or x.dtype != call.dtype  # 8 bits have 16-bit results
+            (tensor_checks.check_strided if any_dtype else tensor_checks.check_tensor)(call.op, "x", x)
             announced = self.runner.announced(agreement.words(call)) if self.runner else contextlib.nullcontext()
             with self.keeping_failure(call.op), announced:
                 plan = binders[type(call.work)](self, call, ranks)
@@ -86,7 +153,7 @@ class Engine(Life):
                 f"kernels for {chip.sms} SMs of {chip.arch}, tuning table {self.table.name}, lossless compression "
                 f"{'on' if self.lossless else 'off'}, {forbidden or 'NVLink multicast allowed'}"
             )
-        _log.info("communicator of ranks %s: %s", ranks_of(self), how)
+        _log.info("communicator of ranks %s: %s", hook.ranks_of(self), how)
 
     def deadline(self, call: Call) -> float:
         """Returns the deadline of each wait on another rank in a call, in seconds."""
@@ -102,7 +169,7 @@ class Engine(Life):
         return self.symmetric.sides(x, out) if self.symmetric else ()
 
     def explain(self, call: Call, x: torch.Tensor) -> Explanation:
-        """Returns the algorithm of a call whose first tensor is like ``x``, and why. The first call is collective."""
+        """Returns the algorithm of a call whose first tensor is like ``x``, and why; as :meth:`select` collective."""
         return select.explain(call, self.facts(call, x))
 
     def select(self, call: Call, x: torch.Tensor) -> select.Choice:
@@ -114,14 +181,11 @@ class Engine(Life):
         waited_s = self._rendezvous.waited_s if self._rendezvous else 0.0
         launches = self.runner.launches() if self.runner else {}
         failure = self._failure or (self.runner and self.runner.failure())
-        calls = self.plans.totals.stats(self.plans.items())
-        return Stats(calls, self.plans.made, launches, waited_s, str(failure or "").removeprefix(NOT_MADE))
+        return Stats(self.plans.calls(), self.plans.made, launches, waited_s, str(failure or "").removeprefix(NOT_MADE))
 
     def facts(self, call: Call, x: torch.Tensor) -> Facts:
-        """Returns the facts that decide on the kernel of a call. The first call is collective.
-
-        A call that names an algorithm without a kernel does not set up this group's kernels.
-        """
+        """Returns the facts that decide on the kernel of a call. The first call is collective."""
+        # A call that names an algorithm without a kernel does not set up this group's kernels.
         needs_none = call.algorithm != "auto" and not Algorithm(call.algorithm).row.layout
         problem = None if needs_none else self.why_no_kernel(call.op, x)
         runner = None if problem else self.runner
@@ -142,3 +206,231 @@ class Engine(Life):
         if reason or self.find_runner(x.device):
             return reason
         return self.why_no_runner or f"the tensor is on {x.device}"
+
+    # ---- set-up -----------------------------------------------------------------------------------------------------
+
+    def first_device(self) -> torch.device:
+        """Returns the device of this process's first rank."""
+        return self.devices[0] if self.devices else device_of_process(known_group(self.group))
+
+    def find_runner(self, device: torch.device) -> bool:
+        """Whether graphar's kernels reach all ranks. The first call sets them up, and is collective."""
+        if device.type == "cuda" and self.runner is None and not self.why_no_runner:
+            if self.world_size == 1 or self.world_size > MAX_RANKS:
+                self.why_no_runner = f"kernels serve 2 to {MAX_RANKS} ranks, not {self.world_size}"
+            else:
+                self._set_up(device)
+        if self.runner and self.group and device.index != (index := self.runner.members[0].device):
+            raise ValueError(f"graphar: this rank's communicator is on cuda:{index}, got {device}")
+        return self.runner is not None
+
+    def _set_up(self, device: torch.device) -> None:
+        check_can_prepare("this communicator", self.devices or [device])
+        with self._making:
+            if self.runner or self.why_no_runner:  # by another thread meanwhile
+                return
+            rendezvous = Alone() if self.devices else self.rendezvous()
+            try:
+                rendezvous.agree_on_none("set-up", missing_software())
+                self.runner, self.table = set_up(
+                    self.group, self.devices, device, rendezvous, self.lossless, self.multimem_stand_in
+                )
+            except UnsupportedError as error:
+                self.why_no_runner = str(error)
+
+    def rendezvous(self) -> StoreRendezvous:
+        """Returns the rendezvous of the group's processes. The first call makes it."""
+        with self._making:
+            self._rendezvous = self._rendezvous or meet(known_group(self.group), self.timeout_s)
+            return self._rendezvous
+
+    def find_warm_plans(self) -> None:
+        """Updates ``warm``: ops run plans directly only while there is no sink, and the engine is not suspended."""
+        self.warm = Plans(0) if hook.sinks or self.suspended else self.plans
+
+    # ---- failures and the end ---------------------------------------------------------------------------------------
+
+    def keeping_failure(self, op: str = "graphar") -> KeepingFailure:
+        """Calls :meth:`check_ready`, and keeps a failure of the code inside: every later call raises it again."""
+        return KeepingFailure(self, op)
+
+    def check_open(self, op: str = "graphar") -> None:
+        """Raises CommunicatorError, which names ``op``, if the engine is closed or suspended. torch.compile traces it.
+
+        It is enough for what needs no other rank, such as an explanation after a failure.
+        """
+        if self.closed:
+            raise closed(op)
+        if self.suspended:
+            raise CommunicatorError(f"{op}: this communicator is suspended; call its resume() on every rank before")
+
+    def check_ready(self, op: str) -> None:
+        """Raises as :meth:`check_open` does, or raises an earlier failure again. Launches of kernels do so, too."""
+        self.check_open(op)
+        if self.runner:
+            self.runner.raise_failure()
+        if self._failure:
+            raise self._failure.again()
+
+    def is_usable(self) -> bool:
+        """Whether calls can be made, or can after a resumption."""
+        failed = self._failure or (self.runner and not self.suspended and self.runner.failure())
+        return not (self.closed or failed)
+
+    def keep_failure(self, error: GrapharError) -> None:
+        """Makes later calls raise ``error`` again."""
+        self._failure = error.again(NOT_MADE)
+
+    def synchronize(self) -> None:
+        """Waits for all work on this process's devices, and raises the errors that kernels reported."""
+        self.hierarchy.synchronize()
+        if self.runner:
+            self.runner.synchronize()
+
+    def common_order(self) -> str | None:
+        """Returns a key by which all ranks sort engines alike; None if other ranks may not have this engine yet."""
+        if self.devices:
+            return ""
+        # A rank may make an engine alone, as an explanation does. Once all ranks have met, all of them have it.
+        return self._rendezvous.prefix if self._rendezvous and self._rendezvous.has_met else None
+
+    def why_stays(self) -> Reason | None:
+        """Returns why memory of this process cannot be given back while its addresses stay."""
+        reason, inside = self.runner.memory.why_stays if self.runner else None, self.hierarchy.why_stays()
+        return reason or (inside and f"inside a host, {inside}")
+
+    def suspend(self, keep: str | None) -> None:
+        """Gives the memory shared with other ranks back until :meth:`resume`. Collective.
+
+        An error before any rank gives memory back leaves all ranks as they were. A later error leaves them suspended.
+        """
+        if self.suspended:
+            return
+        with self.keeping_failure("suspend"):
+            kept, reasons = zip(*self._meet_to("suspend", str(keep), self.why_stays() or ""), strict=True)
+            if len(set(kept)) > 1:
+                raise CommunicatorError(f"suspend: ranks must pass the same keep, got, in rank order, {[*kept]}")
+            if reason := next(filter(None, reasons), ""):
+                raise UnsupportedError(f"suspend: this memory cannot be given back while its addresses stay: {reason}")
+            self.end_work(keep)
+            self.give_back()
+
+    def end_work(self, keep: str | None) -> None:
+        """Ends all ranks' work, and saves what to keep: the first half of :meth:`suspend`. Collective."""
+        with self.keeping_failure("suspend"):
+            self.hierarchy.end_work(keep)
+            if self.runner:
+                suspension = Suspension(self.runner)
+                suspension.end_work(keep == "symmetric")
+                self._suspension = suspension
+
+    def give_back(self) -> None:
+        """Gives memory back once all work has ended: the second half of :meth:`suspend`. Collective."""
+        with self.keeping_failure("suspend"):
+            self.set_suspended(True)
+            self.hierarchy.give_back()
+            if self._suspension:
+                self._suspension.give_back()
+
+    def resume(self) -> None:
+        """Brings the memory back, and lets calls be made again. Collective."""
+        if self.closed:
+            raise closed("resume")
+        if not self.suspended:
+            return
+        if self._failure:
+            raise self._failure.again()
+        try:
+            self._meet_to("resume")
+            self.hierarchy.resume()
+            if self._suspension:
+                self._suspension.resume()
+        except RanksAbsent as error:
+            self.keep_failure(error)
+            raise
+        self._suspension = None
+        self.set_suspended(False)
+
+    def set_suspended(self, suspended: bool) -> None:
+        """Refuses or accepts calls. Not collective: an engine that some rank does not have holds no memory."""
+        self.suspended = suspended
+        self.find_warm_plans()
+
+    def _meet_to(self, what: str, *words: str) -> list[list[str]]:
+        """Meets the ranks of other processes, and returns each rank's words, in rank order."""
+        if self.devices:
+            return [[*words]]
+        return [json.loads(said) for said in self.rendezvous().exchange(what, json.dumps(words).encode())]
+
+    def memory(self) -> Memory:
+        """Returns the memory of this process's first rank on its GPU."""
+        return self.runner.memory_use() if self.runner else memory_of({}, [])
+
+    def close(self) -> None:
+        """Frees the memory shared with other ranks, but for what an absent rank may still use. Collective."""
+        if self.closed:
+            return
+        open_engines.pop(self.name, None)
+        self.closed = True
+        self.plans.clear()
+        with contextlib.ExitStack() as ends:
+            ends.callback(self.let_go_of_group)
+            ends.callback(self.hierarchy.close)
+            if self._suspension:
+                self._suspension.end()
+            if self.runner:
+                self.runner.close()
+
+    def let_go_of_group(self) -> None:
+        """Drops the process group and its store. Later calls fail; memory and captured graphs stay valid."""
+        self._failure = self._failure or CommunicatorError("the process group of this communicator was destroyed")
+        self.plans.clear()
+        self.hierarchy.let_go_of_groups()
+        if self._rendezvous:
+            self._rendezvous.leave()
+        self.without_kernels.let_go_of_group()
+        self.group = None
+
+    def __deepcopy__(self, memo: dict) -> Engine:  # a copied model has the same ranks
+        return self
+
+
+class KeepingFailure:
+    """A context, or a decorator of a call's function, of :meth:`Engine.keeping_failure`."""
+
+    def __init__(self, engine: Engine, op: str) -> None:
+        self._engine, self._op = engine, op
+
+    def __enter__(self) -> None:
+        self._engine.check_ready(self._op)
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, (CollectiveTimeout, RanksAbsent)):
+            self._engine.keep_failure(error)
+
+    def __call__(self, run: Callable[[Sequence[Operands]], None]) -> Callable[[Sequence[Operands]], None]:
+        def run_in_context(ranks: Sequence[Operands]) -> None:
+            with self:
+                run(ranks)
+
+        return run_in_context
+
+
+def _find_warm_plans() -> None:
+    for engine in [*open_engines.values()]:  # another thread may add one
+        engine.find_warm_plans()
+
+
+hook.when_changed.append(_find_warm_plans)
+
+
+def closed(op: str) -> CommunicatorError:
+    """Returns the error of a call with a closed communicator."""
+    return CommunicatorError(
+        f"{op}: this communicator is closed; make another, and whatever was compiled or captured with this one again"
+    )
+
+
+def compresses(lossless: bool | None) -> bool:
+    """Returns ``lossless``; if it is None, False if the environment has GRAPHAR_LOSSLESS=0, else True."""
+    return os.environ.get(LOSSLESS_SWITCH) != "0" if lossless is None else lossless

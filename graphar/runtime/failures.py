@@ -37,14 +37,10 @@ def failure_of_kernel(
     call_of: Callable[[int, int], str],
     unlike: Callable[[], Unlike | None],
 ) -> GrapharError:
-    """Returns the error for a kernel's record.
+    """Returns the error for the record of a kernel that gave up.
 
-    Args:
-        record: the record of a kernel that gave up.
-        last_calls: a function that returns the last calls of each rank, as :func:`last_calls_of` does.
-        call_of: a function that returns the call with a fingerprint, of a rank, in words.
-        unlike: a function that returns what the ranks of an expired wait called, if the awaited rank called something
-            else.
+    The functions return the last calls of each rank, in words; the call with a fingerprint, of a
+    rank, in words; and what the ranks of an expired wait called, if the awaited rank called something else.
     """
     algorithm = of_number(record.algorithm)
     what = f"{algorithm.op} call {record.sequence} by {algorithm.value}"
@@ -77,8 +73,8 @@ def compare_last_calls(record: Record, algorithm: Algorithm, counters: int, rank
     Kernels compare all but the last few. A peer that runs behind may not have told its last call yet. ``counters`` is
     the address of the rank's Counters. The current device is the rank's own, and has no work queued.
     """
-    read = _read(Counters, counters)
-    called, begun = read.called[:world_size], read.epoch_state[0].epoch
+    copy = read(Counters, counters)
+    called, begun = copy.called[:world_size], copy.epoch_state[0].epoch
     unlike = [
         (fingerprint, told, peer)
         for peer, entries in enumerate(called)
@@ -92,11 +88,6 @@ def compare_last_calls(record: Record, algorithm: Algorithm, counters: int, rank
         record.expected, record.seen, record.kind = fingerprint % _CALLS, told % _CALLS, _DISAGREED
 
 
-def read_counters(addresses: Mapping[Algorithm, int]) -> dict[Algorithm, Counters]:
-    """Returns copies of a rank's Counters, which lie at these addresses of the current device."""
-    return {algorithm: _read(Counters, address) for algorithm, address in addresses.items()}
-
-
 def call_at(counters: Counters, rank: int, sequence: int) -> int:
     """Returns the fingerprint of what a rank called in call ``sequence`` of an algorithm; 0 if it has told of none."""
     entry = counters.called[rank][sequence % KEPT_CALLS]
@@ -104,51 +95,21 @@ def call_at(counters: Counters, rank: int, sequence: int) -> int:
 
 
 def call_ahead_of(peer: int, counters: Mapping[Algorithm, Counters]) -> int:
-    """Returns the fingerprint of a call of any algorithm that a peer has begun and this rank has not; 0 if unknown.
-
-    ``counters`` are this rank's.
-    """
+    """Returns the fingerprint of a call that a peer has begun and this rank, with these counters, not; 0: unknown."""
     ahead = (call_at(counts, peer, counts.epoch_state[0].epoch) for counts in counters.values())
     return next(filter(None, ahead), 0)
 
 
-def last_calls_of(
-    counters: Mapping[Algorithm, Sequence[int]],
-    devices: Sequence[int],
-    ended: Sequence[int],
-    preparing: Sequence[str | None],
-) -> list[str]:
-    """Returns, for each rank, its last call of each algorithm in words, such as "one_shot call 3".
-
-    Args:
-        counters: for each algorithm, the addresses in this process of each rank's Counters.
-        devices: for each rank, the index of the CUDA device that reads its Counters.
-        ended: the ranks whose processes have ended; their memory stays readable while it is mapped here.
-        preparing: for each rank, the call in words for which it loads kernels; or None.
-    """
-    said = []
-    for rank, device in enumerate(devices):
-        begun = {algorithm: calls_begun(pointers[rank], device) for algorithm, pointers in counters.items()}
-        calls = [f"{algorithm.value} call {count - 1}" for algorithm, count in begun.items() if count]
-        known = "unknown" if None in begun.values() and not calls else ", ".join(calls) or "none"
-        known += f"; preparing {preparing[rank]}" if preparing[rank] else ""
-        said.append(f"{known}; its process has ended" if rank in ended else known)
-    return said
-
-
 def calls_begun(counters: int, device: int) -> int | None:
-    """Returns how many calls of an algorithm a rank has begun, modulo 2^32; None if its memory cannot be read.
-
-    ``counters`` is the address of the rank's Counters in this process, and ``device`` reads them.
-    """
+    """Returns how many calls a rank has begun, modulo 2^32, as ``device`` reads at its Counters; None: it cannot."""
     try:
         with on_device(device):
-            return _read(EpochState, counters).epoch  # of block 0, which advances it after it has sent its first data
+            return read(EpochState, counters).epoch  # of block 0, which advances it after it has sent its first data
     except DriverError:
         return None
 
 
-def _read(struct: type[T], address: int) -> T:
+def read(struct: type[T], address: int) -> T:
     """Returns a copy of device memory. It does not wait for kernels of the current device."""
     copy = struct()
     stream = call(driver.cuStreamCreate, driver.CUstream_flags.CU_STREAM_NON_BLOCKING)

@@ -20,7 +20,7 @@ from graphar.runtime.arguments import Counters
 from graphar.runtime.catalogue import KernelSource
 from graphar.runtime.driver import call, driver, on_device
 from graphar.runtime.member import Member
-from graphar.runtime.memory.multicast_memory import TorchBuffer, TorchMemory
+from graphar.runtime.memory.multicast import TorchBuffer, TorchMemory
 from graphar.runtime.memory.peer_memory import Buffer, LocalMemory, ProcessMemory
 
 PART = 16  # the most kernels that a rank compiles before it meets the others, and the most threads for them
@@ -35,17 +35,12 @@ def threads_for_compiling(ranks: int) -> int:
     return max(1, min(PART, bound, (os.cpu_count() or 1) // ranks))
 
 
-def _compile(sources: Sequence[KernelSource], archs: Iterable[str], ranks: int) -> None:
-    for arch in archs:
-        able = [source for source in sources if source.runs_on(arch)]
-        compiler.compile_at_once(able, arch, threads_for_compiling(ranks))
-
-
 class Kernels:
     """Compiles and loads kernels, and allocates their scratch, once on all ranks.
 
-    The scratch of the multimem algorithms comes from ``multicast_memory``. If that is None, in tests, it comes from
-    ``memory``, and their kernels use ordinary accesses in place of multimem instructions.
+    ``regions`` is the memory of each prepared algorithm: its counters, and then its scratch. That of the multimem
+    algorithms comes from ``multicast_memory``. If that is None, in tests, it comes from ``memory``, and their kernels
+    use ordinary accesses in place of multimem instructions.
     """
 
     def __init__(
@@ -58,7 +53,7 @@ class Kernels:
     ) -> None:
         self._members, self._world_size = members, world_size
         self._memory, self._rendezvous, self._multicast_memory = memory, rendezvous, multicast_memory
-        self._regions: dict[Algorithm, Buffer | TorchBuffer] = {}
+        self.regions: dict[Algorithm, Buffer | TorchBuffer] = {}
         self._functions: dict[Hashable, list] = {}
 
     def why_no_multicast(self) -> Reason | None:
@@ -66,13 +61,7 @@ class Kernels:
         return self._multicast_memory.why_not() if self._multicast_memory else None
 
     def prepare(self, kernel: Kernel) -> list:
-        """Returns the functions of a kernel for each member. The first call for a kernel is collective.
-
-        Raises:
-            CommunicatorError: a graph is being captured, or a rank did not arrive in time.
-            CompileError: the kernel does not compile.
-            UnsupportedError: a device is too old for the kernel, or a multimem kernel has no multicast address.
-        """
+        """Returns the functions of a kernel for each member. The first call for a kernel is collective."""
         described = agreement.words_of_kernel(kernel)
         return self.prepare_all(kernel.key, kernel.algorithm, described, lambda member: self._load(kernel, member))
 
@@ -83,17 +72,14 @@ class Kernels:
 
         The first call for a key is collective. ``described`` is the kernels in words, equal on all ranks. ``load``
         returns the functions of a member.
-
-        Raises:
-            CommunicatorError: a graph is being captured, or a rank did not arrive in time.
         """
         if functions := self._functions.get(key):
             return functions
         check_can_prepare(described, [member.device for member in self._members])
         begin = time.perf_counter()
         functions = self._rendezvous.agree(f"loading {described}", lambda: [*map(load, self._members)])
-        if algorithm not in self._regions:
-            self._regions[algorithm] = self._allocate(algorithm)
+        if algorithm not in self.regions:
+            self.regions[algorithm] = self._allocate(algorithm)
         # No rank may launch before all have loaded the kernel and cleared their scratch.
         self._rendezvous.exchange(f"preparing {described}", b"")
         self._functions[key] = functions
@@ -108,9 +94,15 @@ class Kernels:
         """
         wanted, ranks = list(dict.fromkeys(sources)), self._rendezvous.world_size
         archs = dict.fromkeys(launcher.architecture(member.device) for member in self._members)
+
+        def compile_part(mine: Sequence[KernelSource]) -> None:
+            for arch in archs:
+                able = [source for source in mine if source.runs_on(arch)]
+                compiler.compile_at_once(able, arch, threads_for_compiling(ranks))
+
         for begin in range(0, len(wanted), PART * ranks):
             mine = wanted[begin : begin + PART * ranks][self._rendezvous.rank :: ranks]
-            self._rendezvous.agree(f"compiling {len(wanted)} kernels", partial(_compile, mine, archs, ranks))
+            self._rendezvous.agree(f"compiling {len(wanted)} kernels", partial(compile_part, mine))
 
     def source_of(self, kernel: Kernel) -> KernelSource:
         stands_in = kernel.algorithm.row.multimem and not self._multicast_memory
@@ -120,8 +112,7 @@ class Kernels:
     def _load(self, kernel: Kernel, member: Member):
         algorithm = kernel.algorithm
         shared_nbytes = algorithm.row.scratch(self._world_size).shared_nbytes
-        what = f"{algorithm.op}: {algorithm.value}"
-        return launcher.load(self.source_of(kernel), member.device, shared_nbytes, what)
+        return launcher.load(self.source_of(kernel), member.device, shared_nbytes, f"{algorithm.op}: {algorithm.value}")
 
     def _allocate(self, algorithm: Algorithm) -> Buffer | TorchBuffer:
         needs = algorithm.row.scratch(self._world_size)
@@ -144,28 +135,24 @@ class Kernels:
 
     def counters(self) -> Mapping[Algorithm, Sequence[int]]:
         """Returns, for each prepared algorithm, the addresses of its counters by rank."""
-        return {algorithm: region.pointers for algorithm, region in self._regions.items()}
+        return {algorithm: region.pointers for algorithm, region in self.regions.items()}
 
     def scratch(self, algorithm: Algorithm) -> list[int]:
         """Returns the addresses of a prepared algorithm's scratch, by rank."""
-        return [pointer + COUNTERS_NBYTES for pointer in self._regions[algorithm].pointers]
+        return [pointer + COUNTERS_NBYTES for pointer in self.regions[algorithm].pointers]
 
     def multicast_scratch(self, algorithm: Algorithm) -> int:
         """Returns the multicast address of a prepared algorithm's scratch; 0 without one."""
-        pointer = self._regions[algorithm].multicast_pointer
+        pointer = self.regions[algorithm].multicast_pointer
         return pointer and pointer + COUNTERS_NBYTES
 
     def arm(self) -> None:
         """Writes into all scratch what kernels expect at the first call. No kernel of any rank may run."""
-        for algorithm, region in self._regions.items():
+        for algorithm, region in self.regions.items():
             self._arm(algorithm, region)
-
-    def regions(self) -> Mapping[Algorithm, Buffer | TorchBuffer]:
-        """Returns the memory of each prepared algorithm: its counters, and then its scratch."""
-        return self._regions
 
     def forget(self) -> list[Buffer | TorchBuffer]:
         """Forgets all kernels and scratch, and returns the memory of the scratch, for the caller to free."""
-        regions = [*self._regions.values()]
-        self._regions, self._functions = {}, {}
+        regions = [*self.regions.values()]
+        self.regions, self._functions = {}, {}
         return regions

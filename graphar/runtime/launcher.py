@@ -12,7 +12,7 @@ import torch
 from graphar.errors import UnsupportedError
 from graphar.plan.policy import Chip
 from graphar.ranks.capture import is_capturing
-from graphar.runtime.availability import concurrent_communicators
+from graphar.runtime.availability import concurrent_communicators, missing_software
 from graphar.runtime.catalogue import KernelSource
 from graphar.runtime.compiler import Cubin, compile_kernel
 from graphar.runtime.driver import attribute, bind_context, call, check, driver, on_device
@@ -52,6 +52,12 @@ def shared_nbytes_of_sm(device: int) -> int:
 
 
 @functools.cache
+def runs_on(device: int) -> bool:
+    """Whether kernels without communication run on a device."""
+    return torch.cuda.get_device_capability(device) >= (8, 0) and not missing_software()
+
+
+@functools.cache
 def can_overlap(device: int) -> bool:
     """Whether the device has programmatic dependent launch."""
     return attribute("COMPUTE_CAPABILITY_MAJOR", device) >= 9
@@ -62,10 +68,6 @@ def load(source: KernelSource, device: int, shared_nbytes: int, what: str):
 
     Loading while a kernel waits for other ranks could hang, so every kernel is loaded before its first launch. A block
     may have ``shared_nbytes`` bytes of dynamic shared memory. ``what`` is the kernel's name in errors.
-
-    Raises:
-        CompileError: the source does not compile.
-        UnsupportedError: the device lacks the kernel's instructions, or a graph is being captured there.
     """
     arch = architecture(device)
     if not source.runs_on(arch):
@@ -105,13 +107,7 @@ class Launch:
     """A kernel bound to its parameters, which are read at each launch.
 
     cuLaunchKernelEx is called through ctypes with structs that are made once; cuda.bindings would copy the
-    configuration at each launch.
-
-    Args:
-        function: the function from :func:`load`.
-        parameters: the kernel's parameters, in order. The launch holds references to them, and the driver aligns its
-            copies as the kernel declares them.
-        grid: the launch configuration.
+    configuration at each launch. The driver aligns its copies of the parameters as the kernel declares them.
 
     Attributes:
         arguments: the arguments of the function that ``launch_kernel`` returns.
@@ -120,7 +116,7 @@ class Launch:
 
     def __init__(self, function, parameters: Sequence[ctypes.Structure], grid: Grid) -> None:
         self._config = config = _configuration(grid)
-        self._parameters = parameters  # `addresses` hold no references
+        self._parameters = parameters  # a reference: `addresses` hold none
         addresses = (ctypes.c_void_p * len(parameters))(*map(ctypes.addressof, parameters))
         self.arguments = (_pointer(config.getPtr()), _pointer(int(function)), ctypes.byref(addresses), None)
         self.stream: int | None = None
@@ -148,8 +144,16 @@ def _configuration(grid: Grid):
     config.gridDimX, config.gridDimY, config.gridDimZ = grid.blocks, 1, 1
     config.blockDimX, config.blockDimY, config.blockDimZ = grid.threads, 1, 1
     config.sharedMemBytes = grid.shared_nbytes
-    attributes = [_cluster(grid.cluster)] if grid.cluster > 1 else []
-    attributes += [_programmatic()] if grid.overlaps else []
+    attributes, ids = [], driver.CUlaunchAttributeID
+    if grid.cluster > 1:
+        attributes.append(driver.CUlaunchAttribute())
+        attributes[-1].id = ids.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+        size = attributes[-1].value.clusterDim
+        size.x, size.y, size.z = grid.cluster, 1, 1
+    if grid.overlaps:
+        attributes.append(driver.CUlaunchAttribute())
+        attributes[-1].id = ids.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        attributes[-1].value.programmaticStreamSerializationAllowed = 1
     if attributes:
         config.attrs, config.numAttrs = attributes, len(attributes)
     return config
@@ -161,29 +165,11 @@ def _pointer(address: int):
 
 
 def launch_again(status: int, arguments: tuple) -> None:
-    """Repeats a launch that the driver refused with ``status``, if this thread had no context.
-
-    Raises DriverError if it had a context, or if the driver refuses the launch again.
-    """
+    """Repeats a launch that was refused with ``status`` if this thread had no context; else raises DriverError."""
     if status == driver.CUresult.CUDA_ERROR_INVALID_CONTEXT:
         bind_context(torch.cuda.current_device())
         status = launch_kernel()(*arguments)
     check("cuLaunchKernelEx", driver.CUresult(status))
-
-
-def _cluster(blocks: int):
-    attribute = driver.CUlaunchAttribute()
-    attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
-    size = attribute.value.clusterDim
-    size.x, size.y, size.z = blocks, 1, 1
-    return attribute
-
-
-def _programmatic():
-    attribute = driver.CUlaunchAttribute()
-    attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-    attribute.value.programmaticStreamSerializationAllowed = 1
-    return attribute
 
 
 @functools.cache

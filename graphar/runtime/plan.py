@@ -1,20 +1,24 @@
-"""Plan: what the first of several equal calls is turned into, and all of them run."""
+"""Plan: what the first of several equal calls is turned into, and all of them run; and the plans of one engine."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 
-from graphar.plan.call import Operands
+from graphar.plan.call import Call, Operands
 from graphar.plan.config import Config
 from graphar.plan.explanation import Explanation
+from graphar.runtime.bounded_cache import BoundedCache
+from graphar.runtime.watch.stats import CallStats, merged
 
 Tensors = tuple[torch.Tensor, ...]
 # Launches with the parts of one rank's operands, for a caller that has made the rank's device the current one.
 Launch = Callable[..., None]  # takes the inputs, outputs and numbers of a rank, and perhaps its Corner
+# Takes the tensors of a call, its output or None, and the numbers of its epilogue; returns its result, or None.
+Repeat = Callable[[Tensors, torch.Tensor | None, tuple[float, ...]], object]
 
 
 @dataclass(slots=True)
@@ -53,3 +57,48 @@ class Plan(NamedTuple):
         """Returns the explanation of a call with these operands of one rank, and says whose matmul multiplies them."""
         reason = "; ".join(filter(None, (self.reason, self.matmul(operands))))
         return replace(self.explanation, reason=reason)
+
+
+class Plans(BoundedCache[Plan]):
+    """A cache of plans by call.
+
+    Attributes:
+        repeats: functions that repeat a call by a plan, by the op, the shape and the options of the call. Dropped with
+            the plans: a new cache replaces it, so a thread that is about to add a repeat of a dropped plan adds it to
+            the old cache.
+        unrepeated: a count of the calls that could be repeated, but were not.
+        made: how many plans there have been.
+    """
+
+    def __init__(self, max_entries: int) -> None:
+        super().__init__(max_entries)
+        self.repeats: BoundedCache[Repeat] = BoundedCache()
+        self.unrepeated = self.made = 0
+        self._dropped: tuple[CallStats, ...] = ()  # the calls of plans that were dropped
+        self._seen: BoundedCache[None] = BoundedCache()
+
+    def was_seen(self, key: Hashable) -> bool:
+        """Whether a call with this key was made before. A key with a new function each time is never seen again."""
+        if key in self._seen:
+            return True
+        self._seen.keep(key, None)
+        return False
+
+    def keep(self, key: Hashable, value: Plan) -> Plan:
+        """Adds a plan, and returns it with a count of its own."""
+        self.made += 1
+        return super().keep(key, value._replace(served=Count()))
+
+    def clear(self) -> None:
+        self.repeats, self._dropped = BoundedCache(), self.calls()
+        super().clear()
+
+    def calls(self) -> tuple[CallStats, ...]:
+        """Returns what all plans so far have served."""
+        served = list(self._dropped)
+        for call, plan in cast("list[tuple[Call, Plan]]", list(self.items())):  # a copy: another thread may add one
+            count, algorithm = plan.served.looked_up + plan.served.repeated, plan.config.algorithm
+            why = "" if algorithm.row.layout else plan.reason
+            nbytes = count * call.total_nbytes
+            served += [CallStats(call.op, algorithm.value, count, plan.served.repeated, nbytes, why)] if count else []
+        return merged(served)

@@ -12,8 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from graphar.errors import CommunicatorError
 from graphar.ranks.groups import group_of_mesh, local_devices, no_group, process_group
-from graphar.runtime.engine import Engine
-from graphar.runtime.life import NAME_PREFIX, closed, open_engines
+from graphar.runtime.engine import NAME_PREFIX, Engine, closed, open_engines
 from graphar.runtime.watch.stats import Stats, with_beside
 
 DEFAULT_TIMEOUT_S = 60.0
@@ -39,8 +38,7 @@ _making = threading.RLock()  # two threads' first calls share an engine
 def engine_name(group: Group, op: str = "graphar", alone: bool = False) -> str:
     """Returns the name of a process group, mesh or communicator in an op's schema; "" for the default group.
 
-    ``op`` is named in errors: TypeError or ValueError if ``group`` is none of them, and CommunicatorError if it is a
-    closed communicator. With ``alone``, a call without any group has a single rank: its name is ALONE.
+    Errors name ``op``. With ``alone``, a call without any group has a single rank: its name is ALONE.
     """
     if group is None:
         return ALONE if alone and not (dist.is_available() and dist.is_initialized()) else ""
@@ -78,7 +76,7 @@ def known_engine(group: Group) -> Engine | None:
 def engine_of_group(name: str, op: str = "graphar", instead: str = _LIST_INSTEAD) -> Engine:
     """Returns the engine of a call with one tensor, by the name of an engine or a process group; "": the default.
 
-    ``op``, and ``instead``, what to do if there is no default group, are for errors.
+    Errors name ``op``, and say what to do ``instead`` if there is no default group.
     """
     if name in open_engines:
         check_takes_tensors(open_engines[name])
@@ -133,12 +131,12 @@ def engine_of_devices(name: str, devices: tuple[torch.device, ...], op: str = "g
     if name:
         _check_not_closed(name, op)
         engine = open_engines.get(name)
-        if engine is None or engine.devices != devices:
-            if engine is None or engine.devices is None:
-                raise ValueError(
-                    "graphar: a process group takes one tensor of each process, got a list; pass a tensor, or omit "
-                    "group: a list has one tensor for each device of this process"
-                )
+        if engine is None or engine.devices is None:
+            raise ValueError(
+                "graphar: a process group takes one tensor of each process, got a list; pass a tensor, or omit "
+                "group: a list has one tensor for each device of this process"
+            )
+        if engine.devices != devices:
             mine, theirs = ([str(device) for device in listed] for listed in (devices, engine.devices))
             raise ValueError(f"graphar: a list of tensors on {mine} does not fit a communicator of {theirs}")
         return engine
@@ -162,10 +160,7 @@ def _check_not_closed(name: str, op: str) -> None:
 
 
 def engine_of_either(group: Group, op: str = "graphar", instead: str = _LIST_INSTEAD) -> Engine:
-    """Returns the engine of a process group or mesh, or of a communicator of a group or of devices.
-
-    ``op``, and ``instead``, what to do if there is no default group, are for errors.
-    """
+    """Returns the engine of a process group or mesh, or of a communicator of a group or of devices."""
     engine = getattr(group, "engine", None)
     return engine if isinstance(engine, Engine) else engine_of_group(engine_name(group, op), op, instead)
 

@@ -26,17 +26,15 @@ def requirements() -> dict[str, str]:
 
 def meets(version: str, specifier: str) -> bool:
     """Whether ``specifier`` allows a version. Raises ValueError for rules other than >= and <."""
-    mine = _numbers(version)
+    allowed, mine = [], _numbers(version)
     for rule in filter(None, specifier.replace(" ", "").split(",")):
         if rule.startswith(">="):
-            if mine < _numbers(rule[2:]):
-                return False
+            allowed.append(mine >= _numbers(rule[2:]))
         elif rule.startswith("<") and rule[1].isdigit():
-            if mine >= _numbers(rule[1:]):
-                return False
+            allowed.append(mine < _numbers(rule[1:]))
         else:
             raise ValueError(f"{specifier} has a rule other than >= and <")
-    return True
+    return all(allowed)
 
 
 def install(*names: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import TypeVar
 
@@ -27,12 +27,11 @@ from graphar.runtime.failures import (
     calls_begun,
     compare_last_calls,
     failure_of_kernel,
-    last_calls_of,
-    read_counters,
+    read,
 )
 from graphar.runtime.kernels import Kernels
 from graphar.runtime.member import Member
-from graphar.runtime.memory.multicast_memory import TorchMemory
+from graphar.runtime.memory.multicast import TorchMemory
 from graphar.runtime.memory.peer_memory import LocalMemory, ProcessMemory
 from graphar.runtime.memory.symmetric_tensors import SymmetricTensors
 from graphar.runtime.memory.use import Memory, memory_of
@@ -50,8 +49,7 @@ _PREPARING = "preparing"  # the name under which a rank publishes the call that 
 class Runner:
     """The ranks of this process, their kernels and their failures.
 
-    ``members`` are the ranks of this process, and ``chip`` has the properties that the GPUs of all ranks share. The
-    other arguments are those of :class:`graphar.runtime.kernels.Kernels`.
+    ``chip`` has the properties that the GPUs of all ranks share. Other arguments are those of Kernels.
     """
 
     def __init__(
@@ -106,32 +104,26 @@ class Runner:
     def fingerprint(self, words: str, numbers: Sequence[float], tells: bool) -> int:
         """Returns the fingerprint of a launch with these numbers of its epilogue.
 
-        If it ``tells``, other ranks can look up the words at once, which takes the host as long as some calls. If not,
-        they can look them up once a kernel has found that ranks differ.
+        If it ``tells``, other ranks can look up the words at once, which takes the host as long as some calls.
+        Otherwise they can look them up once a kernel has found that ranks differ.
         """
         return self._fingerprints.of(words_with_numbers(words, numbers), tells)
 
     def memory_use(self) -> Memory:
         """Returns the memory that the communicator holds on the first member's GPU."""
-        return memory_of(self.kernels.regions(), self.symmetric.buffers)
+        return memory_of(self.kernels.regions, self.symmetric.buffers)
 
     # ---- failures and the end ---------------------------------------------------------------------------------------
 
     def calls_begun(self) -> dict[Algorithm, list[int | None]]:
-        """Returns, for each prepared algorithm, how many calls its kernels have counted, by member.
-
-        A count is None if the member's memory cannot be read.
-        """
+        """Returns how many calls the kernels of each prepared algorithm have counted, by member; None: unreadable."""
         return {
             algorithm: [calls_begun(pointers[member.rank], member.device) for member in self.members]
             for algorithm, pointers in self.kernels.counters().items()
         }
 
     def launches(self) -> dict[str, int]:
-        """Returns, by the name of each prepared algorithm, how many launches the first member's GPU has counted.
-
-        The result is empty while a graph is captured.
-        """
+        """Returns the launches that the first member's GPU has counted, by algorithm; empty during graph capture."""
         if any(is_capturing(member.device) for member in self.members):
             return {}
         begun = {algorithm.value: counts[0] or 0 for algorithm, counts in self.calls_begun().items()}
@@ -142,7 +134,7 @@ class Runner:
         self._launched = Counter(self.launches())
 
     def raise_failure(self) -> None:
-        """Raises the error that a kernel of this process reported, if any; from then on always the same error."""
+        """Raises the error of :meth:`failure`, if any."""
         if failure := self.failure():
             raise failure.again()
 
@@ -165,7 +157,7 @@ class Runner:
         It did if it has begun a call that this rank has not, and has not begun the call in which this rank waited.
         """
         algorithm = of_number(record.algorithm)
-        if algorithm not in self.kernels.counters():  # its memory is freed
+        if algorithm not in self.kernels.regions:  # its memory is freed
             return None
         counters = self._read_counters(next(member for member in self.members if member.rank == record.rank))
         other = call_ahead_of(record.peer, counters)
@@ -178,8 +170,7 @@ class Runner:
     def announced(self, words: str) -> Iterator[None]:
         """Tells ranks that wait in a kernel meanwhile what this rank is about to call.
 
-        Raises:
-            RanksAbsent: the code inside raised it. The message also has what the absent ranks have called, if known.
+        To the message of RanksAbsent it adds what the absent ranks have called, if known.
         """
         if self._announces:  # this call is part of an announced call
             yield
@@ -190,37 +181,39 @@ class Runner:
             yield
         except RanksAbsent as error:
             keeps = True  # ranks whose waits expire as well read it
-            raise self._with_calls_of_absent(error) from None
+            counters = self._read_counters(self.members[0])
+            ahead = {rank: call_ahead_of(rank, counters) for rank in error.absent}
+            said = [f"rank {rank}: {self._fingerprints.words(call, rank)}" for rank, call in ahead.items() if call]
+            raise RanksAbsent("\n".join([str(error), *said]), error.absent, error.ended) from None
         finally:
             self._announces = False
             if not keeps:
                 self.rendezvous.withdraw(_PREPARING)
 
-    def _with_calls_of_absent(self, error: RanksAbsent) -> RanksAbsent:
-        counters = self._read_counters(self.members[0])
-        ahead = {rank: call_ahead_of(rank, counters) for rank in error.absent}
-        said = [f"rank {rank}: {self._fingerprints.words(call, rank)}" for rank, call in ahead.items() if call]
-        return RanksAbsent("\n".join([str(error), *said]), error.absent, error.ended)
-
-    def _read_counters(self, member: Member) -> dict[Algorithm, Counters]:
+    def _read_counters(self, member: Member) -> Mapping[Algorithm, Counters]:
+        """Returns copies of a member's Counters."""
         with on_device(member.device):
-            return read_counters({algorithm: at[member.rank] for algorithm, at in self.kernels.counters().items()})
+            return {algorithm: read(Counters, at[member.rank]) for algorithm, at in self.kernels.counters().items()}
 
     def _last_calls(self) -> list[str]:
-        local = {member.rank: member.device for member in self.members}
-        devices = [local.get(rank, self.members[0].device) for rank in range(self.world_size)]
+        """Returns, for each rank, its last call of each algorithm in words, such as "one_shot call 3"."""
         try:
             ended = self.rendezvous.ended()
         except CommunicatorError:  # the store ends with the rank that serves it
             ended = []
-        preparing = [self.rendezvous.published(_PREPARING, rank) for rank in range(self.world_size)]
-        return last_calls_of(self.kernels.counters(), devices, ended, preparing)
+        local, said = {member.rank: member.device for member in self.members}, []
+        for rank in range(self.world_size):  # memory of an ended process stays readable while it is mapped here
+            device = local.get(rank, self.members[0].device)
+            begun = {of: calls_begun(pointers[rank], device) for of, pointers in self.kernels.counters().items()}
+            calls = [f"{algorithm.value} call {count - 1}" for algorithm, count in begun.items() if count]
+            known = "unknown" if None in begun.values() and not calls else ", ".join(calls) or "none"
+            if preparing := self.rendezvous.published(_PREPARING, rank):
+                known += f"; preparing {preparing}"
+            said.append(f"{known}; its process has ended" if rank in ended else known)
+        return said
 
     def synchronize(self) -> None:
-        """Waits for all work on the members' devices, then raises the error that a kernel reported, if any.
-
-        The last calls of the ranks are compared here. Kernels compare the calls before.
-        """
+        """Waits for all work on the members' devices, compares the ranks' last calls, and raises a kernel's error."""
         for member in self.members:
             torch.cuda.synchronize(member.device)
             with on_device(member.device):
@@ -231,8 +224,7 @@ class Runner:
     def close(self) -> None:
         """Frees all memory after every rank that still runs has finished its work. Collective.
 
-        Raises:
-            RanksAbsent: a rank did not arrive in time; memory that its kernels may still write is not freed.
+        After RanksAbsent the memory that an absent rank's kernels may still write is not freed.
         """
         for member in self.members:
             torch.cuda.synchronize(member.device)

@@ -17,7 +17,7 @@ from graphar.ranks.groups import known_group
 from graphar.ranks.rendezvous import Alone, StoreRendezvous
 from graphar.runtime import launcher
 from graphar.runtime.availability import COMMUNICATORS
-from graphar.runtime.memory.multicast_memory import TorchMemory
+from graphar.runtime.memory.multicast import TorchMemory
 from graphar.runtime.memory.peer_memory import LocalMemory, ProcessMemory
 from graphar.runtime.runner import Member, Runner
 from graphar.runtime.user_tables import find_table
@@ -33,12 +33,8 @@ def set_up(
 ) -> tuple[Runner, Table]:
     """Returns the runner of an engine, and the tuning table of its calls. Collective.
 
-    Args:
-        group: the process group whose processes are the ranks; None with ``devices``.
-        devices: the devices of this process's ranks; None with ``group``.
-        device: this process's device, or the first of ``devices``.
-        lossless: whether "auto" may compress bf16 without loss.
-        stand_in: for tests: whether multimem kernels use ordinary accesses in place of multimem instructions.
+    ``device`` is this process's, or the first of ``devices``. With ``stand_in``, for tests, multimem kernels use
+    ordinary accesses in place of multimem instructions.
 
     Raises:
         UnsupportedError: on every rank, if the kernels cannot reach all ranks.

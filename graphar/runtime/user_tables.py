@@ -12,10 +12,7 @@ FOLDER = "tuning"  # in the kernel cache
 
 
 def find_table(device_name: str) -> Table:
-    """Returns the tuning table of a device, by torch's name for it: the user's, the shipped one, or the default table.
-
-    Ignores a user's table that is not valid, and warns once.
-    """
+    """Returns the tuning table of a device, by torch's name: the user's if it is valid, else the shipped or default."""
     name = slug(device_name)
     try:
         table = user_table(name)
@@ -26,10 +23,7 @@ def find_table(device_name: str) -> Table:
 
 
 def user_table(name: str) -> Table | None:
-    """Returns the user's table of that name; None if there is none.
-
-    OSError if the file cannot be read or is not trusted, and ValueError if it is no tuning table.
-    """
+    """Returns the user's table of that name, or None. OSError if it is not trusted; ValueError if it is no table."""
     content = cache.load_file(FOLDER, f"{name}.json")
     return None if content is None else Table.from_json(content)
 

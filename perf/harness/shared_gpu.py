@@ -43,8 +43,7 @@ from graphar.plan.work import MATMUL_ALLREDUCE, Norm, Parts, Product, Sum, Work
 from graphar.product.fused import fused_matmul
 from graphar.product.operands import operands_of
 from graphar.ranks.rendezvous import Alone
-from graphar.runtime.arguments import Arguments, NormArguments
-from graphar.runtime.bind import collective, norm
+from graphar.runtime.bind import collective
 from graphar.runtime.launcher import chip
 from graphar.runtime.member import Member
 from graphar.runtime.memory.peer_memory import LocalMemory
@@ -295,10 +294,7 @@ class Ranks:
         parts = slices(config.algorithm, case.world_size, work.parts, dtype.itemsize, max(1, case.columns))
         if len(parts) > 1:
             raise ValueError(f"the call takes {len(parts)} launches")
-        of_norm = case.columns > 0
-        put_of = partial(norm._put_of, work) if of_norm else collective.put_of(self.engine, call)
-        kind = NormArguments if of_norm else Arguments
-        bound = collective.bind_slice(self.runner, call, config, parts[0], TIMEOUT_S, put_of, kind)
+        bound = collective.bind_slice(self.runner, call, config, parts[0], TIMEOUT_S)
         return [partial(launch, *own) for launch, own in zip(bound, ranks, strict=True)]
 
     def _matmul_launches(self, call: Call, algorithm: Algorithm, ranks: Sequence[Operands]) -> list[Callable[[], None]]:

@@ -7,7 +7,8 @@ import re
 import pytest
 
 import graphar
-from graphar.runtime import availability, multicast, requirements
+from graphar.runtime import availability, requirements
+from graphar.runtime.memory import multicast
 from tests.docs.test_numbers import rows_of
 from tests.pages import FOLDER, PAGES, ROOT
 

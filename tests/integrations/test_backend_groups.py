@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import graphar
 from graphar.integrations import backend
-from graphar.runtime import life
+from graphar.runtime import engine
 from tests.integrations.entry_points import values
 from tests.integrations.programs import WHOLE_GROUP, total
 from tests.processes import on_ranks, run_ranks
@@ -73,7 +73,7 @@ def test_cpu_tensors_stay_with_gloo_where_the_backend_has_only_cuda(rank, world_
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("cpu:gloo,cuda:graphar", store=store, rank=rank, world_size=world_size)
     check_a_sum_and_meet(rank, world_size)
-    assert not life.open_engines
+    assert not engine.open_engines
 
 
 @on_ranks(2, backend=BACKEND)
@@ -82,7 +82,7 @@ def test_a_group_is_served_in_torchs_debug_mode(rank, world_size):
     group, x = dist.new_group(), values(rank)
     dist.all_reduce(x, group=group)
     dist.destroy_process_group(group)
-    assert (torch.equal(x, total(world_size)), len(life.open_engines)) == (True, 0)
+    assert (torch.equal(x, total(world_size)), len(engine.open_engines)) == (True, 0)
 
 
 @on_ranks(2, backend=BACKEND)
@@ -162,11 +162,11 @@ def test_destroying_a_group_closes_its_communicator_and_another_can_be_made(rank
     dist.all_reduce(x)
     part = dist.new_group([0, 1])
     dist.all_reduce(x, group=part)
-    counts.append(len(life.open_engines))
+    counts.append(len(engine.open_engines))
     dist.destroy_process_group(part)
-    counts.append(len(life.open_engines))
+    counts.append(len(engine.open_engines))
     dist.destroy_process_group()
-    counts.append(len(life.open_engines))
+    counts.append(len(engine.open_engines))
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group(BACKEND, store=store, rank=rank, world_size=world_size)
     x = values(rank)

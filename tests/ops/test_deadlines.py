@@ -136,7 +136,7 @@ def gpus(monkeypatch, request):
 
     def arguments(member, algorithm, one, timeout_s, words, kind=None):
         epilogue = SimpleNamespace(put=None)
-        return SimpleNamespace(timeout_s=timeout_s, epilogue=epilogue, put=None, describe=lambda work: None)
+        return SimpleNamespace(timeout_s=timeout_s, epilogue=epilogue, bind=lambda *given: None)
 
     for module in (collective, fused):
         monkeypatch.setattr(module, "KernelLaunch", lambda *given: None)

@@ -24,7 +24,7 @@ from graphar.plan.algorithms import Algorithm
 from graphar.plan.call import Call
 from graphar.plan.config import Config
 from graphar.plan.work import Sum
-from graphar.runtime import failures
+from graphar.runtime import runner
 from graphar.runtime.plan import Plan
 from graphar.runtime.watch.hook import watching
 from tests.ops.conftest import NUMEL, PLAIN
@@ -292,7 +292,7 @@ def test_a_watched_call_is_not_repeated(warm, machine, like):
 
 
 def test_a_repeated_call_raises_the_failure_of_an_earlier_one(warm, machine, like, monkeypatch):
-    monkeypatch.setattr(failures, "calls_begun", lambda counters, device: 0)
+    monkeypatch.setattr(runner, "calls_begun", lambda counters, device: 0)
     record = warm.engine.runner.members[0].record
     record.algorithm, record.kind = Algorithm.ONE_SHOT_PUSH.number, 1
     launches = len(machine.launched)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import graphar
 from graphar.errors import UnsupportedError
 from graphar.plan.sizes import MB
-from graphar.runtime.life import open_engines
+from graphar.runtime.engine import open_engines
 from graphar.runtime.memory.use import Memory, MemoryUse
 from perf import __main__ as program
 from perf import machine

@@ -80,7 +80,7 @@ def test_a_launch_is_given_every_tensor_and_the_rows_of_every_rank(monkeypatch):
     monkeypatch.setattr(collective.launcher, "can_overlap", lambda device: True)
     monkeypatch.setattr(collective, "KernelLaunch", lambda function, parameters, grid: None)
     monkeypatch.setattr(collective, "bind_launch", lambda runner, *bound: made.append(bound))
-    monkeypatch.setattr(tensor_tuple, "plan_of_slices", lambda *_: collective.Plan(None, None))
+    monkeypatch.setattr(collective, "plan_of_slices", lambda *_: collective.Plan(None, None))
     runner, published = Runner.__new__(Runner), {}
     runner.chip = Chip(132, "sm_90a")
     runner.world_size, runner.members = 4, [SimpleNamespace(rank=1, device=0, abort=0, record_pointer=0)]

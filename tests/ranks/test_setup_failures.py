@@ -22,7 +22,7 @@ from graphar.plan.policy import Chip
 from graphar.plan.work import Sum
 from graphar.ranks import capture
 from graphar.ranks.rendezvous import StoreRendezvous
-from graphar.runtime import availability, launcher, life
+from graphar.runtime import availability, engine, launcher
 from graphar.runtime.memory import ipc_memory
 from tests.processes import on_ranks, run_code, run_ranks
 
@@ -136,7 +136,7 @@ def explained(communicator, algorithm):
 
 @pytest.mark.promise("What the kernels cannot serve takes an exact fallback, and `explain` says why.")
 def test_calls_take_the_fallback_and_say_why(communicator, monkeypatch):
-    monkeypatch.setattr("graphar.runtime.life.missing_software", lambda: "NVRTC cannot be loaded: install it")
+    monkeypatch.setattr("graphar.runtime.engine.missing_software", lambda: "NVRTC cannot be loaded: install it")
 
     said = explained(communicator, "auto")
 
@@ -151,7 +151,7 @@ def set_up(rank, world_size, lacking, absent=()):
     if rank in absent:
         store.wait([f"done/{other}" for other in range(world_size) if other not in absent])
         return None
-    life.missing_software = lambda: lacking.get(rank, "")
+    engine.missing_software = lambda: lacking.get(rank, "")
     communicator, begin = graphar.Communicator(timeout_s=1 if absent else 20), time.monotonic()
     try:
         communicator.engine.find_runner(torch.device("cuda", 0))
@@ -181,7 +181,7 @@ def test_a_rank_that_is_absent_at_set_up_is_named_within_the_deadline():
 
 def set_up_in_a_capture(rank, world_size, capturing):
     """What a set-up says on a rank while the ranks ``capturing`` capture a graph; then, if all did, what one says."""
-    life.missing_software = lambda: "NVRTC cannot be loaded: install it"
+    engine.missing_software = lambda: "NVRTC cannot be loaded: install it"
     capture.is_capturing, device = (lambda *_: rank in capturing), torch.device("cuda", 0)
     communicator, begin, said = graphar.Communicator(timeout_s=2), time.monotonic(), []
     try:
@@ -221,7 +221,7 @@ def test_where_one_rank_captures_its_first_call_the_others_name_it():
 @on_ranks(2)
 def test_what_a_process_does_before_it_has_touched_its_gpu_decides_nothing(rank, world_size):
     """Why a call with a GPU's tensor has no kernel, after ``prepare`` had no GPU to prepare."""
-    life.missing_software = lambda: "NVRTC cannot be loaded: install it"
+    engine.missing_software = lambda: "NVRTC cannot be loaded: install it"
     with graphar.Communicator() as communicator:
         communicator.prepare()
         assert explained(communicator, "auto").reason == "rank 0: NVRTC cannot be loaded: install it"
@@ -257,7 +257,7 @@ def set_up_with(rank, world_size, setting, values, lossless=None):
     from graphar.runtime import setup
 
     os.environ[setting] = values[rank]
-    life.missing_software = lambda: ""
+    engine.missing_software = lambda: ""
     launcher.sm_count, launcher.architecture = (lambda device: 132), (lambda device: "sm_90a")
     torch.cuda.get_device_name = lambda device: "no GPU"
     setup.ProcessMemory = lambda *_: SimpleNamespace(check=lambda: None)

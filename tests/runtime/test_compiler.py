@@ -15,6 +15,7 @@ from graphar.runtime import compiler
 from graphar.runtime.catalogue import KernelSource, kernel_source
 from graphar.runtime.compiler import cache_key, compile_kernel
 from tests.processes import PROCESSES
+from tests.runtime.conftest import edit, line_of
 
 SOURCE = kernel_source(Algorithm.ONE_SHOT, torch.bfloat16, 2)
 
@@ -59,16 +60,6 @@ def forget_compiled_kernels():
     compile_kernel.cache_clear()
 
 
-def edit(path, old, new):
-    text = path.read_text()
-    assert text.count(old) == 1, f"{old!r} must occur once in {path.name}"
-    path.write_text(text.replace(old, new))
-
-
-def line_of(path, text):
-    return path.read_text().partition(text)[0].count("\n") + 1
-
-
 # ---- what is compiled, and with what ----
 
 
@@ -79,27 +70,10 @@ def test_a_compilation_gives_the_same_bytes_again(directory):
     assert compile_kernel(SOURCE, "sm_90a") == first
 
 
-def test_nvrtc_has_a_version():
-    assert compiler.nvrtc_version() >= (13, 0)
-
-
-def test_importing_the_compiler_imports_no_cuda_beyond_what_torch_does(new_interpreter):
-    check = (
-        "import sys, torch; before = {*sys.modules}; import graphar.runtime.compiler; print({*sys.modules} - before)"
-    )
-    imported = new_interpreter(check).stdout
-    assert "'graphar.runtime.compiler'" in imported
-    assert "'cuda" not in imported
-
-
-def test_a_kernel_runs_from_its_minimum_architecture_on():
-    kernel = replace(SOURCE, minimum_arch=90)
-    assert [kernel.runs_on(arch) for arch in ("sm_80", "sm_89", "sm_90a", "sm_100a")] == [False, False, True, True]
-
-
-def test_a_kernel_of_one_architecture_runs_on_no_other():
-    kernel = replace(SOURCE, only_arch="sm_90a")
-    assert [kernel.runs_on(arch) for arch in ("sm_80", "sm_90a", "sm_100a")] == [False, True, False]
+@pytest.mark.parametrize(("limit", "on_sm_100a"), [({"minimum_arch": 90}, True), ({"only_arch": "sm_90a"}, False)])
+def test_a_kernel_runs_from_its_minimum_architecture_on_or_on_a_single_one(limit, on_sm_100a):
+    kernel = replace(SOURCE, **limit)
+    assert [kernel.runs_on(arch) for arch in ("sm_89", "sm_90a", "sm_100a")] == [False, True, on_sm_100a]
 
 
 # ---- what is not compiled again ----

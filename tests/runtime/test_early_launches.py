@@ -30,10 +30,10 @@ def grid_of(monkeypatch):
             world_size=2,
             members=[SimpleNamespace(device=0)],
             kernels=SimpleNamespace(prepare=lambda kernel: [None]),
-            arguments=lambda *given: SimpleNamespace(),
+            arguments=lambda *given: SimpleNamespace(bind=lambda *of_call: None),
         )
         call = Call(Sum(1024, "int8" if config.algorithm.row.takes_codec else ""), torch.bfloat16, 0)
-        (grid,) = collective.bind_slice(runner, call, config, Slice(1024), 1.0, lambda *given: None)
+        (grid,) = collective.bind_slice(runner, call, config, Slice(1024), 1.0)
         return grid
 
     return bound

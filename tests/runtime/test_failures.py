@@ -48,14 +48,15 @@ class Ranks:
         ]
         for algorithm in (PUSH, PIPELINED):
             addresses = [0x1000 * (1 + algorithm.number) + 0x100 * rank for rank in range(WORLD_SIZE)]
-            self.runner.kernels._regions[algorithm] = SimpleNamespace(pointers=addresses)
+            self.runner.kernels.regions[algorithm] = SimpleNamespace(pointers=addresses)
             self.counters |= {address: Counters() for address in addresses}
 
         def read(struct, address):
             counters = self.counters[address]
             return counters if struct is Counters else counters.epoch_state[0]
 
-        monkeypatch.setattr(failures, "_read", read)
+        monkeypatch.setattr(failures, "read", read)
+        monkeypatch.setattr(runner, "read", read)
         monkeypatch.setattr(failures, "on_device", contextlib.nullcontext)
         monkeypatch.setattr(runner, "on_device", contextlib.nullcontext)
         monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
@@ -224,3 +225,5 @@ def test_a_rank_that_waits_in_the_loading_of_a_kernel_is_told_what_each_absent_r
         "rank 0: the eighth of rank 0",
         "rank 2: the eighth of rank 2",
     ]
+    assert raised.value.absent == [0, 2]
+    assert ranks.stores[0].published("preparing", 1) == "a call that is new"  # for ranks that wait longer

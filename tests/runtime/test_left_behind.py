@@ -17,17 +17,10 @@ from graphar.plan.call import Call, Operands
 from graphar.plan.work import Sum
 from graphar.product.then import Then
 from graphar.runtime import registry
-from graphar.runtime.engine import Engine
-from graphar.runtime.life import open_engines
+from graphar.runtime.engine import Engine, open_engines
 from graphar.runtime.registry import engine_of_group
 from tests.cases import normal, same_bits
 from tests.processes import on_ranks, run_ranks
-
-
-@pytest.fixture
-def pair():
-    with Communicator(devices=["cpu"] * 2) as communicator:
-        yield communicator
 
 
 def tensors(*shape, count=2):
@@ -115,20 +108,12 @@ def test_a_refused_call_leaves_the_residuals_as_they_were(pair, algorithm):
 # ---- a communicator that is closed, or copied -----------------------------------------------------------------------
 
 
-def test_a_backward_pass_after_the_end_is_told_that_the_communicator_is_closed():
-    xs = [torch.ones(3, requires_grad=True) for _ in range(2)]
-    with Communicator(devices=["cpu"] * 2) as communicator:
-        ys = communicator.allreduce(xs)
-
-    with pytest.raises(CommunicatorError, match="allreduce: this communicator is closed; make another"):
-        ys[0].sum().backward()
-
-
-def test_a_backward_pass_of_a_group_is_told_that_the_communicator_is_closed(group_of):
+@pytest.mark.parametrize("of_group", [True, False])
+def test_a_backward_pass_after_the_end_is_told_that_the_communicator_is_closed(group_of, of_group):
     group_of(1)
     x = torch.ones(3, requires_grad=True)
-    with Communicator() as communicator:
-        y = communicator.allreduce(x)
+    with Communicator() if of_group else Communicator(devices=["cpu"] * 2) as communicator:
+        y = communicator.allreduce(x) if of_group else communicator.allreduce([x, torch.ones(3)])[0]
 
     with pytest.raises(CommunicatorError, match="allreduce: this communicator is closed; make another"):
         y.sum().backward()

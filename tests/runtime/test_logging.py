@@ -34,12 +34,6 @@ def log(caplog):
     ]
 
 
-@pytest.fixture
-def pair():
-    with graphar.Communicator(devices=["cpu"] * 2) as communicator:
-        yield communicator
-
-
 def test_a_plan_is_logged_once_with_its_algorithm_and_the_reason(pair, log):
     for _ in range(3):
         pair.allreduce([torch.ones(4)] * 2)

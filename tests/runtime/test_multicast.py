@@ -23,12 +23,12 @@ from graphar.plan.slices import Slice
 from graphar.plan.tables import shipped_table
 from graphar.plan.work import Sum
 from graphar.ranks.rendezvous import StoreRendezvous
-from graphar.runtime import multicast
 from graphar.runtime.catalogue import kernel_source
 from graphar.runtime.engine import Engine
 from graphar.runtime.kernels import COUNTERS_NBYTES
 from graphar.runtime.member import Member
-from graphar.runtime.memory.multicast_memory import TorchMemory
+from graphar.runtime.memory import multicast
+from graphar.runtime.memory.multicast import TorchMemory
 from graphar.runtime.runner import Runner
 
 PACKAGE = Path(graphar.__file__).parent
@@ -91,7 +91,7 @@ def test_graphar_makes_no_multicast_object_and_asks_torch_for_memory_in_one_file
 
     assert len(texts) > 15
     assert [name for name, text in texts.items() if "cuMulticast" in text] == []
-    assert [name for name, text in texts.items() if "_symmetric_memory" in text] == ["multicast_memory.py"]
+    assert [name for name, text in texts.items() if "_symmetric_memory" in text] == ["multicast.py"]
 
 
 # ---- ranks that meet ------------------------------------------------------------------------------------------------
@@ -299,31 +299,17 @@ def test_no_communicator_has_the_stand_in_of_itself(communicator):
     assert "Hardware" in kernel_source(Algorithm.MULTIMEM_TWO_SHOT, torch.bfloat16, 4).name
 
 
-def test_a_kernel_gets_the_multicast_address_of_its_scratch(communicator):
-    runner = communicator().engine.runner
-    member = Member.__new__(Member)
-    member.rank, member.device, member.abort, member.record_pointer = 1, 0, 0xA, 0xB
-    given = []
-
-    for algorithm, multicast_pointer in ((Algorithm.MULTIMEM_TWO_SHOT, 0x7000), (Algorithm.ONE_SHOT, 0)):
-        runner.kernels._regions[algorithm] = SimpleNamespace(
-            pointers=[0x1000, 0x2000], multicast_pointer=multicast_pointer
-        )
-        given.append(runner.arguments(member, algorithm, Slice(8), 1.0, "a call"))
-
-    assert [arguments.multicast for arguments in given] == [0x7000 + COUNTERS_NBYTES, 0]
-    assert given[0].scratch[1] == 0x2000 + COUNTERS_NBYTES
-
-
-def test_a_kernel_gets_the_scratch_of_every_rank_by_number_and_by_distance(communicator):
+@pytest.mark.parametrize(("algorithm", "address"), [(Algorithm.MULTIMEM_TWO_SHOT, 0x7000), (Algorithm.ONE_SHOT, 0)])
+def test_a_kernel_gets_its_scratch_by_rank_by_distance_and_by_multicast(communicator, algorithm, address):
     runner = communicator().engine.runner
     runner.world_size = 4
     member = Member.__new__(Member)
     member.rank, member.device, member.abort, member.record_pointer = 3, 0, 0xA, 0xB
     pointers = [0x1000, 0x2000, 0x3000, 0x4000]
-    runner.kernels._regions[Algorithm.ONE_SHOT_PUSH] = SimpleNamespace(pointers=pointers, multicast_pointer=0)
+    runner.kernels.regions[algorithm] = SimpleNamespace(pointers=pointers, multicast_pointer=address)
 
-    given = runner.arguments(member, Algorithm.ONE_SHOT_PUSH, Slice(8), 1.0, "a call")
+    given = runner.arguments(member, algorithm, Slice(8), 1.0, "a call")
 
+    assert given.multicast == (address and address + COUNTERS_NBYTES)
     assert [pointer - COUNTERS_NBYTES for pointer in given.scratch[:4]] == pointers
     assert [pointer - COUNTERS_NBYTES for pointer in given.ring[:4]] == [0x4000, 0x1000, 0x2000, 0x3000]

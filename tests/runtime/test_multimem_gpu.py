@@ -37,12 +37,6 @@ def test_sizes_that_shrink_and_grow_while_the_algorithms_take_turns(ranks: Ranks
             ranks.check(normal, numel, torch.bfloat16, algorithm)
 
 
-@every_multimem_kernel
-def test_explain_calls_the_stand_in_by_its_name(ranks: Ranks, algorithm):
-    xs = [torch.zeros(8192, device=f"cuda:{rank}") for rank in range(ranks.world_size)]
-    assert ranks.communicator.explain(xs, algorithm=algorithm).algorithm == f"stand-in for {algorithm}"
-
-
 # ---- one process a rank ---------------------------------------------------------------------------------------------
 
 

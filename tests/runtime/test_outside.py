@@ -28,6 +28,7 @@ from graphar.runtime.failures import failure_of_kernel
 from graphar.runtime.kernels import COUNTERS_NBYTES
 from graphar.runtime.runner import Runner
 from tests.outside import FOLDER, MAX_NBYTES, PUSHED_SUM, forget_loaded, load, load_own, slots
+from tests.runtime.conftest import edit, line_of
 
 
 @pytest.fixture(autouse=True)
@@ -41,16 +42,6 @@ def nothing_stays_loaded(monkeypatch, tmp_path):
 def folder(tmp_path):
     """A copy of the folder with the kernel, to edit."""
     return Path(shutil.copytree(FOLDER, tmp_path / "kernels"))
-
-
-def edit(path, old, new):
-    text = path.read_text()
-    assert text.count(old) == 1
-    path.write_text(text.replace(old, new))
-
-
-def line_of(path, text):
-    return path.read_text().partition(text)[0].count("\n") + 1
 
 
 def compiled(algorithm, dtype=torch.bfloat16, world_size=2):
@@ -180,7 +171,7 @@ def runner():
     member = SimpleNamespace(rank=1, device=0, record=Record(), record_pointer=0x30, abort=0x40)
     found = Runner([member], 2, Chip(132, "sm_90a"), None, Nowhere(), None)
     region = SimpleNamespace(pointers=[0x10000, 0x20000], multicast_pointer=0)
-    found.kernels._regions[load()] = region
+    found.kernels.regions[load()] = region
     return found
 
 
@@ -201,11 +192,11 @@ def test_a_call_is_bound_to_its_kernel_and_to_a_grid_of_its_row(runner, monkeypa
     monkeypatch.setattr(collective.launcher, "can_overlap", lambda device: True)
     monkeypatch.setattr(runner.kernels, "prepare", lambda kernel: [kernel])
     ring = load(threads=128, scratch=lambda n: replace(slots(n), shared_nbytes=512))
-    runner.kernels._regions[ring] = runner.kernels._regions[load()]
+    runner.kernels.regions[ring] = runner.kernels.regions[load()]
     call = Call(Sum(1024), torch.bfloat16, 0, algorithm=ring.value)
     facts = Facts(2, shipped_table("default"), runner.chip)
 
-    collective.bind_slice(runner, call, select(call, facts).config, Slice(1024), 1.0, lambda *given: None)
+    collective.bind_slice(runner, call, select(call, facts).config, Slice(1024), 1.0)
 
     ((kernel, (arguments,), grid),) = made
     assert kernel == Kernel(ring, torch.bfloat16)

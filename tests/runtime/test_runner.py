@@ -19,7 +19,7 @@ from graphar.plan.policy import Chip
 from graphar.plan.slices import Slice
 from graphar.ranks.rendezvous import Alone, RanksAbsent
 from graphar.runtime import failures, launcher, runner, setup
-from graphar.runtime.arguments import KEPT_CALLS, Arguments, Counters, Record
+from graphar.runtime.arguments import Arguments, Record
 from graphar.runtime.bind import launches
 from graphar.runtime.bind.collective import plan_of_slices
 from graphar.runtime.launcher import Grid, Launch
@@ -161,10 +161,11 @@ def runner_of(monkeypatch, record, world_size=3, rendezvous=None):
     memory = SimpleNamespace(close=lambda: None)
     made = Runner([member], world_size, CHIP, memory=memory, rendezvous=rendezvous or Alone(), multicast_memory=None)
     begun = {0x1000: 42, 0x2000: 42, 0x3000: 41, 0x4000: 3, 0x5000: 3, 0x6000: 4}
-    monkeypatch.setattr(failures, "calls_begun", lambda counters, device: begun[counters])
-    monkeypatch.setattr(failures, "_read", lambda struct, address: struct())  # no rank has told what it calls
+    monkeypatch.setattr(runner, "calls_begun", lambda counters, device: begun[counters])
+    for module in (failures, runner):
+        monkeypatch.setattr(module, "read", lambda struct, address: struct())  # no rank has told what it calls
     monkeypatch.setattr(runner, "on_device", contextlib.nullcontext)
-    made.kernels._regions = {
+    made.kernels.regions = {
         Algorithm.TWO_SHOT_PUSH: SimpleNamespace(pointers=[0x1000, 0x2000, 0x3000]),
         Algorithm.ONE_SHOT_PUSH: SimpleNamespace(pointers=[0x4000, 0x5000, 0x6000]),
     }
@@ -189,20 +190,6 @@ def test_a_timeout_says_which_call_waited_for_whom_and_what_each_rank_did_last(m
     )
 
 
-def tell(monkeypatch, calls):
-    """Lets ranks have told rank 0 of ``calls``: fingerprints by (address of rank 0's Counters, rank, call)."""
-
-    def read(struct, address):
-        counters = Counters()
-        counters.epoch_state[0].epoch = {0x1000: 42, 0x4000: 3}[address]
-        for (there, rank, sequence), fingerprint in calls.items():
-            if there == address:
-                counters.called[rank][sequence % KEPT_CALLS] = (sequence + 1) << 32 | fingerprint
-        return counters
-
-    monkeypatch.setattr(failures, "_read", read)
-
-
 class Words:
     """A rendezvous in which ranks publish words."""
 
@@ -220,21 +207,6 @@ def test_a_timeout_says_what_a_rank_is_loading_kernels_for(monkeypatch):
 
     with pytest.raises(CollectiveTimeout, match=r"rank 2: .*call 3; preparing allreduce of 9 elements"):
         failed.raise_failure()
-
-
-def test_a_rank_that_loads_kernels_in_vain_is_told_what_the_absent_rank_called(monkeypatch):
-    alone = runner_of(monkeypatch, record_of(kind=0), rendezvous=Words())
-    monkeypatch.setattr(alone._fingerprints, "words", lambda fingerprint, rank, patience_s=0.0: CALLS[fingerprint])
-    tell(monkeypatch, {(0x4000, 2, 3): 8})
-
-    with (
-        pytest.raises(RanksAbsent, match="loading: rank 2 is absent\nrank 2: allreduce of 9 elements") as raised,
-        alone.announced("allreduce of 8 elements"),
-    ):
-        raise RanksAbsent("loading: rank 2 is absent", [2])
-
-    assert raised.value.absent == [2]
-    assert alone.rendezvous.words == {("preparing", 0): "allreduce of 8 elements"}  # for ranks that wait longer
 
 
 @pytest.mark.parametrize("error", [None, ValueError])
@@ -255,7 +227,7 @@ def test_the_failure_stays_the_one_it_was(monkeypatch):
     with pytest.raises(CollectiveTimeout) as first:
         failed.raise_failure()
     failed.members[0].record.peer = 1
-    failed.kernels._regions.clear()
+    failed.kernels.regions.clear()
 
     with pytest.raises(CollectiveTimeout) as second:
         failed.raise_failure()
@@ -268,8 +240,8 @@ def test_a_rank_whose_process_has_ended_or_that_cannot_be_read_is_told_apart(mon
     rendezvous = SimpleNamespace(ended=lambda: [2], published=lambda name, rank: None)
     failed = runner_of(monkeypatch, record_of(kind=1), rendezvous=rendezvous)
     unreadable = {0x1000: 42, 0x2000: None, 0x3000: 0}
-    monkeypatch.setattr(failures, "calls_begun", lambda counters, device: unreadable[counters])
-    del failed.kernels._regions[Algorithm.ONE_SHOT_PUSH]
+    monkeypatch.setattr(runner, "calls_begun", lambda counters, device: unreadable[counters])
+    del failed.kernels.regions[Algorithm.ONE_SHOT_PUSH]
 
     with pytest.raises(CollectiveTimeout) as raised:
         failed.raise_failure()
@@ -279,8 +251,6 @@ def test_a_rank_whose_process_has_ended_or_that_cannot_be_read_is_told_apart(mon
 
 def test_what_kernels_have_counted_is_told_by_algorithm_of_this_processs_ranks(monkeypatch):
     asked = runner_of(monkeypatch, record_of(kind=0))
-    monkeypatch.setattr(runner, "calls_begun", failures.calls_begun)
-
     assert asked.calls_begun() == {Algorithm.TWO_SHOT_PUSH: [42], Algorithm.ONE_SHOT_PUSH: [3]}
 
 
@@ -307,10 +277,6 @@ def test_ranks_whose_calls_differ_are_told_what_each_called(monkeypatch):
     )
 
 
-def test_no_report_is_no_failure(monkeypatch):
-    runner_of(monkeypatch, record_of(kind=0)).raise_failure()
-
-
 # ---- the end --------------------------------------------------------------------------------------------------------
 
 
@@ -332,7 +298,7 @@ def close_with(monkeypatch, error):
     closing = runner_of(monkeypatch, record_of(kind=0), rendezvous=SimpleNamespace(close=close))
     freed, region = [], Region()
     closing.members[0].free = lambda: freed.append(True)
-    closing.kernels._regions = {Algorithm.ONE_SHOT: region}
+    closing.kernels.regions = {Algorithm.ONE_SHOT: region}
     try:
         closing.close()
     except RanksAbsent:
@@ -340,13 +306,14 @@ def close_with(monkeypatch, error):
     return region.done, freed
 
 
-def test_closing_frees_everything(monkeypatch):
-    assert close_with(monkeypatch, None) == (["unmap", "free"], [True])
-
-
-def test_closing_frees_everything_where_the_absent_ranks_have_ended(monkeypatch):
-    assert close_with(monkeypatch, RanksAbsent("closing", [1, 2], [1, 2])) == (["unmap", "free"], [True])
-
-
-def test_closing_keeps_the_memory_that_an_absent_rank_may_write_to(monkeypatch):
-    assert close_with(monkeypatch, RanksAbsent("closing", [1, 2], [1])) == (["raised"], [True])
+@pytest.mark.parametrize(
+    ("error", "done"),
+    [
+        (None, ["unmap", "free"]),
+        (RanksAbsent("closing", [1, 2], [1, 2]), ["unmap", "free"]),  # their processes have ended
+        (RanksAbsent("closing", [1, 2], [1]), ["raised"]),
+    ],
+    ids=["all ranks come", "the absent ranks have ended", "an absent rank may write"],
+)
+def test_closing_frees_the_memory_that_no_absent_rank_may_write_to(monkeypatch, error, done):
+    assert close_with(monkeypatch, error) == (done, [True])

@@ -22,25 +22,19 @@ from tests.runtime.test_runner import record_of, runner_of
 ON_THE_CPU = "the tensor is on the CPU"
 
 
-@pytest.fixture
-def communicator():
-    with graphar.Communicator(devices=["cpu", "cpu"]) as made:
-        yield made
+def test_a_new_communicator_has_no_counts(pair):
+    assert pair.stats() == graphar.Stats((), 0, {}, 0.0, "")
 
 
-def test_a_new_communicator_has_no_counts(communicator):
-    assert communicator.stats() == graphar.Stats((), 0, {}, 0.0, "")
-
-
-def test_calls_and_their_bytes_are_counted_by_op_and_algorithm(communicator):
+def test_calls_and_their_bytes_are_counted_by_op_and_algorithm(pair):
     xs = [torch.ones(6, dtype=torch.bfloat16)] * 2
 
     for _ in range(3):
-        communicator.allreduce(xs)
-    communicator.allreduce([torch.ones(5)] * 2)
-    communicator.allgather(xs)
+        pair.allreduce(xs)
+    pair.allreduce([torch.ones(5)] * 2)
+    pair.allgather(xs)
 
-    assert communicator.stats().calls == (
+    assert pair.stats().calls == (
         CallStats("allreduce", "fallback", 4, 0, 3 * 12 + 20, ON_THE_CPU),
         CallStats("allgather", "fallback", 1, 0, 2 * 12, ON_THE_CPU),
     )
@@ -62,45 +56,45 @@ def test_calls_with_a_group_are_counted_apart_from_those_of_its_communicators():
         dist.destroy_process_group()
 
 
-def test_a_fused_matmul_counts_once_with_the_bytes_of_its_sum(communicator):
-    graphar.fused_matmul_allreduce([torch.ones(6, 2)] * 2, [torch.ones(8, 2)] * 2, group=communicator)
+def test_a_fused_matmul_counts_once_with_the_bytes_of_its_sum(pair):
+    graphar.fused_matmul_allreduce([torch.ones(6, 2)] * 2, [torch.ones(8, 2)] * 2, group=pair)
 
-    (found,) = communicator.stats().calls
+    (found,) = pair.stats().calls
     assert (found.op, found.calls, found.nbytes) == ("fused_matmul_allreduce", 1, 6 * 8 * 4)
 
 
-def test_fallbacks_are_the_calls_without_a_kernel_with_their_reasons(communicator, monkeypatch):
+def test_fallbacks_are_the_calls_without_a_kernel_with_their_reasons(pair, monkeypatch):
     config = Config(Algorithm.ONE_SHOT_PUSH, 2, 32)
-    communicator.reducescatter([torch.ones(4)] * 2)
+    pair.reducescatter([torch.ones(4)] * 2)
     monkeypatch.setitem(binders, Sum, lambda engine, call, ranks: Plan(lambda ranks: None, config, "by the table"))
-    communicator.allreduce([torch.ones(4)] * 2)
+    pair.allreduce([torch.ones(4)] * 2)
 
-    stats = communicator.stats()
+    stats = pair.stats()
     assert [(one.op, one.fallback_reason) for one in stats.fallbacks] == [("reducescatter", ON_THE_CPU)]
     assert CallStats("allreduce", "one_shot_push", 1, 0, 16) in stats.calls
 
 
-def test_a_plan_is_made_for_each_kind_of_call(communicator):
+def test_a_plan_is_made_for_each_kind_of_call(pair):
     for numel in (4, 4, 5, 4):
-        communicator.allreduce([torch.ones(numel)] * 2)
+        pair.allreduce([torch.ones(numel)] * 2)
 
-    assert communicator.stats().plans == 2
+    assert pair.stats().plans == 2
 
 
-def test_counts_outlive_the_cache_of_plans(communicator):
-    communicator.allreduce([torch.ones(4)] * 2)
-    communicator.engine.plans.clear()
-    communicator.allreduce([torch.ones(4)] * 2)
+def test_counts_outlive_the_cache_of_plans(pair):
+    pair.allreduce([torch.ones(4)] * 2)
+    pair.engine.plans.clear()
+    pair.allreduce([torch.ones(4)] * 2)
 
-    (found,) = communicator.stats().calls
+    (found,) = pair.stats().calls
     assert found.calls == 2
 
 
-def test_calls_are_counted_while_a_profiler_watches(communicator, tmp_path):
+def test_calls_are_counted_while_a_profiler_watches(pair, tmp_path):
     with graphar.profile(tmp_path / "trace.json"):
-        communicator.allreduce([torch.ones(4)] * 2)
+        pair.allreduce([torch.ones(4)] * 2)
 
-    (found,) = communicator.stats().calls
+    (found,) = pair.stats().calls
     assert (found.calls, found.nbytes) == (1, 16)
 
 
@@ -111,10 +105,10 @@ def test_a_closed_communicator_still_has_its_counts():
     assert closed.stats().calls[0].calls == 1
 
 
-def test_counts_become_json(communicator):
-    communicator.allreduce([torch.ones(4)] * 2)
+def test_counts_become_json(pair):
+    pair.allreduce([torch.ones(4)] * 2)
 
-    told = json.loads(json.dumps(dataclasses.asdict(communicator.stats())))
+    told = json.loads(json.dumps(dataclasses.asdict(pair.stats())))
 
     assert told["calls"][0]["op"] == "allreduce"
     assert told.keys() == {"calls", "plans", "launches", "host_waited_s", "failure"}
@@ -153,11 +147,11 @@ def test_an_expired_deadline_is_the_failure(rank, world_size):
         assert failure == ""
 
 
-def test_a_deadline_that_expired_in_a_kernel_is_the_failure_before_a_call_raises_it(communicator, monkeypatch):
-    monkeypatch.setattr(communicator.engine, "runner", runner_of(monkeypatch, record_of(kind=1)))
+def test_a_deadline_that_expired_in_a_kernel_is_the_failure_before_a_call_raises_it(pair, monkeypatch):
+    monkeypatch.setattr(pair.engine, "runner", runner_of(monkeypatch, record_of(kind=1)))
     monkeypatch.setattr(runner, "is_capturing", lambda device: True)
 
-    assert "rank 0 waited past the deadline for rank 2" in communicator.stats().failure
+    assert "rank 0 waited past the deadline for rank 2" in pair.stats().failure
 
 
 # ---- launches -------------------------------------------------------------------------------------------------------

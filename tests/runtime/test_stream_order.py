@@ -9,6 +9,7 @@ import torch
 from graphar.ops.register import _in_stream_order
 from graphar.ranks.hierarchical import Hierarchy
 from graphar.runtime.side_stream import SideStream
+from tests.fake_gpu import OnGpu
 
 
 class Stream:
@@ -88,12 +89,6 @@ def test_a_side_stream_is_behind_each_of_its_callers(streams):
 
     assert streams.steps[1::2] == [f"side waits for the event of {one}" for one in ("caller", "another", "caller")]
     assert streams.current is streams.caller
-
-
-class OnGpu(torch.Tensor):
-    """A CPU tensor that claims to be on a GPU."""
-
-    is_cuda = property(lambda self: True)
 
 
 def test_a_chunk_crosses_hosts_after_it_is_summed_and_is_gathered_after_it_has_crossed(streams, monkeypatch):

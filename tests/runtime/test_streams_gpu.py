@@ -78,15 +78,6 @@ def call_in_turn(rank, world_size, numels, turns, at, stream_at, before=lambda t
             one.check(y)
 
 
-@pytest.mark.promise("Streams and graphs of one communicator give right results or an error, never a deadlock.")
-@every_world_size
-@on_ranks(by=run_on_gpus)
-def test_eager_calls_on_two_streams_are_right(rank, world_size):
-    streams = [torch.cuda.Stream() for _ in range(2)]
-    numels = (SMALL, 1 << 20, SMALL, 1 << 18)
-    call_in_turn(rank, world_size, numels, 200, lambda turn: turn % 4, lambda turn: streams[turn * 7 % 3 % 2])
-
-
 @every_world_size
 @pytest.mark.parametrize("on_default", [False, True], ids=["own_stream", "default_stream"])
 @on_ranks(by=run_on_gpus)

@@ -165,24 +165,6 @@ def test_symmetric_tensors_stay_where_they_are_and_keep_their_content_if_asked(r
 # ---- meanwhile ------------------------------------------------------------------------------------------------------
 
 
-@on_ranks(WORLD_SIZE)
-def test_calls_meanwhile_are_errors_that_name_resume(rank, world_size):
-    torch.cuda.set_device(0)
-    x, said = part(rank).cuda(), []
-    for _ in range(3):
-        graphar.allreduce(x)
-    graphar.suspend()
-    for call in (lambda: graphar.allreduce(x), lambda: graphar.reducescatter(x), lambda: graphar.empty(8)):
-        with pytest.raises(graphar.CommunicatorError) as error:
-            call()
-        said.append(str(error.value))
-    graphar.resume()
-    wrong = same_bits(graphar.allreduce(x).cpu(), total())
-    expected = "this communicator is suspended; call its resume() on every rank before"
-    assert said == [f"{op}: {expected}" for op in ("allreduce", "reducescatter", "empty")]
-    assert wrong == 0
-
-
 @on_ranks(WORLD_SIZE, timeout_s=400)
 def test_graphs_that_are_replayed_meanwhile_do_nothing_and_are_reported(rank, world_size):
     torch.cuda.set_device(0)
@@ -412,19 +394,3 @@ def test_ranks_of_one_process_are_suspended_and_resumed():
                 assert [same_bits(y.cpu(), expected) for y in ranks.allreduce(parts, algorithm)] == [0] * 4
     finally:
         ranks.close()
-
-
-@on_ranks(WORLD_SIZE)
-def test_a_suspended_communicator_can_be_closed_and_leaves_nothing(rank, world_size):
-    torch.cuda.set_device(0)
-    held = []
-    for _ in range(3):
-        communicator = graphar.Communicator()
-        communicator.allreduce(part(rank).cuda())
-        communicator.suspend()
-        communicator.close()
-        torch.distributed.barrier()
-        held.append((descriptors(), torch.cuda.mem_get_info()[0]))
-        torch.distributed.barrier()
-    _, second, third = held
-    assert second == third

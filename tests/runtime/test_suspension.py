@@ -19,8 +19,8 @@ from graphar.plan.scratch import SENTINEL
 from graphar.ranks.rendezvous import Alone
 from graphar.runtime import runner as runners
 from graphar.runtime.arguments import Counters, Record
+from graphar.runtime.engine import open_engines
 from graphar.runtime.kernels import COUNTERS_NBYTES
-from graphar.runtime.life import open_engines
 from graphar.runtime.memory import suspension
 from graphar.runtime.memory.peer_memory import LocalMemory, ProcessMemory
 from graphar.runtime.memory.suspension import Suspension
@@ -30,13 +30,6 @@ from tests.fake_gpu import FakeDriver, descriptors, installed, tensor_at
 from tests.processes import on_ranks, run_ranks
 
 REFUSED = r"this communicator is suspended; call its resume\(\) on every rank before"
-
-
-@pytest.fixture
-def pair():
-    """A communicator of two ranks on the CPU."""
-    with graphar.Communicator(devices=["cpu"] * 2) as communicator:
-        yield communicator
 
 
 # ---- calls ----------------------------------------------------------------------------------------------------------
@@ -293,7 +286,7 @@ def running(make_memory, ranks, rendezvous, *algorithms):
         memory = make_memory()
         made = Runner([*map(Member, ranks)], 2, None, memory, rendezvous, multicast_memory=None)
         for one in algorithms:
-            made.kernels._regions[one] = made.kernels._allocate(one)
+            made.kernels.regions[one] = made.kernels._allocate(one)
         made.symmetric.buffers.append(memory.allocate(2 << 20))
         made.fake = fake
         yield made
@@ -319,7 +312,7 @@ def suspended(runner, keeps_tensors=False):
 
 
 def counters_of(runner, algorithm, rank=0):
-    return Counters.from_address(runner.kernels.regions()[algorithm].pointers[rank])
+    return Counters.from_address(runner.kernels.regions[algorithm].pointers[rank])
 
 
 def test_nothing_but_a_guard_stays_resident(runner):
@@ -337,7 +330,7 @@ def test_nothing_but_a_guard_stays_resident(runner):
 def test_a_guard_tells_every_kernel_that_its_call_is_aborted_and_not_alone(runner):
     suspended(runner)
 
-    for algorithm in runner.kernels.regions():
+    for algorithm in runner.kernels.regions:
         for rank in range(2):
             found = counters_of(runner, algorithm, rank)
             assert {(one.epoch, one.aborted) for one in found.epoch_state} == {(0, 1)}
@@ -346,7 +339,7 @@ def test_a_guard_tells_every_kernel_that_its_call_is_aborted_and_not_alone(runne
 
 def test_resumed_scratch_is_as_at_the_first_call(runner):
     algorithm = Algorithm.ONE_SHOT_PUSH
-    region = runner.kernels.regions()[algorithm]
+    region = runner.kernels.regions[algorithm]
     pointers, needs = list(region.pointers), algorithm.row.scratch(2)
     for pointer in pointers:
         tensor_at(pointer, region.nbytes).fill_(0x33)
@@ -399,19 +392,6 @@ def test_a_graph_that_was_replayed_meanwhile_is_warned_of_once(runner, rank):
         suspended(runner).resume()
 
 
-def test_without_room_it_stays_suspended_and_a_second_resume_works(runner):
-    going_on = suspended(runner)
-    runner.fake.left_nbytes = 4 << 20
-
-    with pytest.raises(DriverError, match="cuMemCreate: CUDA_ERROR_OUT_OF_MEMORY"):
-        going_on.resume()
-    assert set(counters_of(runner, Algorithm.TWO_SHOT_PIPELINED).busy) == {1}
-    runner.fake.left_nbytes = 1 << 40
-    going_on.resume()
-
-    assert runner.memory_use().total.resident_nbytes == runner.memory_use().total.reserved_nbytes
-
-
 def test_memory_that_must_stay_is_a_refusal_with_the_reason(pair, runner):
     pair.engine.runner = runner
     runner.memory.why_stays = "rank 1: it is a sandbox"
@@ -454,7 +434,7 @@ def fail_everywhere(engine, step, fails_here=True):
     runner, seen, reached = engine.runner, [], True
     (buffer,), before = runner.symmetric.buffers, [*what_is_held(runner)]
     ranks = [member.rank for member in runner.members]
-    counters = [(one, rank) for one in runner.kernels.regions() for rank in ranks]
+    counters = [(one, rank) for one in runner.kernels.regions for rank in ranks]
     while reached:
         content = len(seen) % 100 + 1
         for rank in ranks:
@@ -466,7 +446,7 @@ def fail_everywhere(engine, step, fails_here=True):
         runner.fake.succeeding = len(seen) if fails_here else None
         with contextlib.suppress(GrapharError):
             engine.suspend("symmetric") if step == "suspend" else engine.resume()
-        regions = runner.kernels.regions()
+        regions = runner.kernels.regions
         mapped = all(
             runner.fake.mapped.keys() >= {*regions[algorithm].pointers}  # the peers' too
             and counters_of(runner, algorithm, rank).epoch_state[3].aborted != regions[algorithm].resident
@@ -550,15 +530,6 @@ def test_it_is_refused_while_a_graph_is_captured(runner, monkeypatch):
 
     with pytest.raises(CommunicatorError, match="suspend: a graph is being captured; end the capture before"):
         Suspension(runner).end_work(False)
-
-
-def test_many_cycles_leave_nothing():
-    with running(lambda: LocalMemory([0, 1]), (0, 1), Alone(), *SMALL) as runner:
-        for _ in range(50):
-            suspended(runner, keeps_tensors=True).resume()
-
-    regions = 2 * (len(runner.kernels.regions()) + 1)
-    assert (runner.fake.handles, len(runner.fake.mapped), len(runner.fake.reserved)) == ({}, regions, 1)
 
 
 def test_a_suspended_runner_is_closed_without_a_trace(runner):

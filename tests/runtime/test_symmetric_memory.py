@@ -12,52 +12,51 @@ from graphar.runtime import availability
 from graphar.runtime.memory import peer_memory, virtual_memory
 from graphar.runtime.memory.peer_memory import LocalMemory, ProcessMemory
 
-NO_PROBLEM = None
-
 
 @pytest.fixture
-def machine(monkeypatch):
-    """Sets the host, the GPU, the unreachable peers and the leave to share that each rank finds. Ranks are threads."""
+def machine(monkeypatch, tmp_path):
+    """Sets what each rank finds, and returns why its memory stays, or the error. Ranks are threads, with a GPU each."""
+    monkeypatch.setenv("GRAPHAR_SOCKET_DIR", str(tmp_path / "sockets"))
 
-    def set_up(hosts, gpus, problems, may_share=(False, False)):
-        mine = threading.local()
+    def set_up(trials=("there is no GPU",) * 2, hosts="aaa", gpus="012", problems=(None,) * 3, may_share=(False,) * 3):
+        mine, store = threading.local(), dist.HashStore()
 
-        def check(rank, store):
+        def check(rank):
             mine.rank = rank
+            memory = ProcessMemory(rank, StoreRendezvous(store, "t", rank, len(trials), timeout_s=5))
             try:
-                ProcessMemory(rank, StoreRendezvous(store, "t", rank, 2, timeout_s=5)).check()
+                memory.check()
             except (UnsupportedError, ValueError) as error:
                 return error
+            memory.close()
+            return memory.why_stays
 
-        monkeypatch.setattr(virtual_memory, "why_not", lambda device: "there is no GPU")
+        monkeypatch.setattr(virtual_memory, "why_not", lambda device: trials[mine.rank])
         monkeypatch.setattr(peer_memory, "host", lambda: hosts[mine.rank])
         monkeypatch.setattr(peer_memory, "_gpu", lambda index: gpus[mine.rank])
         monkeypatch.setattr(peer_memory, "_unreachable", lambda device, gpus: problems[mine.rank])
         monkeypatch.setattr(peer_memory, "may_share_gpu", lambda: may_share[mine.rank])
-        store = dist.HashStore()
-        with ThreadPoolExecutor(2) as pool:
-            return list(pool.map(check, range(2), [store, store]))
+        with ThreadPoolExecutor(len(trials)) as pool:
+            return list(pool.map(check, range(len(trials))))
 
     return set_up
 
 
 def test_ranks_on_several_hosts_are_told_so(machine):
-    for error in machine(hosts=["a", "b"], gpus=["0", "1"], problems=[NO_PROBLEM] * 2):
+    for error in machine(hosts="ab"):
         assert isinstance(error, UnsupportedError)
         assert str(error) == "the ranks are on 2 hosts"
 
 
 @pytest.mark.parametrize("may_share", [(False, False), (True, False)], ids=["no switch", "a switch on one rank alone"])
 def test_two_ranks_of_one_gpu_are_named_on_both(machine, may_share):
-    for error in machine(hosts=["a", "a"], gpus=["7", "7"], problems=[NO_PROBLEM] * 2, may_share=may_share):
+    for error in machine(gpus="77", may_share=may_share):
         assert isinstance(error, ValueError)
         assert str(error) == "ranks 0 and 1 both use GPU 7; call torch.cuda.set_device(local_rank)"
 
 
 def test_ranks_that_may_share_a_gpu_are_accepted(machine):
-    found = machine(hosts=["a", "a"], gpus=["7", "7"], problems=[NO_PROBLEM] * 2, may_share=(True, True))
-
-    assert found == [None, None]
+    assert machine(gpus="77", may_share=(True, True)) == ["rank 0: there is no GPU"] * 2
 
 
 def test_ranks_that_share_a_gpu_need_no_peer_access(monkeypatch):
@@ -66,7 +65,7 @@ def test_ranks_that_share_a_gpu_need_no_peer_access(monkeypatch):
     monkeypatch.setattr(peer_memory, "call", lambda function, *args: answers[function])
     monkeypatch.setattr(peer_memory, "_gpu", lambda index: "7")
 
-    assert peer_memory._unreachable(0, ["7", "7"]) == NO_PROBLEM
+    assert peer_memory._unreachable(0, ["7", "7"]) is None
 
 
 @pytest.mark.parametrize(("value", "expected"), [("1", True), ("0", False), (None, False)])
@@ -80,7 +79,7 @@ def test_the_environment_says_whether_ranks_may_share_a_gpu(monkeypatch, value, 
 
 def test_a_peer_that_one_rank_cannot_reach_is_known_to_all(machine):
     missing = "cuda:1 has no peer access to cuda:0"
-    for error in machine(hosts=["a", "a"], gpus=["0", "1"], problems=[NO_PROBLEM, missing]):
+    for error in machine(problems=(None, missing)):
         assert isinstance(error, UnsupportedError)
         assert str(error) == f"rank 1: {missing}"
 
@@ -89,3 +88,22 @@ def test_devices_without_peer_access_are_named(monkeypatch):
     monkeypatch.setattr(peer_memory, "call", lambda function, *args: 0)
     with pytest.raises(UnsupportedError, match=r"cuda:0 has no peer access to cuda:1 .*topo -p2p r` says why"):
         LocalMemory([0, 1]).check()
+
+
+# ---- how memory is shared --------------------------------------------------------------------------------------------
+
+
+def test_if_one_rank_cannot_share_so_that_addresses_stay_no_rank_does(machine):
+    assert machine(("", "it is a sandbox", "")) == ["rank 1: it is a sandbox"] * 3
+
+
+def test_a_directory_that_is_not_trusted_is_the_reason(machine, tmp_path):
+    (tmp_path / "sockets").mkdir(mode=0o755)
+
+    for found in machine(("", "")):
+        assert found.startswith("rank 0: ")
+        assert "is not trusted" in found
+
+
+def test_where_all_ranks_can_there_is_no_reason(machine):
+    assert machine(("", "")) == [None, None]

@@ -20,7 +20,7 @@ from graphar.plan import tables
 from graphar.plan.scratch import MAX_RANKS
 from graphar.plan.sizes import GB, MB
 from graphar.ranks import descriptors
-from graphar.runtime import cache, multicast, user_tables
+from graphar.runtime import cache, user_tables
 from graphar.runtime.availability import (
     DRIVER,
     driver_cuda_version,
@@ -31,7 +31,7 @@ from graphar.runtime.availability import (
 )
 from graphar.runtime.compiler import nvrtc_version
 from graphar.runtime.driver import call, driver
-from graphar.runtime.memory import virtual_memory
+from graphar.runtime.memory import multicast, virtual_memory
 from graphar.runtime.requirements import install, meets, requirements
 
 _PCI_DEVICES = Path("/sys/bus/pci/devices")

@@ -83,10 +83,9 @@ def load(runner: Runner, algorithm: Algorithm, dtype: torch.dtype) -> list:
     source = sum_of_parts_source(dtype, runner.world_size)
     key, what = (algorithm, source.name), f"{algorithm.value}, {source.name}"
 
-    def load_on(member: Member):
-        return launcher.load(source, member.device, 0, what)
-
-    return runner.kernels.prepare_all(key, algorithm, what, load_on)
+    return runner.kernels.prepare_all(
+        key, algorithm, what, lambda member: launcher.load(source, member.device, 0, what)
+    )
 
 
 class _Step(NamedTuple):
@@ -101,7 +100,7 @@ class _Step(NamedTuple):
 
 
 class _ByCopies:
-    """A call by copy engines. Subclasses say what is pushed, and what is done with chunks that have arrived.
+    """A call by copy engines. Subclasses say what is done with chunks that have arrived.
 
     A call of one chunk copies on the caller's stream: there is nothing to copy beside.
     """
@@ -201,13 +200,14 @@ class _ByCopies:
         self._meet(words)
 
     def _pushed(self, state: _Rank, at: int) -> list[Move]:
-        raise NotImplementedError
+        """Returns the copies of each part of the input to its owner."""
+        return [(to, state.x + begin, nbytes) for to, begin, nbytes in self._step(state.rank, at).parts]
 
     def _take(self, state: _Rank, at: int) -> None:
         raise NotImplementedError
 
     def _finish(self, states: Sequence[_Rank]) -> None:
-        pass
+        """Does what is left after the last chunk has been taken."""
 
     # ---- addresses --------------------------------------------------------------------------------------------------
 
@@ -234,10 +234,6 @@ class _ByCopies:
         kept = [[(begin, self._slot(rank, at, hop, area), nbytes) for hop, begin, nbytes in ends] for area in areas]
         return _Step(*self._at(at, rank), self._chunks[at].offset * self._itemsize, parts, places, kept)
 
-    def _parts_of(self, state: _Rank, at: int) -> list[Move]:
-        """Returns the copies of each part of the input to its owner."""
-        return [(to, state.x + begin, nbytes) for to, begin, nbytes in self._step(state.rank, at).parts]
-
     def _to_all(self, state: _Rank, at: int, source: int, area: int) -> list[Move]:
         """Returns the copies of this rank's part, which is at ``source``, to every peer."""
         step = self._step(state.rank, at)
@@ -245,9 +241,11 @@ class _ByCopies:
             return [(state.outs[peer] + step.begin, source, step.nbytes) for _, peer in self._hops(state.rank, 1)]
         return [(to, source, step.nbytes) for to in step.places[area]]
 
-    def _kept(self, state: _Rank, at: int, area: int) -> list[Move]:
-        """Returns the copies of the peers' parts from scratch to the output."""
-        return [(state.out + begin, place, nbytes) for begin, place, nbytes in self._step(state.rank, at).kept[area]]
+    def _keep(self, state: _Rank, at: int, area: int) -> None:
+        """Copies the peers' parts from scratch to the output, unless they were copied there directly."""
+        if not state.outs:
+            kept = self._step(state.rank, at).kept[area]
+            state.ends.append(state.copy([(state.out + begin, place, nbytes) for begin, place, nbytes in kept], _KEPT))
 
     def _add(self, state: _Rank, at: int, output: int) -> None:
         """Adds all ranks' parts of a chunk that has arrived, in rank order, on the caller's stream."""
@@ -265,13 +263,13 @@ class _ByCopies:
 
 
 class _AllGather(_ByCopies):
+    _sides = _KEPT + 1
+    _apart = (_RESULTS,)
+
     def __init__(self, engine: Engine, call: Call[Sum | Parts], config: Config) -> None:
         super().__init__(engine, call, config)
         if config.direct:
             self._chunks = row_slices(call.work.parts, max(call.work.parts))
-
-    _sides = _KEPT + 1
-    _apart = (_RESULTS,)
 
     def _go(self, states: Sequence[_Rank], place: str) -> None:
         copied = []  # beside the pushes; an input may be this rank's part of the output
@@ -288,14 +286,10 @@ class _AllGather(_ByCopies):
         return self._to_all(state, at, state.x + self._step(state.rank, at).offset, 0)
 
     def _take(self, state: _Rank, at: int) -> None:
-        if not state.outs:
-            state.ends.append(state.copy(self._kept(state, at, 0), _KEPT))
+        self._keep(state, at, 0)
 
 
 class _ReduceScatter(_ByCopies):
-    def _pushed(self, state: _Rank, at: int) -> list[Move]:
-        return self._parts_of(state, at)
-
     def _take(self, state: _Rank, at: int) -> None:
         self._add(state, at, state.out + self._step(state.rank, at).offset)
 
@@ -305,6 +299,8 @@ class _AllReduce(_ByCopies):
 
     With a symmetric output the places of parts are twice as large, and hold the places of sums.
     """
+
+    _areas, _ends_left, _sides = 2, 1, _KEPT + 1
 
     def __init__(self, engine: Engine, call: Call[Sum | Parts], config: Config) -> None:
         # With a symmetric output, another call's sums may still be copied from where parts arrive. Otherwise the places
@@ -318,27 +314,18 @@ class _AllReduce(_ByCopies):
         ends = [min(end * pack, numel) for end in accumulate(packs, initial=0)]
         return [end - begin for begin, end in pairwise(ends)]
 
-    _areas, _ends_left, _sides = 2, 1, _KEPT + 1
-
-    def _pushed(self, state: _Rank, at: int) -> list[Move]:
-        return self._parts_of(state, at)
-
     def _take(self, state: _Rank, at: int) -> None:
         if at >= _AHEAD:
-            self._keep(state, at - _AHEAD)
+            self._keep(state, at - _AHEAD, 1)
         mine = state.out + self._at(at, state.rank)[0]
         self._add(state, at, mine)
         state.ends.append(state.copy(self._to_all(state, at, mine, 1), _RESULTS))
-
-    def _keep(self, state: _Rank, at: int) -> None:
-        if not state.outs:
-            state.ends.append(state.copy(self._kept(state, at, 1), _KEPT))
 
     def _finish(self, states: Sequence[_Rank]) -> None:
         self._meet_after(states, 0)
         for state in states:
             for at in range(max(0, len(self._chunks) - _AHEAD), len(self._chunks)):
-                self._keep(state, at)
+                self._keep(state, at, 1)
 
 
 _BY_OP = {"allgather": _AllGather, "reducescatter": _ReduceScatter, "allreduce": _AllReduce}

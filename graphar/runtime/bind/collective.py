@@ -1,10 +1,10 @@
-"""The binder of sums and of parts: all-reduces, reduce-scatters and all-gathers of one tensor."""
+"""The binder of collectives of one tensor: all-reduces, reduce-scatters, all-gathers and all-to-alls."""
 
 from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -13,27 +13,26 @@ from graphar.numerics.epilogues.code import Corner
 from graphar.plan.call import Call, Operands
 from graphar.plan.config import Config, kernel_of
 from graphar.plan.slices import Slice, slices
-from graphar.plan.work import Parts, Sum
+from graphar.plan.work import Exchange, Norm, Parts, Sum, TensorTuple
 from graphar.ranks import agreement
 from graphar.ranks.cpu import fallback
 from graphar.runtime import launcher
-from graphar.runtime.arguments import Arguments
+from graphar.runtime.arguments import Arguments, ExchangeArguments, NormArguments, TupleArguments
 from graphar.runtime.bind.by_copies import bind_copies
-from graphar.runtime.bind.launches import Put, bind_launch, of_members, put_agreed, runner_of
+from graphar.runtime.bind.launches import bind_launch, of_members, put_agreed, runner_of
 from graphar.runtime.engine import Engine
 from graphar.runtime.launcher import Grid
 from graphar.runtime.launcher import Launch as KernelLaunch
 from graphar.runtime.plan import Launch, Plan, Tensors
 from graphar.runtime.runner import Runner
 
-# Takes a launch's arguments, its configuration and its slice; returns what writes a call's tensors into the arguments.
-PutOf = Callable[..., "Put | None"]
+_ARGUMENTS = {Norm: NormArguments, TensorTuple: TupleArguments, Exchange: ExchangeArguments}  # other works: Arguments
 
 _log = logging.getLogger(__name__)
 
 
-def bind(engine: Engine, call: Call[Sum | Parts], ranks: Sequence[Operands]) -> Plan:
-    """Returns the plan of a sum or of parts. Collective."""
+def bind(engine: Engine, call: Call[Sum | Parts | Exchange], ranks: Sequence[Operands]) -> Plan:
+    """Returns the plan of a sum, of parts or of an all-to-all. Collective."""
     x = ranks[0].inputs[0]
     if call.wire and call.wire.seed is None:
         codec = replace(call.wire, seed=secrets.randbits(64)).text
@@ -46,7 +45,8 @@ def bind(engine: Engine, call: Call[Sum | Parts], ranks: Sequence[Operands]) -> 
 
 
 def _bind(engine: Engine, call: Call, x: torch.Tensor, config: Config) -> Plan:
-    if not any(call.work.parts):
+    is_known = not isinstance(call.work, Exchange) or call.work.known  # else every rank takes part, whatever it sends
+    if is_known and not any(call.work.parts):
         return Plan(engine.keeping_failure()(fallback.do_nothing), config)
     if config.algorithm.row.copies:
         return Plan(bind_copies(engine, call, config), config)
@@ -67,15 +67,20 @@ def bind_without_kernel(engine: Engine, call: Call, x: torch.Tensor, config: Con
     return Plan(run, config, launch_like=lambda operands: launch)
 
 
+def select_and_bind(engine: Engine, call: Call, x: torch.Tensor) -> Plan:
+    """Returns the plan of a call with a first tensor like ``x`` that a kernel serves. Collective."""
+    config, reason = engine.select(call, x)
+    return bind_kernel(engine, call, config)._replace(reason=reason)
+
+
 def bind_kernel(engine: Engine, call: Call, config: Config) -> Plan:
     """Returns the plan of a call that one kernel serves, in as many launches as its scratch needs. Collective."""
-    epilogue = call.work.epilogue
-    columns = epilogue.columns if epilogue else 1
-    parts, runner = (
-        slices(config.algorithm, engine.world_size, call.work.parts, call.dtype.itemsize, columns),
-        runner_of(engine),
-    )
-    bound = [bind_slice(runner, call, config, part, engine.deadline(call), put_of(engine, call)) for part in parts]
+    work, runner, parts = call.work, runner_of(engine), [Slice(0)]  # the whole of an all-to-all
+    if not isinstance(work, Exchange):
+        of_columns = work if isinstance(work, Norm) else work.epilogue
+        columns = of_columns.columns if of_columns else 1
+        parts = slices(config.algorithm, engine.world_size, work.parts, call.dtype.itemsize, columns)
+    bound = [bind_slice(runner, call, config, part, engine.deadline(call)) for part in parts]
     return plan_of_slices(runner, config, parts, bound, 2 if call.feeds_back else 1)
 
 
@@ -96,26 +101,13 @@ def plan_of_slices(
     return Plan(runs[0], config) if others else Plan(runs[0], config, launch_like=lambda operands: first)
 
 
-def bind_slice(
-    runner: Runner,
-    call: Call,
-    config: Config,
-    part: Slice,
-    timeout_s: float,
-    put_of: PutOf,
-    kind: type[Arguments] = Arguments,
-    words: str = "",
-) -> list[Launch]:
-    """Returns, for each member, the launch of a slice of a call. The first call for a kernel is collective.
-
-    ``put_of`` returns what writes a call's tensors into the arguments of a launch. ``words`` say what ranks must agree
-    on, if they must agree on more than the call.
-    """
+def bind_slice(runner: Runner, call: Call, config: Config, part: Slice, timeout_s: float) -> list[Launch]:
+    """Returns, for each member, the launch of a slice of a call. The first call for a kernel is collective."""
     functions = runner.kernels.prepare(kernel_of(config, call))
-    words, wire = words or agreement.words_of_launch(call, config, part), call.wire
-    row = config.algorithm.row
+    words, wire, row = agreement.words_of_launch(call, config, part), call.wire, config.algorithm.row
     shared_nbytes = row.scratch(runner.world_size).shared_nbytes
     is_early = runner.chip.may_overlap(config.blocks, row.takes_half(config.threads))
+    kind = _ARGUMENTS.get(type(call.work), Arguments)
     launches = []
     for member, function in zip(runner.members, functions, strict=True):
         arguments = runner.arguments(member, config.algorithm, part, timeout_s, words, kind)
@@ -125,24 +117,10 @@ def bind_slice(
         grid = Grid(config.blocks, config.threads, shared_nbytes, overlaps, config.cluster)
         launch = KernelLaunch(function, [arguments], grid)
         peers = runner.symmetric.put_peers(arguments, row.direct) if config.direct else None
-        put = put_agreed(runner, arguments, words, call.work.epilogue, put_of(arguments, config, part), peers)
+        put = arguments.bind(call, part, lambda more: runner.fingerprint(f"{words}, {more}", (), tells=False))
+        put = put_agreed(runner, arguments, words, call.work.epilogue, put, peers)
         launches.append(bind_launch(runner, member, launch, arguments, put))
     return launches
-
-
-def put_of(engine: Engine, call: Call) -> PutOf:
-    """Returns what writes the tensors of a sum or of parts into a launch's arguments, beside input and output."""
-    epilogue = call.work.epilogue
-
-    def put(arguments: Arguments, config: Config, part: Slice) -> Put | None:
-        if call.feeds_back:
-            return arguments.put_errors
-        if not epilogue:
-            return None
-        arguments.epilogue.columns, arguments.epilogue.skipped = epilogue.columns, part.offset
-        return arguments.epilogue.put
-
-    return put
 
 
 def _after(offset: int, whole: Operands, sliced: int) -> Operands:

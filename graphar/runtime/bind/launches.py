@@ -9,14 +9,12 @@ import torch
 from graphar.numerics.epilogues.epilogue import Pointwise
 from graphar.plan.call import Operands
 from graphar.runtime import launcher
-from graphar.runtime.arguments import Arguments
+from graphar.runtime.arguments import Arguments, Put
 from graphar.runtime.engine import Engine
 from graphar.runtime.launcher import Launch as KernelLaunch
 from graphar.runtime.member import Member
-from graphar.runtime.plan import Launch
+from graphar.runtime.plan import Launch, Plan
 from graphar.runtime.runner import Runner
-
-Put = Callable[..., None]  # takes the parts of a rank's operands, and writes all but two addresses into the arguments
 
 
 def runner_of(engine: Engine) -> Runner:
@@ -106,15 +104,25 @@ def on_own_device(device: int, launch: Callable) -> Callable:
 
 def of_members(runner: Runner, launches: Sequence[Launch]) -> Callable[[Sequence[Operands]], None]:
     """Returns a function of all members' operands that launches for each of them, in order, on its own device."""
-    there = [on_own_device(member.device, launch) for member, launch in zip(runner.members, launches, strict=True)]
-    if len(there) == 1:
-        (only,) = there
+    on_devices = [on_own_device(member.device, launch) for member, launch in zip(runner.members, launches, strict=True)]
+    if len(on_devices) == 1:
+        (only,) = on_devices
         return lambda ranks: only(*ranks[0])
 
     def launch_all(ranks: Sequence[Operands]) -> None:
         with runner.lock:
             runner.raise_failure()  # before any member launches
-            for launch, operands in zip(there, ranks, strict=True):
+            for launch, operands in zip(on_devices, ranks, strict=True):
                 launch(*operands)
 
     return launch_all
+
+
+def one_after_another(plans: Sequence[Plan], cuts: Sequence[Callable[[Operands], Operands]]) -> Plan:
+    """Returns the plan that makes one call after another, each with what its cut takes of the operands."""
+
+    def run(ranks: Sequence[Operands]) -> None:
+        for plan, cut in zip(plans, cuts, strict=True):
+            plan.run([cut(operands) for operands in ranks])
+
+    return Plan(run, plans[0].config, plans[0].reason)

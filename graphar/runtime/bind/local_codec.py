@@ -18,9 +18,8 @@ from graphar.plan.call import Call
 from graphar.plan.scratch import PACK_NBYTES
 from graphar.ranks.cpu.reduction import Coder, TorchCoder
 from graphar.runtime import launcher
-from graphar.runtime.bind.residual_norm import runs_on
 from graphar.runtime.catalogue import KernelSource, local_codec_sources
-from graphar.runtime.launcher import Grid, Launch
+from graphar.runtime.launcher import Grid, Launch, runs_on
 
 _WARPS = 8  # of a block, by the launch bounds of cuda_src/quantized/local_codec.cu: one for each tile
 _BLOCKS_AN_SM = 4
@@ -38,15 +37,15 @@ class CodecArguments(ctypes.Structure):
 def coder_of(call: Call, codec: Codec, devices: Sequence[torch.device] | None) -> Coder:
     """Returns what encodes for a call without kernels between ranks: these kernels, or torch where they do not run.
 
-    They are loaded now: loading while a kernel waits for other ranks could hang. ``devices`` are those of this
-    process's ranks; None: the call's.
+    ``devices`` are those of this process's ranks; None: the call's.
     """
     indices = [device.index for device in devices] if devices else [call.device]
     if call.device < 0 or call.dtype not in TYPE_NAMES or not all(map(runs_on, indices)):
         return TorchCoder(codec)
     made = LocalCodec(codec, local_codec_sources(call.dtype, codec))
     for device in indices:
-        made.load(device)
+        for source in made.sources:
+            _load(device, source)  # now: loading while a kernel waits for other ranks could hang
     return made
 
 
@@ -56,10 +55,6 @@ class LocalCodec:
 
     codec: Codec
     sources: tuple[KernelSource, ...]  # of local_codec_encode, of local_codec_sum, and of local_codec_sum that encodes
-
-    def load(self, device: int) -> None:
-        for source in self.sources:
-            _load(device, source)
 
     def encode(self, part: torch.Tensor, noise: Noise) -> torch.Tensor:
         wire = self._wire(part)

@@ -23,7 +23,6 @@ from graphar.plan.scratch import PACK_NBYTES, WARP
 from graphar.plan.work import Loss
 from graphar.runtime import launcher
 from graphar.runtime.arguments import LossArguments
-from graphar.runtime.availability import missing_software
 from graphar.runtime.bind.launches import on_own_device
 from graphar.runtime.catalogue import (
     KernelSource,
@@ -33,7 +32,7 @@ from graphar.runtime.catalogue import (
     softmax_total_source,
 )
 from graphar.runtime.engine import Engine
-from graphar.runtime.launcher import Grid, Launch
+from graphar.runtime.launcher import Grid, Launch, runs_on
 from graphar.runtime.plan import Plan, Tensors
 
 # As in cuda_src/loss: the bytes of shared memory before the lanes of leaves, the numbers of a lane, and the threads of
@@ -62,12 +61,8 @@ def shared_nbytes(kind: str, leaves: int) -> int:
 
 def room_for_sums(rows: int) -> int:
     """Returns how many numbers the losses of ``rows`` and the sums of softmax_results_total take."""
-    count = rows
-    while True:
-        rows = -(-rows // ROWS_OF_WARP)
-        count += rows
-        if rows <= 1:
-            return count
+    sums = -(-rows // ROWS_OF_WARP)
+    return rows + (room_for_sums(sums) if sums > 1 else sums)
 
 
 def arguments(work: Loss, first: int, ranks: int, cluster: int = 1, slices: int = 1) -> LossArguments:
@@ -104,16 +99,11 @@ def _serves(x: torch.Tensor) -> bool:
     return x.is_cuda and x.numel() > 0 and x.dtype in TYPE_NAMES and runs_on(x.device.index)
 
 
-@functools.cache
-def runs_on(device: int) -> bool:
-    return torch.cuda.get_device_capability(device) >= (8, 0) and not missing_software()
-
-
 def sources(device: int, dtypes: Sequence[torch.dtype]) -> list[KernelSource]:
     """Returns the kernels that losses and log-probabilities may take on a GPU, and those of their gradients."""
     spreads = (False, True) if launcher.chip(device).has_clusters else (False,)
-    ways = itertools.product(FORMS, spreads, dtypes)
-    partials = [softmax_partials_source(dtype, *form, spread) for form, spread, dtype in ways]
+    kinds = itertools.product(FORMS, spreads, dtypes)
+    partials = [softmax_partials_source(dtype, *form, spread) for form, spread, dtype in kinds]
     results = [*map(softmax_results_source, PLANES), softmax_total_source(SUM_THREADS)]
     return [*partials, *results, *map(softmax_backward_source, dtypes)]
 
@@ -131,21 +121,22 @@ class Rank(NamedTuple):
 def bind(engine: Engine, call: Call[Loss], ranks: Sequence[Operands]) -> Plan:
     """Returns the plan of a loss. Collective, unless there is one rank."""
     work, count = call.work, engine.world_size
-    numbers = [engine.rank or 0] if engine.devices is None else range(count)
+    own_ranks = [engine.rank or 0] if engine.devices is None else range(count)
     kernels = [
-        of_rank(own.inputs[0], work, work.columns * rank, count) for rank, own in zip(numbers, ranks, strict=True)
+        of_rank(operands.inputs[0], work, work.columns * rank, count)
+        for rank, operands in zip(own_ranks, ranks, strict=True)
     ]
     gather = _gather(engine, call, ranks) if count > 1 else None
 
     def run(ranks: Sequence[Operands]) -> None:
         gathered: list[torch.Tensor | None] = [None]
         if gather:
-            partials = [kernel.partials(own) for kernel, own in zip(kernels, ranks, strict=True)]
+            partials = [kernel.partials(operands) for kernel, operands in zip(kernels, ranks, strict=True)]
             wholes = [x.new_empty(count, *x.shape) for x in partials]
             gather.run([Operands((x,), (whole,)) for x, whole in zip(partials, wholes, strict=True)])
             gathered = [*wholes]
-        for kernel, own, x in zip(kernels, ranks, gathered, strict=True):
-            kernel.results(own, x)
+        for kernel, operands, whole in zip(kernels, ranks, gathered, strict=True):
+            kernel.results(operands, whole)
 
     def launch(inputs: Tensors, outputs: Tensors, numbers=(), corner=None) -> None:
         run([Operands(inputs, outputs)])
@@ -157,7 +148,7 @@ def bind(engine: Engine, call: Call[Loss], ranks: Sequence[Operands]) -> Plan:
 def _gather(engine: Engine, call: Call[Loss], ranks: Sequence[Operands]) -> Plan:
     """Returns the plan of the all-gather of all ranks' partials."""
     exchange = call.work.exchanged
-    like = [Operands((own.inputs[0].new_empty(exchange.parts[0], dtype=torch.float32),), ()) for own in ranks]
+    like = [Operands((operands.inputs[0].new_empty(exchange.parts[0], dtype=torch.float32),), ()) for operands in ranks]
     exchange = exchange._replace(parts=exchange.parts * engine.world_size)
     return engine.plan(Call(exchange, torch.float32, call.device, timeout_s=call.timeout_s), like)
 
@@ -169,26 +160,23 @@ def of_rank(x: torch.Tensor, work: Loss, first: int, ranks: int) -> Rank:
     _load_backward(device, dtype)  # now, since loading could hang later
     launch = on_own_device(device, _bind_forward(device, dtype, work, first, ranks))
 
-    def partials(own: Operands) -> torch.Tensor:
-        mine = own.inputs[0].new_empty((work.rows, work.terms.width), dtype=torch.float32)
-        launch(own, mine, None)
-        return mine
+    def partials(operands: Operands) -> torch.Tensor:
+        written = operands.inputs[0].new_empty((work.rows, work.terms.width), dtype=torch.float32)
+        launch(operands, written, None)
+        return written
 
-    def results(own: Operands, gathered: torch.Tensor | None) -> None:
-        launch(own, None, gathered)
-
-    return Rank(partials, results)
+    return Rank(partials, lambda operands, gathered: launch(operands, None, gathered))
 
 
 def _in_torch(work: Loss, first: int, ranks: int) -> Rank:
-    def partials(own: Operands) -> torch.Tensor:
-        logits, target = own.inputs
+    def partials(operands: Operands) -> torch.Tensor:
+        logits, target = operands.inputs
         return softmax.partial(logits, target, first, LEAVES // ranks, work.terms)
 
-    def results(own: Operands, gathered: torch.Tensor | None) -> None:
-        gathered = partials(own)[None] if gathered is None else gathered
-        finished = softmax.finish(gathered, own.inputs[1], work.columns, work.terms)
-        for out, result in zip(own.outputs, finished, strict=True):
+    def results(operands: Operands, gathered: torch.Tensor | None) -> None:
+        gathered = partials(operands)[None] if gathered is None else gathered
+        finished = softmax.finish(gathered, operands.inputs[1], work.columns, work.terms)
+        for out, result in zip(operands.outputs, finished, strict=True):
             out.copy_(result.view_as(out))
 
     return Rank(partials, results)
@@ -198,8 +186,8 @@ def _in_torch(work: Loss, first: int, ranks: int) -> Rank:
 def _bind_forward(device: int, dtype: torch.dtype, work: Loss, first: int, ranks: int) -> Callable:
     """Returns a function that launches one rank's kernels.
 
-    It takes the rank's operands, partials to write, and gathered partials to read; at most one of the two. With None
-    for both it computes the results of the only rank.
+    It takes the rank's operands, partials to write, and gathered partials to read. Without both it computes the results
+    of the only rank.
     """
     terms, kind = work.terms, also(work.terms)
     groups = -(-work.rows * (LEAVES // ranks) // LEAVES)
@@ -220,18 +208,18 @@ def _bind_forward(device: int, dtype: torch.dtype, work: Loss, first: int, ranks
     total = bound(softmax_total_source(SUM_THREADS), 1, SUM_THREADS)
     room = 0 if fields.is_per_row else room_for_sums(work.rows)
 
-    def launch(own: Operands, mine: torch.Tensor | None, gathered: torch.Tensor | None) -> None:
-        (logits, target), (result, state, *more) = own.inputs, own.outputs
-        losses = logits.new_empty(room, dtype=torch.float32) if room and mine is None else result
+    def launch(operands: Operands, written: torch.Tensor | None, gathered: torch.Tensor | None) -> None:
+        (logits, target), (result, state, *more) = operands.inputs, operands.outputs
+        losses = logits.new_empty(room, dtype=torch.float32) if room and written is None else result
         stream = torch.cuda.current_stream().cuda_stream
         with lock:  # all threads share the launch's arguments
             fields.logits, fields.target = logits.data_ptr(), target.data_ptr()
-            fields.partials = 0 if mine is None else mine.data_ptr()
+            fields.partials = 0 if written is None else written.data_ptr()
             fields.gathered = 0 if gathered is None else gathered.data_ptr()
             fields.results, fields.total, fields.state = losses.data_ptr(), result.data_ptr(), state.data_ptr()
             fields.entropy, fields.top1 = more[0].data_ptr() if more else 0, more[-1].data_ptr() if more else 0
             (partials if gathered is None else results).enqueue(stream)
-            if room and mine is None:
+            if room and written is None:
                 total.enqueue(stream)
 
     return launch

@@ -10,13 +10,10 @@ import torch
 from graphar.numerics.norms import ALLREDUCE_NORM, specification
 from graphar.plan import select
 from graphar.plan.call import Call, Operands
-from graphar.plan.config import Config
-from graphar.plan.slices import Slice, slices
 from graphar.plan.work import Norm, Parts, Sum
-from graphar.runtime.arguments import NormArguments
 from graphar.runtime.bind import residual_norm
-from graphar.runtime.bind.collective import bind_slice, plan_of_slices
-from graphar.runtime.bind.launches import Put, runner_of
+from graphar.runtime.bind.collective import select_and_bind
+from graphar.runtime.bind.launches import one_after_another
 from graphar.runtime.engine import Engine
 from graphar.runtime.plan import Plan
 
@@ -27,7 +24,7 @@ def bind(engine: Engine, call: Call[Norm], ranks: Sequence[Operands]) -> Plan:
     if not select.has_kernel_for_rows(work, call.dtype) or engine.why_no_kernel(work.op, x) or not any(work.parts):
         return _in_steps(engine, call, ranks)
     if work.op != ALLREDUCE_NORM:
-        return _bind_kernel(engine, call, x)
+        return select_and_bind(engine, call, x)
     return _in_pieces(engine, call, x, select.norm_rows(engine.world_size, work.columns * call.dtype.itemsize))
 
 
@@ -36,39 +33,20 @@ def _in_pieces(engine: Engine, call: Call[Norm], x: torch.Tensor, step: int) -> 
     (numel,), columns = call.work.parts, call.work.columns
     starts = range(0, numel, step * columns)
     if len(starts) == 1:
-        return _bind_kernel(engine, call, x)
+        return select_and_bind(engine, call, x)
     counts = [min(step * columns, numel - start) for start in starts]
     of_count = {count: call._replace(work=call.work._replace(parts=(count,))) for count in counts}
-    plans = {count: _bind_kernel(engine, piece, x) for count, piece in of_count.items()}
-
-    def run_pieces(ranks: Sequence[Operands]) -> None:
-        for start, count in zip(starts, counts, strict=True):
-            plans[count].run([_rows(operands, columns, start // columns, count // columns) for operands in ranks])
-
-    return Plan(run_pieces, plans[counts[0]].config, plans[counts[0]].reason)
+    plans = {count: select_and_bind(engine, piece, x) for count, piece in of_count.items()}
+    rows = [(start // columns, count // columns) for start, count in zip(starts, counts, strict=True)]
+    return one_after_another([plans[count] for count in counts], [partial(_rows, *of_piece) for of_piece in rows])
 
 
-def _rows(operands: Operands, columns: int, first: int, count: int) -> Operands:
+def _rows(first: int, count: int, operands: Operands) -> Operands:
     def cut(x: torch.Tensor) -> torch.Tensor:
         return x.view(-1, x.shape[-1])[first : first + count]
 
     x, residual, *rest = operands.inputs
     return operands._replace(inputs=(cut(x), cut(residual), *rest), outputs=tuple(map(cut, operands.outputs)))
-
-
-def _bind_kernel(engine: Engine, call: Call[Norm], x: torch.Tensor) -> Plan:
-    config, reason = engine.select(call, x)
-    work = call.work
-    parts = slices(config.algorithm, engine.world_size, work.parts, call.dtype.itemsize, work.columns)
-    runner, seconds, put_of = runner_of(engine), engine.deadline(call), partial(_put_of, work)
-    bound = [bind_slice(runner, call, config, part, seconds, put_of, NormArguments) for part in parts]
-    return plan_of_slices(runner, config, parts, bound)._replace(reason=reason)
-
-
-def _put_of(work: Norm, arguments: NormArguments, config: Config, part: Slice) -> Put:
-    arguments.columns, arguments.skipped = work.columns, part.offset
-    arguments.eps, arguments.weight_offset = work.eps, work.weight_offset
-    return arguments.put
 
 
 def _in_steps(engine: Engine, call: Call[Norm], ranks: Sequence[Operands]) -> Plan:

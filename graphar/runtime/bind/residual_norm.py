@@ -15,9 +15,8 @@ from graphar.plan.scratch import NORM_SHARED_NBYTES, PACK_NBYTES, WARP
 from graphar.plan.select import has_norm_kernel
 from graphar.runtime import launcher
 from graphar.runtime.arguments import NormArguments, NormGradientArguments
-from graphar.runtime.availability import missing_software
 from graphar.runtime.catalogue import residual_norm_backward_sources, residual_norm_source
-from graphar.runtime.launcher import Grid, Launch
+from graphar.runtime.launcher import Grid, Launch, runs_on
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -38,12 +37,6 @@ def serves(residual: torch.Tensor, total_dtype: torch.dtype | None = None) -> bo
     return has_norm_kernel(residual.shape[-1] * residual.element_size()) and runs_on(residual.device.index)
 
 
-@functools.cache
-def runs_on(device: int) -> bool:
-    """Whether kernels without communication run on a device."""
-    return torch.cuda.get_device_capability(device) >= (8, 0) and not missing_software()
-
-
 def norm(
     total: torch.Tensor,
     residual: torch.Tensor,
@@ -59,9 +52,6 @@ def norm(
     tensors are contiguous. ``total``, ``residual``, which :func:`serves` approves, ``normed`` and ``summed`` have the
     same shape [..., columns]; ``weight`` is [columns]. All have one dtype, or ``total`` is fp32 and the others have one
     dtype. A ``total`` of another dtype shares no memory with ``normed``.
-
-    Raises:
-        UnsupportedError: the kernel is not loaded yet while a graph is captured.
     """
     device = total.device.index
     launch = _bind(device, weight.dtype, total.dtype, total.numel(), weight.numel(), eps, offset)
@@ -88,10 +78,7 @@ def _load(device: int, dtype: torch.dtype, total_dtype: torch.dtype):
 def _bind(
     device: int, dtype: torch.dtype, total_dtype: torch.dtype, numel: int, columns: int, eps: float, offset: float
 ) -> Callable[[Tensors, Tensors, int], None]:
-    """Returns a function that launches one norm.
-
-    It takes what :meth:`graphar.runtime.arguments.NormArguments.put` takes, and a stream.
-    """
+    """Returns a function that launches one norm of its inputs and outputs on a stream."""
     arguments = NormArguments(numel=numel, columns=columns, eps=eps, weight_offset=offset)
     packs = columns * dtype.itemsize // PACK_NBYTES
     threads = min(1024, max(WARP, 1 << (packs - 1).bit_length()))
@@ -126,23 +113,17 @@ def backward(
 
     The specification is graphar.numerics.norm_gradients.specification. All tensors are contiguous, and of one dtype;
     :func:`serves_backward` approves ``summed``. The kernels are queued on torch's current stream.
-
-    Raises:
-        UnsupportedError: the kernels are not loaded yet while a graph is captured.
     """
     device, columns = summed.device.index, weight.numel()
     launch, groups = _bind_backward(device, summed.dtype, summed.numel() // columns, columns, eps, offset, of_weight)
     of_rows = torch.empty_like(summed)
     of_groups = weight.new_empty((groups if of_weight else 0, columns), dtype=torch.float32)
     total = weight.new_empty(columns if of_weight else 0)
-    inputs = [None if x is None else _aligned(x) for x in (of_normed, of_summed, summed, weight)]
+    tensors = of_normed, of_summed, summed, weight
+    inputs = [x.clone() if x is not None and x.data_ptr() % PACK_NBYTES else x for x in tensors]
     with torch.cuda.device(device):
         launch((*inputs, of_rows, of_groups, total), torch.cuda.current_stream().cuda_stream)
     return of_rows, total
-
-
-def _aligned(x: torch.Tensor) -> torch.Tensor:
-    return x.clone() if x.data_ptr() % PACK_NBYTES else x
 
 
 class _Staging(NamedTuple):
@@ -182,10 +163,7 @@ def _load_backward(device: int, dtype: torch.dtype, packs: int, stages: int) -> 
 def _bind_backward(
     device: int, dtype: torch.dtype, rows: int, columns: int, eps: float, offset: float, of_weight: bool
 ) -> tuple[Callable[[Sequence[torch.Tensor | None], int], None], int]:
-    """Returns a function that launches the kernels, and the number of groups of rows.
-
-    The function takes the tensors whose addresses :class:`NormGradientArguments` begins with, and a stream.
-    """
+    """Returns a function that launches the kernels for the tensors of NormGradientArguments, and the groups of rows."""
     row_nbytes = columns * dtype.itemsize
     groups = norm_gradients.row_groups(rows, row_nbytes)
     arguments = NormGradientArguments(

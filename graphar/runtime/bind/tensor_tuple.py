@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
 from graphar.numerics.dtypes import BYTE
 from graphar.plan.call import Call, Operands
-from graphar.plan.config import Config
-from graphar.plan.slices import Slice, slices
 from graphar.plan.work import MAX_TENSORS, Parts, TensorTuple
-from graphar.runtime.arguments import TupleArguments
-from graphar.runtime.bind.collective import bind_slice, plan_of_slices
-from graphar.runtime.bind.launches import Put, runner_of
+from graphar.runtime.bind.collective import select_and_bind
+from graphar.runtime.bind.launches import one_after_another
 from graphar.runtime.engine import Engine
 from graphar.runtime.plan import Plan
 
@@ -24,29 +22,15 @@ def bind(engine: Engine, call: Call[TensorTuple], ranks: Sequence[Operands]) -> 
     if engine.why_no_kernel(work.op, first) or not any(work.sizes):
         return _each(engine, call, ranks)
     if len(work.dtypes) <= MAX_TENSORS:
-        return _bind_kernel(engine, call, first)
+        return select_and_bind(engine, call, first)
     windows = [slice(begin, begin + MAX_TENSORS) for begin in range(0, len(work.dtypes), MAX_TENSORS)]
     works = [work._replace(dtypes=work.dtypes[window], rows=work.rows[window]) for window in windows]
-    plans = [_bind_kernel(engine, call._replace(work=of_window), first) for of_window in works]
-
-    def run_windows(ranks: Sequence[Operands]) -> None:
-        for plan, window in zip(plans, windows, strict=True):
-            plan.run([Operands(operands.inputs[window], operands.outputs[window]) for operands in ranks])
-
-    return Plan(run_windows, plans[0].config, plans[0].reason)
+    plans = [select_and_bind(engine, call._replace(work=of_window), first) for of_window in works]
+    return one_after_another(plans, [partial(_within, window) for window in windows])
 
 
-def _bind_kernel(engine: Engine, call: Call[TensorTuple], x: torch.Tensor) -> Plan:
-    config, reason = engine.select(call, x)
-    (only,) = slices(config.algorithm, engine.world_size, call.work.parts, BYTE.itemsize)
-
-    def put_of(arguments: TupleArguments, config: Config, part: Slice) -> Put:
-        arguments.describe(call.work)
-        return arguments.put
-
-    runner = runner_of(engine)
-    launches = bind_slice(runner, call, config, only, engine.deadline(call), put_of, TupleArguments)
-    return plan_of_slices(runner, config, [only], [launches])._replace(reason=reason)
+def _within(window: slice, operands: Operands) -> Operands:
+    return Operands(operands.inputs[window], operands.outputs[window])
 
 
 def _each(engine: Engine, call: Call[TensorTuple], ranks: Sequence[Operands]) -> Plan:
@@ -55,17 +39,12 @@ def _each(engine: Engine, call: Call[TensorTuple], ranks: Sequence[Operands]) ->
     A call says which tensors follow, so that ranks with unlike tuples differ in the first call.
     """
     work, plans = call.work, []
+    cuts = [partial(_within, slice(at, at + 1)) for at in range(len(ranks[0].inputs))]
     for at, x in enumerate(ranks[0].inputs):
         rest = TensorTuple(work.dtypes[at + 1 :], work.rows[at + 1 :], work.sizes)
         follow = f"followed by {rest.op} of {rest.amount(BYTE)}" if rest.dtypes else ""
         in_a_row = torch.Size(x.shape[1:]).numel()
         beside = ", ".join(filter(None, (follow, work.beside)))
         parts = Parts(work.op, tuple([size * in_a_row for size in work.sizes]), beside=beside)
-        singles = [Operands(operands.inputs[at : at + 1], operands.outputs[at : at + 1]) for operands in ranks]
-        plans.append(engine.plan(Call.of(parts, x, timeout_s=call.timeout_s), singles))
-
-    def run_each(ranks: Sequence[Operands]) -> None:
-        for at, plan in enumerate(plans):
-            plan.run([Operands(operands.inputs[at : at + 1], operands.outputs[at : at + 1]) for operands in ranks])
-
-    return Plan(run_each, plans[0].config, plans[0].reason)
+        plans.append(engine.plan(Call.of(parts, x, timeout_s=call.timeout_s), [*map(cuts[at], ranks)]))
+    return one_after_another(plans, cuts)

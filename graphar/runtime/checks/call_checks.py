@@ -26,13 +26,7 @@ _QUANTIZED = ("auto", *(taker.value for taker in (*with_kernels("allreduce", cod
 
 
 def check_quantized_call(op: str, codec: object, algorithm: object, x: torch.Tensor) -> Codec:
-    """Returns the codec of a call, which can round ``x``.
-
-    Raises:
-        TypeError: ``codec`` is neither a Codec nor a string.
-        ValueError: there is no such codec, the dtype of ``x`` is not bf16, fp16 or fp32, ``algorithm`` takes no codec,
-            or stochastic rounding has no seed while torch.use_deterministic_algorithms is on.
-    """
+    """Returns the codec of a call by ``algorithm``, which can round ``x``; raises TypeError or ValueError."""
     checked = as_codec(op, codec)
     if x.dtype not in TYPE_NAMES:
         raise ValueError(f"{op}: a codec rounds bfloat16, float16 and float32, got a tensor of {x.dtype}")
@@ -66,12 +60,7 @@ def check_ops(op: str, ops: Iterable[str]) -> list[str]:
 
 
 def check_axis(op: str, x: torch.Tensor, axis: object, name: str = "axis") -> int:
-    """Returns ``axis``, an argument of this name, counted from the front. A negative axis counts from the end.
-
-    Raises:
-        TypeError: it is not an int.
-        ValueError: ``x`` has no such dimension.
-    """
+    """Returns ``axis``, an argument of this ``name``, counted from the front; raises TypeError or ValueError."""
     if isinstance(axis, bool) or not isinstance(axis, int):
         raise TypeError(f"{op}: {name} must be an int, got {type(axis).__name__}")
     if x.ndim == 0:
@@ -84,12 +73,7 @@ def check_axis(op: str, x: torch.Tensor, axis: object, name: str = "axis") -> in
 
 
 def check_sizes(op: str, sizes: object, world_size: int, rank: int, length: int, name: str = "x") -> list[int]:
-    """Returns the length of each rank's part as a list; ``length`` is this rank's length of ``name``.
-
-    Raises:
-        TypeError: ``sizes`` is not a sequence of ints.
-        ValueError: there is not one size a rank, one is negative, or this rank's differs from ``length``.
-    """
+    """Returns the length of each rank's part, of which ``name`` has ``length``; raises TypeError or ValueError."""
     if not isinstance(sizes, Sequence) or not all(isinstance(size, (int, torch.SymInt)) for size in sizes):
         raise TypeError(f"{op}: sizes must be a sequence of ints, got {sizes!r}")
     if len(sizes) != world_size:

@@ -14,11 +14,9 @@ from graphar.runtime.checks.call_checks import check_axis
 
 
 def check_strided(op: str, name: str, x: object) -> None:
-    """Raises unless ``x`` is this rank's own dense tensor, of any dtype, without a forward-mode tangent.
+    """Raises TypeError unless ``x`` is this rank's own dense tensor, of any dtype.
 
-    Raises:
-        TypeError: it is no tensor, a DTensor, not strided, or quantized.
-        NotImplementedError: it is part of a forward-mode derivative.
+    NotImplementedError if it has a forward-mode tangent, which the op would drop silently.
     """
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"{op}: {name} must be a torch.Tensor, got {type(x).__name__}")
@@ -28,7 +26,8 @@ def check_strided(op: str, name: str, x: object) -> None:
         raise TypeError(f"{op}: {name} must be a dense (strided) tensor, got {got}")
     if x.is_quantized:
         raise TypeError(f"{op}: {name} must not be a quantized tensor, got {x.dtype}; pass its int_repr()")
-    check_no_tangent(op, x)
+    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None:
+        raise NotImplementedError(f"{op}: has no forward-mode derivative; use reverse mode, or detach the input")
 
 
 def check_local(op: str, name: str, x: torch.Tensor) -> None:
@@ -41,12 +40,7 @@ def check_local(op: str, name: str, x: torch.Tensor) -> None:
 
 
 def check_tensor(op: str, name: str, x: Any) -> None:
-    """Raises unless ``x`` is this rank's own dense tensor, of a dtype that graphar sums.
-
-    Raises:
-        TypeError: it is no tensor, a DTensor, not strided, quantized, or of another dtype.
-        NotImplementedError: it is part of a forward-mode derivative.
-    """
+    """Raises as :func:`check_strided` does, or TypeError if graphar does not sum the dtype."""
     check_strided(op, name, x)
     if x.dtype not in ACCUMULATION_DTYPES:
         dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in ACCUMULATION_DTYPES)
@@ -63,16 +57,15 @@ def check_list(op: str, xs: Sequence[torch.Tensor]) -> None:
 
 
 def check_list_to_join(op: str, xs: Sequence[torch.Tensor], axis: Any) -> int:
-    """Returns ``axis``, counted from the front, of tensors that can be gathered along it.
+    """Returns ``axis``, counted from the front, if ``xs`` can be the ranks of one process that gathers along it.
 
-    Raises unless ``xs`` can be the ranks of one process: equal shapes but for ``axis``, equal dtypes of any kind, on
-    distinct GPUs or on the CPU.
+    They have equal shapes but for ``axis``, equal dtypes of any kind, and are on distinct GPUs or on the CPU.
     """
     _check_not_empty(op, xs)
     for i, x in enumerate(xs):
         check_strided(op, f"tensor {i}", x)
         axis = check_axis(op, xs[0], axis)
-        fits = x.ndim == xs[0].ndim and _beside(axis, x) == _beside(axis, xs[0])
+        fits = x.ndim == xs[0].ndim and all(at == axis or x.shape[at] == size for at, size in enumerate(xs[0].shape))
         _check_alike(op, xs, i, f"equal shapes but for axis {axis}", fits)
     check_devices(op, [x.device for x in xs])
     return axis
@@ -99,10 +92,6 @@ def check_same_kind(op: str, first: torch.Tensor, x: torch.Tensor, i: int) -> No
         raise ValueError(f"{op}: tensors must be all on the CPU or all on GPUs, got {first.device} and {x.device}")
 
 
-def _beside(axis: int, x: torch.Tensor) -> list[int]:
-    return [*x.shape[:axis], *x.shape[axis + 1 :]]
-
-
 def check_one_each(op: str, name: str, values: object, xs: Sequence, xs_name: str = "x") -> None:
     """Raises ValueError unless ``values``, an argument of a call, is a list as long as ``xs``."""
     if not isinstance(values, (list, tuple)) or len(values) != len(xs):
@@ -111,12 +100,7 @@ def check_one_each(op: str, name: str, values: object, xs: Sequence, xs_name: st
 
 
 def check_out(op: str, x: torch.Tensor, out: Any, name: str = "out") -> None:
-    """Raises unless ``out`` can take a result like ``x``.
-
-    Raises:
-        TypeError: it is no dense tensor of a dtype that graphar sums.
-        ValueError: its shape, dtype or device differs, it is a negated view, or the result needs a gradient.
-    """
+    """Raises unless ``out`` can take a result like ``x``: see :func:`check_tensor` and :func:`check_destination`."""
     check_tensor(op, name, out)
     check_destination(op, name, out, {"shape": x.shape, "dtype": x.dtype, "device": x.device}, "input", (x,))
 
@@ -183,12 +167,6 @@ def span(x: torch.Tensor) -> tuple[int, int]:
     """Returns the addresses at which the memory of a non-empty tensor begins and ends."""
     last = sum(stride * (size - 1) for stride, size in zip(x.stride(), x.shape, strict=True))
     return x.data_ptr(), x.data_ptr() + (last + 1) * x.element_size()
-
-
-def check_no_tangent(op: str, x: torch.Tensor) -> None:
-    """Raises NotImplementedError if ``x`` has a forward-mode tangent, which the op would drop silently."""
-    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None:
-        raise NotImplementedError(f"{op}: has no forward-mode derivative; use reverse mode, or detach the input")
 
 
 def blueprint(op: str, size: tuple, dtype: torch.dtype | None) -> torch.Tensor:

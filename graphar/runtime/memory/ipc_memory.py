@@ -22,9 +22,7 @@ class SharedBuffer:
     def __init__(
         self, pointers: list[int], nbytes: int, owned: list[int], opened: list[int], why_stays: Reason | None = None
     ) -> None:
-        self.pointers = pointers  # the addresses of the allocations in this process, in rank order
-        self.nbytes = nbytes  # the size of each allocation
-        self.why_stays = why_stays  # why the memory cannot be given back
+        self.pointers, self.nbytes, self.why_stays = pointers, nbytes, why_stays
         self._owned, self._opened = owned, opened
 
     def unmap(self) -> None:

@@ -5,12 +5,13 @@ memory to the other processes as file descriptors. Where that is not possible, b
 
 ProcessMemory does not use torch's symmetric memory, whose rendezvous counts per process and not per group, and hangs if
 two groups overlap (pytorch#196082). The multimem algorithms need a multicast address, and take their memory from
-graphar.runtime.memory.multicast_memory.
+graphar.runtime.memory.multicast.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from typing import TypeAlias
@@ -29,17 +30,13 @@ Buffer: TypeAlias = VirtualBuffer | SharedBuffer
 
 
 class ProcessMemory:
-    """Allocates memory shared between the processes of one host, one process per rank, each with one CUDA device.
-
-    Attributes:
-        why_stays: why its memory cannot be given back while its addresses stay.
-    """
+    """Allocates memory shared between the processes of one host, one process per rank, each with one CUDA device."""
 
     def __init__(self, device: int, rendezvous: StoreRendezvous | Alone) -> None:
         self._device, self._rendezvous = device, rendezvous
         self._channel: Channel | None = None
         self._exchanges = 0
-        self.why_stays: Reason | None = None
+        self.why_stays: Reason | None = None  # why its memory cannot be given back while its addresses stay
 
     def check(self) -> None:
         """Checks that all ranks can share memory, and how. Collective.
@@ -63,7 +60,7 @@ class ProcessMemory:
             gpus = [facts["gpu"] for facts in everyone]
             if not all(facts["may_share"] for facts in everyone):
                 _check_distinct(gpus)
-            self.why_stays = _first_reason(everyone) or self._connect(everyone)
+            self.why_stays = _first_reason(everyone) or self._connect([facts["address"] for facts in everyone])
             facts = {"problem": _unreachable(self._device, gpus), "why_not": self.why_stays}
             everyone = self._exchange("peer access", facts)
             if problem := _first_reason(everyone, "problem"):
@@ -84,11 +81,11 @@ class ProcessMemory:
                 reason = str(error)
         return "", reason
 
-    def _connect(self, everyone: list[dict]) -> Reason | None:
+    def _connect(self, addresses: list[str]) -> Reason | None:
         """Connects to the other ranks' sockets; returns why that failed."""
         assert self._channel
         try:
-            self._channel.connect([facts["address"] for facts in everyone])
+            self._channel.connect(addresses)
         except OSError as error:
             return str(error)
         return None
@@ -161,26 +158,18 @@ class ProcessMemory:
 
 
 class LocalMemory:
-    """Allocates memory for the ranks of one process, one rank a CUDA device. In tests, several ranks may share one.
-
-    Attributes:
-        why_stays: why its memory cannot be given back while its addresses stay.
-    """
+    """Allocates memory for the ranks of one process, one rank a CUDA device. In tests, several ranks may share one."""
 
     def __init__(self, devices: list[int]) -> None:
         self._devices = devices
-        self.why_stays: Reason | None = None
+        self.why_stays: Reason | None = None  # why its memory cannot be given back while its addresses stay
 
     def check(self) -> None:
-        """Enables peer access between all pairs of devices, and finds out how to allocate.
-
-        UnsupportedError names the first pair of devices without peer access.
-        """
-        for device in dict.fromkeys(self._devices):
-            for peer in dict.fromkeys(self._devices):
-                if peer != device:
-                    _enable_peer_access(device, peer)
-        reasons = (virtual_memory.why_not(device) for device in dict.fromkeys(self._devices))
+        """Enables peer access between all pairs of devices, and finds out how to allocate."""
+        distinct = list(dict.fromkeys(self._devices))
+        for device, peer in itertools.permutations(distinct, 2):
+            _enable_peer_access(device, peer)
+        reasons = map(virtual_memory.why_not, distinct)
         self.why_stays = next(filter(None, reasons), None)
 
     def allocate(self, nbytes: int) -> Buffer:

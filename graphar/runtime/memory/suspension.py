@@ -35,12 +35,7 @@ class Suspension:
         self._replayed = False  # whether a record that was cleared said so
 
     def end_work(self, keeps_tensors: bool) -> None:
-        """Waits for all ranks' work; with ``keeps_tensors`` saves the symmetric tensors in pinned memory of the host.
-
-        Raises:
-            CommunicatorError: a graph is being captured here or on another rank, or a rank did not come in time.
-            GrapharError: an earlier call of this rank failed.
-        """
+        """Waits for all ranks' work; with ``keeps_tensors`` saves the symmetric tensors in the host's memory."""
         self._meet.agree("ending all work", self._end_work)
         if keeps_tensors:
             self._meet.agree("saving symmetric tensors", self._save)
@@ -58,7 +53,7 @@ class Suspension:
 
     def _scratch(self) -> dict[Algorithm, VirtualBuffer]:
         """Returns the scratch whose memory can be given back. torch's multicast memory stays."""
-        return {of: buf for of, buf in self._runner.kernels.regions().items() if isinstance(buf, VirtualBuffer)}
+        return {of: buf for of, buf in self._runner.kernels.regions.items() if isinstance(buf, VirtualBuffer)}
 
     def _tensors(self) -> list[VirtualBuffer]:
         """Returns the memory of symmetric tensors. All of it can be given back: else the suspension was refused."""
@@ -89,12 +84,9 @@ class Suspension:
                 raise errors[0]
 
     def resume(self) -> None:
-        """Brings memory back to all addresses. Collective. Warns if a graph was replayed meanwhile.
+        """Brings memory back to all addresses. Warns if a graph was replayed meanwhile.
 
-        Raises:
-            CommunicatorError: on every rank, if a rank, which it names, has too little memory; all stay suspended.
-            DriverError: this rank has too little memory.
-            RanksAbsent: a rank did not come in time.
+        If a rank has too little memory, all stay suspended.
         """
         try:
             self._runner.memory.fill([*self._scratch().values(), *self._tensors()])

@@ -7,6 +7,7 @@ from bisect import bisect_right, insort
 from collections.abc import Callable, Sequence
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from graphar.runtime.arguments import Arguments
 from graphar.runtime.bounded_cache import BoundedCache
@@ -15,13 +16,11 @@ from graphar.runtime.memory.peer_memory import Buffer, LocalMemory, ProcessMemor
 # Memory is shared in whole blocks of this size. An allocation of whole blocks exposes no other memory to peers.
 _BLOCK_NBYTES = 2 << 20
 _ALIGNMENT = 16  # bytes of a pack
+_SHARES = 2  # a tensor gets at most this part of a pool: two gathers of a model overlap
 
 
 class SymmetricTensors:
-    """The symmetric tensors of one communicator, and their memory.
-
-    ``devices`` has the CUDA device index of each rank of this process, by rank, in rank order.
-    """
+    """The symmetric tensors of one communicator; ``devices`` are those of this process's ranks, in rank order."""
 
     def __init__(self, devices: dict[int, int], memory: ProcessMemory | LocalMemory) -> None:
         self._devices, self._memory = devices, memory
@@ -135,3 +134,40 @@ def tensor_at(pointer: int, device: int, like: torch.Tensor) -> torch.Tensor:
     """Returns a tensor like ``like`` over memory of ``device``, which it does not own."""
     raw = torch.as_tensor(_Bytes(pointer, like.nbytes), device=f"cuda:{device}")
     return raw.view(like.dtype).view(like.shape)
+
+
+class TensorPool:
+    """Symmetric memory that one tensor after another takes, on this process's only rank.
+
+    Memory is free again once no tensor, and no view of one, uses it. As with torch's allocator, the next use must
+    come after the last use in stream order. Memory stays in the pool until the communicator is closed.
+
+    Ranks must make equal calls, and free tensors in the same order: then they take equal memory. Calls that use it tell
+    the other ranks which memory they took.
+    """
+
+    def __init__(self, symmetric: SymmetricTensors, device: int, most_nbytes: int) -> None:
+        self._symmetric, self._device, self._most = symmetric, device, most_nbytes
+        self._memory: list[torch.Tensor] = []  # bytes
+        self._users: list[StorageWeakRef | None] = []  # of the tensor that took it last
+
+    def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
+        """Returns an uninitialised tensor of one dimension; None if the pool has no room. Collective if it grows."""
+        like = torch.empty(numel, dtype=dtype, device="meta")
+        if not 0 < like.nbytes <= self._most // _SHARES:
+            return None
+        fitting = [at for at, memory in enumerate(self._memory) if memory.nbytes >= like.nbytes and self._is_free(at)]
+        at = min(fitting, key=lambda index: self._memory[index].nbytes, default=None)
+        if at is None:
+            if sum(memory.nbytes for memory in self._memory) + like.nbytes > self._most:
+                return None
+            at = len(self._memory)
+            self._memory += self._symmetric.empty(torch.empty(like.nbytes, dtype=torch.uint8, device="meta"))
+            self._users.append(None)
+        taken = tensor_at(self._memory[at].data_ptr(), self._device, like)
+        self._users[at] = StorageWeakRef(taken.untyped_storage())
+        return taken
+
+    def _is_free(self, at: int) -> bool:
+        user = self._users[at]
+        return user is None or user.expired()

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 from graphar.plan.algorithms import Algorithm
 from graphar.plan.sizes import MB
+from graphar.runtime.memory.multicast import TorchBuffer
+from graphar.runtime.memory.peer_memory import Buffer
 
 
 @dataclass(frozen=True)
@@ -55,18 +56,11 @@ class Memory:
         return "\n".join(rows)
 
 
-class Allocation(Protocol):
-    """The interface to an allocation on each rank."""
-
-    nbytes: int
-    resident: bool
-
-
-def memory_of(scratch: Mapping[Algorithm, Allocation], symmetric: Iterable[Allocation]) -> Memory:
+def memory_of(scratch: Mapping[Algorithm, Buffer | TorchBuffer], symmetric: Iterable[Buffer]) -> Memory:
     """Returns the memory of allocations, by algorithm and of symmetric tensors."""
     return Memory({algorithm.value: _use([allocation]) for algorithm, allocation in scratch.items()}, _use(symmetric))
 
 
-def _use(allocations: Iterable[Allocation]) -> MemoryUse:
+def _use(allocations: Iterable[Buffer | TorchBuffer]) -> MemoryUse:
     each = [(allocation.nbytes, allocation.nbytes if allocation.resident else 0) for allocation in allocations]
     return MemoryUse(sum(reserved for reserved, _ in each), sum(resident for _, resident in each))

@@ -12,24 +12,17 @@ from graphar.runtime.memory import virtual_memory
 
 
 class VirtualBuffer:
-    """One allocation on each rank, at addresses that this process reserves when the first memory is created.
+    """One allocation of ``nbytes`` on each rank, at addresses that are reserved when the first memory is created.
 
-    Args:
-        nbytes: the size of each allocation.
-        device_of: the CUDA device of each rank of this process, by rank.
-        world_size: the number of ranks.
-
-    Attributes:
-        pointers: the addresses of the allocations in this process, in rank order.
-        resident: whether there is memory at these addresses.
+    ``device_of`` is the CUDA device of each rank of this process. ``pointers`` are the addresses of the allocations in
+    this process, in rank order, and ``resident`` says whether there is memory.
     """
 
     multicast_pointer = 0  # only a TorchBuffer has one
     why_stays = None  # its memory can be given back
 
     def __init__(self, nbytes: int, device_of: Mapping[int, int], world_size: int) -> None:
-        self.nbytes, self._own = nbytes, dict(device_of)
-        self._world_size = world_size
+        self.nbytes, self._own, self._world_size = nbytes, dict(device_of), world_size
         self._devices = list(dict.fromkeys(device_of.values()))  # kernels of these devices use the addresses
         self._reserved = 0  # bytes at each address
         self._mapped: dict[int, int] = {}  # the bytes that are mapped at each rank's address
@@ -116,9 +109,7 @@ class Guard:
     All allocations of scratch begin with counters. The guard's tell every block that its call is aborted, so it
     sends and awaits nothing, and that another call runs, which it reports in the record of its rank
     (``end_aborted_call`` in cuda_src/device/sync/call.cuh). Blocks of a tile may still read, from their own rank's
-    scratch, what its peers did not send.
-
-    ``device`` has the memory; ``devices`` use it.
+    scratch, what its peers did not send. ``device`` has the memory; ``devices`` use it.
     """
 
     def __init__(self, device: int, devices: Sequence[int]) -> None:

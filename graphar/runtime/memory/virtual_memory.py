@@ -25,14 +25,11 @@ RANGE_NBYTES = 4 << 30  # the addresses that are reserved at a time
 
 @functools.cache
 def why_not(device: int) -> Reason | None:
-    """Returns why memory of ``device`` cannot be mapped at reserved addresses and shared.
-
-    Some sandboxes say that it can, and then fail. The check therefore allocates, exports, imports and maps a granule.
-    """
+    """Returns why memory of ``device`` cannot be mapped at reserved addresses and shared."""
     for name in ("VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED", "HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED"):
         if not attribute(name, device):
             return f"the driver says so: {name} is 0 for cuda:{device}"
-    try:
+    try:  # some sandboxes say that it can, and then fail
         with on_device(device):
             _try(device)
     except DriverError as error:
@@ -41,6 +38,7 @@ def why_not(device: int) -> Reason | None:
 
 
 def _try(device: int) -> None:
+    """Allocates, exports, imports and maps a granule."""
     nbytes = granularity(device)
     with contextlib.ExitStack() as ends:
         memory = create(device, nbytes)
@@ -147,9 +145,9 @@ def adopt(descriptor: int):
 
 
 def place(address: int, nbytes: int, memory, devices: Sequence[int], times: int = 1) -> None:
-    """Maps ``nbytes`` of memory at an address, for kernels of these devices to read and write.
+    """Maps memory ``times`` times, one mapping behind the other, for kernels of these devices to read and write.
 
-    It is mapped ``times`` times, one mapping behind the other. If that fails, nothing stays mapped.
+    If that fails, nothing stays mapped.
     """
     mapped = 0
     try:

@@ -7,9 +7,8 @@ import json
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +17,7 @@ import torch.distributed as dist
 
 from graphar.plan.call import Call, Operands
 from graphar.ranks.capture import is_capturing
-from graphar.runtime.watch import nvtx
-from graphar.runtime.watch.hook import Planner, sinks, watching
-from graphar.runtime.watch.kineto import ranks_of
+from graphar.runtime.watch import hook
 
 
 @contextmanager
@@ -54,7 +51,10 @@ def profile(path: str | os.PathLike[str]) -> Iterator[None]:
     with open(_path_of_rank(Path(path)), "ab"):  # fail now, and not after a block that may take hours
         pass
     try:
-        with nullcontext() if nvtx.sink in sinks else watching(nvtx.sink), watching(recorder.sink):
+        with (
+            nullcontext() if hook.nvtx_sink in hook.sinks else hook.watching(hook.nvtx_sink),
+            hook.watching(recorder.sink),
+        ):
             yield
     finally:
         recorder.write(Path(path))
@@ -64,14 +64,17 @@ class _Recorder:
     """Records calls until it writes them."""
 
     def __init__(self) -> None:
-        self._calls: list[TracedCall] = []
+        self._slices: list[dict] = []
+        # Slices of devices, which lack their times, and the events before and after.
+        self._timed: list[tuple[dict, int, torch.cuda.Event, torch.cuda.Event]] = []
+        # By device, an event and its time, by time.perf_counter_ns.
         self._anchors: dict[int, tuple[torch.cuda.Event, int]] = {}
         self._numbers: dict[tuple[int, ...], Iterator[int]] = {}  # by ranks, the numbers of their next calls
         self._is_open = True
         self._thread = threading.local()  # is_inside: whether the thread is inside a recorded call
 
     @contextmanager
-    def sink(self, engine: Planner, call: Call, ranks: Sequence[Operands]) -> Iterator[None]:
+    def sink(self, engine: Any, call: Call, ranks: Sequence[Operands]) -> Iterator[None]:
         """Records a call unless it is part of another call."""
         if not self._is_open or getattr(self._thread, "is_inside", False):
             yield
@@ -80,7 +83,7 @@ class _Recorder:
         devices = [x.get_device() for x in xs if x.is_cuda]
         timed = bool(devices) and not any(map(is_capturing, devices))
         before = [self._record(device) for device in devices] if timed else []
-        numbers = ranks_of(engine)
+        numbers = hook.ranks_of(engine)
         details = {"dtype": str(xs[0].dtype).removeprefix("torch."), "world_size": engine.world_size}
         details |= {"ranks": numbers, "call": next(self._numbers.setdefault(tuple(numbers), itertools.count()))}
         self._thread.is_inside = True
@@ -99,16 +102,29 @@ class _Recorder:
                 rank = at if engine.devices else _rank_in_world()
                 in_bytes = call.work.unit == "bytes"  # of several tensors
                 own_nbytes = call.work.parts[at if engine.devices else engine.rank] if in_bytes else x.nbytes
-                mine = details | {"nbytes": own_nbytes}
-                events = (before[at], after[at]) if timed else None
-                host = threading.get_native_id(), begin_ns, end_ns
-                self._calls.append(TracedCall(call.op, rank, *host, mine, x.get_device(), events))
+                of_rank = {"name": call.op, "cat": "graphar", "ph": "X", "pid": rank}
+                of_rank["args"] = details | {"nbytes": own_nbytes}
+                on_host = {"tid": threading.get_native_id(), "ts": begin_ns / 1e3, "dur": (end_ns - begin_ns) / 1e3}
+                self._slices.append(of_rank | on_host)
+                if timed:
+                    self._timed.append((of_rank, x.get_device(), before[at], after[at]))
 
     def write(self, path: Path) -> None:
+        """Writes the calls as a trace: a process for each rank, a track for each thread and device."""
         self._is_open = False
         for device in self._anchors:
             torch.cuda.synchronize(device)
-        write(_path_of_rank(path), self._calls, self._anchors)
+        slices, tracks = list(self._slices), {(one["pid"], one["tid"]): "host" for one in self._slices}
+        for of_rank, device, begin, end in self._timed:
+            (anchor, anchor_ns), track = self._anchors[device], _DEVICE_TRACKS + device
+            begins = anchor_ns / 1e3 + anchor.elapsed_time(begin) * 1e3
+            slices.append(of_rank | {"tid": track, "ts": begins, "dur": begin.elapsed_time(end) * 1e3})
+            tracks[of_rank["pid"], track] = f"cuda:{device}"
+        for rank in dict.fromkeys(rank for rank, _ in tracks):
+            slices.append({"name": "process_name", "ph": "M", "pid": rank, "args": {"name": f"rank {rank}"}})
+        for (rank, track), name in tracks.items():
+            slices.append({"name": "thread_name", "ph": "M", "pid": rank, "tid": track, "args": {"name": name}})
+        _write(_path_of_rank(path), slices)
 
     def _record(self, device: int) -> torch.cuda.Event:
         """Records an event on the device's current stream; before the first, the anchor of the device's clock."""
@@ -124,7 +140,7 @@ class _Recorder:
         return event
 
 
-def _taken(engine: Planner, call: Call) -> dict[str, Any]:
+def _taken(engine: Any, call: Call) -> dict[str, Any]:
     """Returns the algorithm of a call that was made, and its codec, its epilogue or the tensors of its tuple."""
     work, plan = call.work, engine.plans.get(call)
     details = {"codec": work.codec, "epilogue": work.epilogue and work.epilogue.text}
@@ -145,41 +161,6 @@ def _rank_in_world() -> int:
 # ---- traces as files, which Perfetto and chrome://tracing read ----------------------------------------------------
 
 _DEVICE_TRACKS = 1 << 24  # larger than any thread's id
-
-
-@dataclass(frozen=True)
-class TracedCall:
-    """One rank's share of a collective."""
-
-    name: str  # the op
-    rank: int  # the rank in the world; with devices, the rank of this process
-    thread: int  # the id of the thread that made the call
-    # Begin and end of the call on the host, by time.perf_counter_ns.
-    begin_ns: int
-    end_ns: int
-    details: dict[str, Any]  # the arguments of its slices in the trace
-    device: int  # the CUDA device index of the rank's tensor; -1 on the CPU
-    # The events before and after the call on the device's stream; None if none were recorded.
-    events: tuple[torch.cuda.Event, torch.cuda.Event] | None
-
-    @property
-    def device_track(self) -> int:
-        return _DEVICE_TRACKS + self.device
-
-
-Anchors = Mapping[int, tuple[torch.cuda.Event, int]]  # by device, an event and its time, by time.perf_counter_ns
-
-
-def write(path: Path, calls: Sequence[TracedCall], anchors: Anchors) -> None:
-    """Writes calls as a trace: a process for each rank, a track for each thread and device. All events have passed."""
-    events = [event for call in calls for event in _slices(call, anchors)]
-    tracks = {(call.rank, call.thread): "host" for call in calls}
-    tracks |= {(call.rank, call.device_track): f"cuda:{call.device}" for call in calls if call.events}
-    for rank in dict.fromkeys(call.rank for call in calls):
-        events.append({"name": "process_name", "ph": "M", "pid": rank, "args": {"name": f"rank {rank}"}})
-    for (rank, track), name in tracks.items():
-        events.append({"name": "thread_name", "ph": "M", "pid": rank, "tid": track, "args": {"name": name}})
-    _write(path, events)
 
 
 def join(paths: Sequence[Path], out: Path | None) -> list[dict]:
@@ -229,14 +210,3 @@ def tell_waits(events: Sequence[dict]) -> None:
             for event in by_rank.values():
                 waited = last["ts"] - event["ts"]
                 event["args"] = event["args"] | {"waited_us": waited} | ({"for_rank": last["pid"]} if waited else {})
-
-
-def _slices(call: TracedCall, anchors: Anchors) -> Iterator[dict]:
-    """Yields the slices of a call, on the host's track and on the device's, in microseconds."""
-    common = {"name": call.name, "cat": "graphar", "ph": "X", "pid": call.rank, "args": call.details}
-    yield common | {"tid": call.thread, "ts": call.begin_ns / 1e3, "dur": (call.end_ns - call.begin_ns) / 1e3}
-    if call.events:
-        begin, end = call.events
-        anchor, anchor_ns = anchors[call.device]
-        begins = anchor_ns / 1e3 + anchor.elapsed_time(begin) * 1e3
-        yield common | {"tid": call.device_track, "ts": begins, "dur": begin.elapsed_time(end) * 1e3}

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
 
 from graphar.plan.sizes import MB
-from graphar.runtime.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -78,16 +76,11 @@ beside: list[Callable[[str], list[Stats]]] = []
 def with_beside(ours: Stats, name: str) -> Stats:
     """Returns ``ours`` with what else was counted of the process group of this name added."""
     all_stats = [ours, *(stats for counter in beside for stats in counter(name))]
-    totals: dict[tuple[str, str, str], tuple[int, int, int]] = {}
     launches: Counter[str] = Counter()
     for stats in all_stats:
         launches.update(stats.launches)
-        for each in stats.calls:
-            key = each.op, each.algorithm, each.fallback_reason
-            calls, repeated, nbytes = totals.get(key, (0, 0, 0))
-            totals[key] = calls + each.calls, repeated + each.repeated, nbytes + each.nbytes
     return Stats(
-        tuple(CallStats(op, algorithm, *total, reason) for (op, algorithm, reason), total in totals.items()),
+        merged(call for stats in all_stats for call in stats.calls),
         sum(stats.plans for stats in all_stats),
         dict(launches),
         sum(stats.host_waited_s for stats in all_stats),
@@ -95,30 +88,12 @@ def with_beside(ours: Stats, name: str) -> Stats:
     )
 
 
-class Totals:
-    """Sums of what plans have counted, by op, algorithm and fallback reason."""
-
-    def __init__(self) -> None:
-        self._calls: dict[tuple[str, str, str], tuple[int, int, int]] = {}  # calls, repeated ones, and their bytes
-
-    def add(self, plans: Iterable[tuple[Any, Plan]]) -> None:
-        """Adds the counts of plans, by their calls."""
-        self._calls = self._with(plans)
-
-    def stats(self, plans: Iterable[tuple[Any, Plan]]) -> tuple[CallStats, ...]:
-        """Returns the sums, with the counts of further plans."""
-        return tuple(
-            CallStats(op, algorithm, *counts, reason)
-            for (op, algorithm, reason), counts in self._with(plans).items()
-            if counts[0]
-        )
-
-    def _with(self, plans: Iterable[tuple[Any, Plan]]) -> dict[tuple[str, str, str], tuple[int, int, int]]:
-        totals = dict(self._calls)
-        for call, plan in list(plans):  # a copy: another thread may add one
-            algorithm, count = plan.config.algorithm, plan.served
-            kind = call.op, algorithm.value, "" if algorithm.row.layout else plan.reason
-            calls, repeated, nbytes = totals.get(kind, (0, 0, 0))
-            made = count.looked_up + count.repeated
-            totals[kind] = calls + made, repeated + count.repeated, nbytes + made * call.total_nbytes
-        return totals
+def merged(calls: Iterable[CallStats]) -> tuple[CallStats, ...]:
+    """Returns calls, added up by op, algorithm and fallback reason."""
+    totals: dict[tuple[str, str, str], CallStats] = {}
+    for call in calls:
+        kind = call.op, call.algorithm, call.fallback_reason
+        sums = totals.get(kind, CallStats(call.op, call.algorithm, 0, 0, 0, call.fallback_reason))
+        counts = sums.calls + call.calls, sums.repeated + call.repeated, sums.nbytes + call.nbytes
+        totals[kind] = CallStats(call.op, call.algorithm, *counts, call.fallback_reason)
+    return tuple(totals.values())

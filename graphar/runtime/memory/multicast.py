@@ -1,7 +1,7 @@
-"""Memory with a multicast address, from torch's symmetric memory.
+"""NVLink multicast: whether it may be used, and memory with a multicast address, from torch's symmetric memory.
 
-torch's rendezvous makes a multicast object wherever it can. It is therefore called only after
-graphar.runtime.multicast and every rank allow multicast. In torch 2.11 a rendezvous of one group can hang a later
+graphar makes no multicast object itself. torch's rendezvous makes one wherever it can. It is therefore called only
+after the environment and every rank allow multicast. In torch 2.11 a rendezvous of one group can hang a later
 rendezvous of a larger group that overlaps it (pytorch#196082). A process that uses the multimem algorithms in several
 groups must therefore begin with the largest group.
 """
@@ -9,7 +9,7 @@ groups must therefore begin with the largest group.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -18,9 +18,31 @@ from torch._C._autograd import DeviceType
 
 from graphar.errors import Reason, UnsupportedError
 from graphar.ranks.rendezvous import Alone, StoreRendezvous
-from graphar.runtime import multicast
 
 T = TypeVar("T")
+
+OPT_IN = "GRAPHAR_MULTICAST"
+
+# Variables that switch multicast off in torch, NCCL and NVSHMEM, with the values that leave it on. Any other value
+# forbids multicast, even one that the library would not recognise.
+FORBIDDING = {
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": ("", "0"),
+    "NCCL_NVLS_ENABLE": ("", "1", "2"),  # 1: on; 2: NCCL decides
+    "NVSHMEM_DISABLE_NVLS": ("", "0"),
+}
+
+
+def why_not(environment: Mapping[str, str]) -> Reason | None:
+    """Returns why ``environment`` or torch.use_deterministic_algorithms forbids multicast."""
+    if environment.get(OPT_IN) != "1":
+        return f"NVLink multicast needs the opt-in {OPT_IN}=1"
+    for name, harmless in FORBIDDING.items():
+        value = environment.get(name, "")
+        if value not in harmless:
+            return f"{name}={value} forbids NVLink multicast"
+    if torch.are_deterministic_algorithms_enabled():
+        return "torch.use_deterministic_algorithms forbids NVLink multicast, which adds in no defined order"
+    return None
 
 
 class TorchBuffer:
@@ -44,24 +66,20 @@ class TorchBuffer:
 
 
 class TorchMemory:
-    """Allocates torch's symmetric memory between the processes of a group, each with one CUDA device.
-
-    ``group`` is None if one process has all ranks, which have no multicast.
-    """
+    """Allocates torch's symmetric memory between the processes of a group; None: one process has all ranks."""
 
     def __init__(self, group: dist.ProcessGroup | None, device: int, rendezvous: StoreRendezvous | Alone) -> None:
         self._group_name = group.group_name if group else None  # not the group, which would keep its store alive
         self._device, self._rendezvous = device, rendezvous
-        self._is_known, self._why_not = False, None
-        if group is None:
-            self._is_known = True
-            self._why_not = "NVLink multicast joins one process a rank, and this process holds all ranks"
+        self._is_known = group is None
+        alone = "NVLink multicast joins one process a rank, and this process holds all ranks"
+        self._why_not: Reason | None = None if group else alone
 
     def why_not(self) -> Reason | None:
         """Returns why there is no multicast address, the same on every rank. The first call is collective."""
         if not self._is_known:
             try:
-                self._rendezvous.agree_on_none("the multicast opt-in", multicast.why_not(os.environ))
+                self._rendezvous.agree_on_none("the multicast opt-in", why_not(os.environ))
                 self._rendezvous.agree_on_none("multicast support", self._why_not_here())
             except UnsupportedError as error:
                 self._why_not = str(error)
@@ -71,10 +89,8 @@ class TorchMemory:
     def allocate(self, nbytes: int) -> TorchBuffer:
         """Allocates ``nbytes`` bytes on every rank, uninitialised. Collective.
 
-        Raises:
-            UnsupportedError: on every rank, if :meth:`why_not` has a reason or torch made no multicast object; on this
-                rank alone, if torch failed here.
-            CommunicatorError: torch failed on another rank. This may take as long as torch's own time-out.
+        UnsupportedError, if there is no multicast. What torch raises on a rank may be known to others only after
+        torch's own time-out.
         """
         if reason := self.why_not():
             raise UnsupportedError(reason)
