@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -196,11 +197,6 @@ def _check(engine: Engine, xs, arguments: Arguments) -> None:
             raise ValueError(f"{NAME}: sizes {list(arguments.sizes)} do not fit a tensor of shape {list(x.shape)}")
 
 
-def _check_out(xs, outs, arguments: Arguments) -> None:
-    for x, out in zip(xs, outs, strict=True):
-        tensor_checks.check_apart(NAME, out, x=x)
-
-
 # ---- the op ---------------------------------------------------------------------------------------------------------
 
 
@@ -252,7 +248,7 @@ OP = Op(
     _run,
     _fake,
     check=_check,
-    check_out=_check_out,
+    check_out=partial(options.check_results_apart, NAME),
     with_out=False,
     backward=_backward,
     saved=lambda arguments: (),
