@@ -203,7 +203,9 @@ def _check(engine: Engine, xs, arguments: Arguments) -> None:
 def _lengths(arguments: Arguments, tensors: int) -> tuple[Lengths, Lengths]:
     """Returns what each rank of this process sends to each rank, and what it receives from each rank."""
     ranks = len(arguments.sizes) // (2 * tensors)
-    pairs = [list(arguments.sizes[at : at + ranks]) for at in range(0, len(arguments.sizes), ranks)]
+    pairs = []
+    for at in range(0, len(arguments.sizes), ranks):  # a comprehension is a further frame
+        pairs.append(list(arguments.sizes[at : at + ranks]))
     return pairs[::2], pairs[1::2]
 
 
