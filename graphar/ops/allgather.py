@@ -103,7 +103,8 @@ def allgather(x, group=None, *, axis=0, sizes=None, algorithm="auto", timeout_s=
         tensor_checks.check_strided(NAME, "x", first)
         axis = call_checks.check_axis(NAME, first, axis)
         rank, world_size = parts.place(group)
-        sizes = parts.sizes_of_all(NAME, sizes, world_size, rank, first.shape[axis])
+        given = NAME, sizes, world_size, rank, first.shape[axis]
+        sizes = [first.shape[axis]] * world_size if sizes is None else call_checks.check_sizes(*given)
     where = {"communicator": name, "timeout_s": timeout_s, "rank": rank, "sizes": sizes}
     if tensors is x:
         return TUPLE_OP(first, given=ArgumentsOfTuple(more=more, **where), asked=(tensors, how, None))

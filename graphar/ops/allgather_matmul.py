@@ -161,7 +161,10 @@ def _gather(a, w, bias, scales: tuple, sizes, epilogue, group: Group, arguments:
     if in_list and sizes is not None:
         raise ValueError(f"{NAME}: sizes is for calls with one tensor; omit it for a list")
     rank, world_size = (-1, len(a)) if in_list else parts.place(group, alone)
-    sizes = [len(x) for x in a] if in_list else parts.sizes_of_all(NAME, sizes, world_size, rank, len(a), "a")
+    if in_list or sizes is None:
+        sizes = [len(x) for x in a] if in_list else [len(a)] * world_size
+    else:
+        sizes = call_checks.check_sizes(NAME, sizes, world_size, rank, len(a), "a")
     added = matmul_operands.added(NAME, a, bias, epilogue, (sum(sizes), *first.shape[1:-1], len(weight)), scaled)
     where = {"communicator": name, "rank": rank, "sizes": sizes, **scaled._asdict()}
     results = OP(a, w, given=replace(arguments, **where, **added), asked=asked)

@@ -17,7 +17,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from graphar.ops.options import InParts
 from graphar.ranks.groups import group_of_mesh
-from graphar.runtime.checks.call_checks import check_sizes
 from graphar.runtime.engine import Engine
 from graphar.runtime.registry import ALONE, Group, check_takes_tensors, engine_name, engine_of_either
 
@@ -44,11 +43,6 @@ def place(group: Group, alone: bool = False) -> tuple[int, int]:
     engine = engine_of_either(group)
     check_takes_tensors(engine)
     return engine.rank or 0, engine.world_size
-
-
-def sizes_of_all(op: str, sizes: object, world_size: int, rank: int, length: int, name: str = "x") -> list[int]:
-    """Returns the length of every rank's part: ``sizes``, which are checked; None: this rank's ``length``."""
-    return [length] * world_size if sizes is None else check_sizes(op, sizes, world_size, rank, length, name)
 
 
 def rows_of(x: torch.Tensor, axis: int) -> torch.Tensor:

@@ -286,11 +286,6 @@ def _check_out(xs, outs, arguments: Arguments) -> None:
     options.check_apart_from_epilogue(ALLREDUCE, outs, arguments.tensors)
 
 
-def _check_out_parts(xs, outs, arguments: ArgumentsOfParts) -> None:
-    for x, out in zip(xs, outs, strict=True):
-        tensor_checks.check_apart(REDUCESCATTER, out, x=x)
-
-
 def _with_feedback(op: str, xs, residuals, outs, arguments):
     algorithm = arguments.algorithm if op == ALLREDUCE else "auto"
     return replace(arguments, codec=options.codec_with_feedback(op, arguments.codec, algorithm, xs, residuals, outs))
@@ -344,7 +339,7 @@ SCATTER = Op(
     _run_parts,
     _fake_parts,
     check=_check_parts,
-    check_out=_check_out_parts,
+    check_out=partial(options.check_results_apart, REDUCESCATTER),
     residual=partial(_with_feedback, REDUCESCATTER),
     backward=_backward_of_parts,
     saved=_saved,
