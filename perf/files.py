@@ -18,29 +18,12 @@ import json
 import types
 import typing
 from collections.abc import Sequence
-from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
+from dataclasses import MISSING, fields, is_dataclass, replace
 from pathlib import Path
 
 from graphar.numerics.codecs import Codec, codec
 
 VERSION = 6
-
-
-@dataclass(frozen=True)
-class Machine:
-    """The machine, as perf/machine.py describes it. Missing items are None."""
-
-    gpu: str | None
-    gpu_count: int
-    driver: str | None
-    cuda: str | None
-    torch: str
-    nccl: str | None
-    cpu: str
-    cpu_count: int
-    commit: str | None
-    date: str
-    nvrtc: str | None = None  # earlier reports do not have it
 
 
 def text_of(content: dict[str, object]) -> str:

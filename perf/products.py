@@ -334,12 +334,6 @@ class Products(Report):
     def ratio_cells(self, case: Case) -> list[str]:
         return [ratio_cell(ratio(*rows_of(case))) for rows_of in self.ratios.values()]
 
-    def charted(self) -> tuple[str, dict[str, float]]:
-        name = next(iter(self.told or self.ratios))
-        ratios = {shape: ratio(*self.ratios[name](case)) for shape, case in self.cases().items()}
-        named = {f"{m} rows: {n} x {k}": one for (m, n, k), one in ratios.items() if one is not None}
-        return f"{name} by N x K", named
-
 
 def sentence(name: str, where: str, ratios: Mapping[str, float]) -> str:
     """Returns the geometric mean of the ratios and the worst of them; an empty string if there are none."""

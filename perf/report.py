@@ -266,17 +266,10 @@ class Report:
     def glance(self) -> Glance:
         raise NotImplementedError
 
-    def charted(self) -> tuple[str, Mapping[str, float]]:
-        """Returns the title and the ratios of the page's chart, by case. A report whose sections have figures has none.
-
-        Case and ratio are those of the glance, if a topic does not say others.
-        """
-        glance = self.glance()
-        return f"{glance.words[:1].upper()}{glance.words[1:]}", glance.ratios
-
     def ratio_chart(self) -> Rows:
-        """Charts the ratios: a row for the first words of a case, and a dot for each case."""
-        title, ratios = self.charted()
+        """Charts the ratios of the glance: a row for the first words of a case, and a dot for each case."""
+        glance = self.glance()
+        title, ratios = f"{glance.words[:1].upper()}{glance.words[1:]}", glance.ratios
         rows = {case: case.rpartition(": ")[2].partition(", ")[0][:MAX_LABEL] for case in ratios}
         marks = [Mark(rows[case], "graphar", one) for case, one in ratios.items()]
         return Rows(title, marks, Axis("ratio", form="{:.2f}".format), 1.0)
@@ -456,7 +449,6 @@ def read(folder: Path, topic: type[Report]) -> StoredReport:
             raise ValueError(f"its topic is {content.get('topic')!r}")
         if missing := sorted({one.name for one in fields(topic)} - values.keys() - set(topic.added_fields)):
             raise ValueError(f"{missing[0]} is missing")
-        files.from_json(files.Machine, content.get("machine"), "machine")
         # the topic "compile" had no command in version 1
         command = content.get("command", f"python -m perf {topic.command}")
         return StoredReport(files.from_json(topic, values), content["machine"], command)
