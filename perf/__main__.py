@@ -49,7 +49,7 @@ def run_command(argv: Sequence[str] | None) -> int:
 def folder_of(options: argparse.Namespace, block: dict[str, object]) -> Path:
     """Makes and returns the folder for the reports. Ends the program if it cannot be written."""
     try:
-        return machine.folder(options.out, block) if options.out else machine.local_folder(block)
+        return machine.folder(options.out or machine.LOCAL, block)
     except OSError as error:
         sys.exit(f"--out: {error}")
 
