@@ -32,7 +32,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run_command(argv: Sequence[str] | None) -> int:
-    """Returns the exit status."""
     argv = sys.argv[1:] if argv is None else list(argv)
     options = parse(argv)
     if options.command in PAGES:

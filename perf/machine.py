@@ -109,7 +109,6 @@ def slug(machine: dict[str, object]) -> str:
 
 
 def one_line(machine: dict[str, object]) -> str:
-    """Returns a description of the machine in one line."""
     parts = [f"{machine['cpu']} ({machine['cpu_count']} cores)"]
     if machine["gpu"]:
         parts = [f"{machine['gpu_count']}x {machine['gpu']}", f"driver {machine['driver']}", f"CUDA {machine['cuda']}"]

@@ -67,7 +67,6 @@ class PassRow(Timing):
 
     @property
     def cells(self) -> Sequence[str]:
-        """The words as cells of a table."""
         return self.words
 
 

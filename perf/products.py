@@ -116,7 +116,6 @@ def weight_count(shape: Shape, itemsize: int) -> int:
 
 
 def bf16_operands(shape: Shape, device: torch.device) -> ProductOperands:
-    """Returns random data."""
     m, n, k = shape
     weights = [normal(1 + at, (n, k), device).mul_(k**-0.5) for at in range(weight_count(shape, 2))]
     return ProductOperands(normal(0, (m, k), device), weights, torch.empty(m, n, dtype=torch.bfloat16, device=device))
@@ -289,7 +288,6 @@ class Products(Report):
 
     @classmethod
     def group_of(cls, shape: Shape, case: Case) -> str:
-        """Returns which of ``groups`` a shape belongs to."""
         raise NotImplementedError
 
     def grouped(self) -> dict[str, dict[Shape, Case]]:

@@ -178,7 +178,6 @@ class Report:
         order: the topic's position on the page.
         title, help, notes: the topic's title, the help text of its command, and the explanation of columns and methods.
             They stand in the Markdown file beside its module.
-        head: the header printed above the rows of a run.
         arguments: the topic's arguments in a run of all topics.
         has_spread: whether two runs on one machine can be compared.
         added_fields: fields that files of earlier versions do not have.
@@ -195,7 +194,6 @@ class Report:
     order: ClassVar[int]
     help: ClassVar[str]
     notes: ClassVar[str] = ""
-    head: ClassVar[str] = ""
     arguments: ClassVar[Arguments] = Arguments()
     has_spread: ClassVar[bool] = False
     added_fields: ClassVar[tuple[str, ...]] = ("skipped",)
@@ -323,8 +321,7 @@ class Report:
         If the run fails, the rows measured so far are written. If there are none, an earlier report is not overwritten.
         """
         plan = self.plan(options, machine["gpu_count"])
-        if self.head:
-            print(f"# {one_line(machine)}\n{self.head}", flush=True)
+        print(f"# {one_line(machine)}", flush=True)
         with self._written(folder, machine, command), progress_bar() as progress:
             bar = progress.add_task(self.title, total=self.count(plan))
             for message in self.measure(plan):

@@ -47,7 +47,6 @@ class Sharing:
         return times
 
     def by_kernels(self, call: Call, config: Config, ranks: Sequence[Operands]) -> Callable[[], None]:
-        """Returns a function that makes a call of all ranks, each on its stream."""
         put_of = collective.put_of(self.engine, call)
         bound = [
             (one.offset, collective.bind_slice(self.runner, call, config, one, shared_gpu.TIMEOUT_S, put_of))

@@ -34,7 +34,6 @@ class Repeated:
             self.result = self._make()
 
     def make_launch(self) -> Callable[[], None]:
-        """Returns the timed launch."""
         self.run(WARM_UP)
         repeat = partial(self.run, self._calls)
         return capture(repeat) if self._on_gpu else repeat
@@ -88,7 +87,6 @@ def deciles(times_us: Sequence[float]) -> Deciles:
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """Returns a percentile of the values, by linear interpolation."""
     ordered = sorted(values)
     position = (len(ordered) - 1) * percent / 100
     low = int(position)

@@ -153,7 +153,6 @@ class LosslessRow:
         return OPS[self.op].lower(), self.data, format_nbytes(self.nbytes)
 
     def results(self) -> dict[str, Result]:
-        """Returns the results by method."""
         times = {method: getattr(self, f"{method}_us") for method in METHODS}
         return {
             method: Result(method, self.world_size, self.what, {"median": time_us}, self.wrong.get(method, 0))
