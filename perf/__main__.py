@@ -32,7 +32,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run_command(argv: Sequence[str] | None) -> int:
-    """Returns the exit status."""
     argv = sys.argv[1:] if argv is None else list(argv)
     options = parse(argv)
     if options.command in PAGES:
@@ -49,7 +48,7 @@ def run_command(argv: Sequence[str] | None) -> int:
 def folder_of(options: argparse.Namespace, block: dict[str, object]) -> Path:
     """Makes and returns the folder for the reports. Ends the program if it cannot be written."""
     try:
-        return machine.folder(options.out, block) if options.out else machine.local_folder(block)
+        return machine.folder(options.out or machine.LOCAL, block)
     except OSError as error:
         sys.exit(f"--out: {error}")
 

@@ -66,8 +66,6 @@ class Mark:
     row: str
     name: str
     value: float
-    hint: str = ""  # SHIM for perf.topics.fused's timelines
-    begin: float | None = None
     wrong: bool = False
 
 
@@ -86,8 +84,6 @@ class Rows:
     rule: float | None = None
     note: str = ""
     order: Sequence[str] = ()
-    bar_height: float = 0.6  # SHIM
-    faint: str = ""
 
 
 Figure = Plot | Rows

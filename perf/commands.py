@@ -18,7 +18,6 @@ from perf.report import read_all
 
 
 def add(commands) -> None:
-    """Adds the two commands to the command line."""
     report = commands.add_parser(
         "report",
         help="print the results of the reports in a folder; with --write also rewrite its page and tables",
@@ -55,7 +54,6 @@ def write(folder: Path) -> Path:
 
 
 def run_index(options: argparse.Namespace) -> int:
-    """Runs `index` and returns the exit status."""
     return made(lambda: build.write_index(options.reports))
 
 

@@ -45,7 +45,6 @@ class Source:
 
 
 def main_rows(report: allreduce.AllReduce) -> list[allreduce.Row]:
-    """Returns the rows of the report's first table."""
     return allreduce.members(report.rows, allreduce.main_first(report.rows)[0])
 
 
@@ -122,7 +121,6 @@ FIGURES: Mapping[str, Source] = {
 
 
 def render(name: str) -> str:
-    """Returns a <figure>."""
     return charts.render(FIGURES[name].figure())
 
 

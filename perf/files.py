@@ -19,29 +19,12 @@ import json
 import types
 import typing
 from collections.abc import Sequence
-from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
+from dataclasses import MISSING, fields, is_dataclass, replace
 from pathlib import Path
 
 from graphar.numerics.codecs import Codec, codec
 
 VERSION = 7
-
-
-@dataclass(frozen=True)
-class Machine:
-    """The machine, as perf/machine.py describes it. Missing items are None."""
-
-    gpu: str | None
-    gpu_count: int
-    driver: str | None
-    cuda: str | None
-    torch: str
-    nccl: str | None
-    cpu: str
-    cpu_count: int
-    commit: str | None
-    date: str
-    nvrtc: str | None = None  # earlier reports do not have it
 
 
 def text_of(content: dict[str, object]) -> str:
@@ -113,8 +96,6 @@ def from_json(kind: object, value: object, where: str = "") -> object:
         return replace(codec(values["text"]), seed=values["seed"])
     if is_dataclass(kind) or typing.is_typeddict(kind):
         return kind(**_fields_of(kind, _checked(dict, value, where), where))
-    if isinstance(kind, type) and issubclass(kind, tuple):
-        return kind(*map(from_json, _hints(kind).values(), _checked(list, value, where)))
     return _checked(kind, value, where)
 
 

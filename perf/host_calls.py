@@ -112,7 +112,6 @@ class Trial:
     keeps: object = None
 
     def results(self) -> tuple[Tensor, ...]:
-        """Restores the tensors, makes one call, and returns its results."""
         self.prepare()
         found = self.call()
         if self.in_place is not None:
@@ -169,7 +168,6 @@ class Operands:
         self.group = dist.new_group(list(range(size)))
 
     def own(self, of_ranks: Sequence[Tensor]) -> Tensor:
-        """Returns this rank's tensor on its device."""
         return self.here(of_ranks[self.rank])
 
     def here(self, x: Tensor) -> Tensor:
@@ -340,7 +338,6 @@ def matmul_sums(operands: Operands) -> Iterator[Trial]:
 
 
 def gathered_matmuls(operands: Operands) -> Iterator[Trial]:
-    """Yields matmuls of the gathered rows, one of each rank."""
     rows, w, bias = operands.own(operands.one_row), operands.own(operands.w), operands.features_bias
     trial = partial(Trial, OWN, "fused_allgather_matmul", limit=MATMUL_LIMIT)
     call = partial(graphar.fused_allgather_matmul, rows, w)

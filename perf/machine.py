@@ -15,7 +15,6 @@ from pathlib import Path
 
 import torch
 
-from graphar.runtime import cache
 from graphar.runtime.compiler import nvrtc_version
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -110,7 +109,6 @@ def slug(machine: dict[str, object]) -> str:
 
 
 def one_line(machine: dict[str, object]) -> str:
-    """Returns a description of the machine in one line."""
     parts = [f"{machine['cpu']} ({machine['cpu_count']} cores)"]
     if machine["gpu"]:
         parts = [f"{machine['gpu_count']}x {machine['gpu']}", f"driver {machine['driver']}", f"CUDA {machine['cuda']}"]
@@ -133,18 +131,3 @@ def folder(reports: Path, machine: dict[str, object]) -> Path:
     if not os.access(found, os.W_OK):
         raise PermissionError(f"{found} cannot be written")
     return found
-
-
-def local_folder(machine: dict[str, object]) -> Path:
-    """Makes and returns the folder of this machine's reports for a run that names none.
-
-    It is below build/reports, or below the kernel cache if the current folder cannot be written.
-    """
-    try:
-        return folder(LOCAL, machine)
-    except OSError as error:
-        kernels, problem = cache.place()
-        if kernels is None or problem:
-            raise
-        print(f"# {error}: the report goes to {kernels / 'reports'}", file=sys.stderr, flush=True)
-        return folder(kernels / "reports", machine)

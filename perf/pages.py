@@ -181,7 +181,6 @@ def summary(found: Sequence[StoredReport]) -> str:
 
 
 def folders_of(reports: Path) -> list[Path]:
-    """Returns the folders that hold a report."""
     return sorted({path.parent for topic in topics() for path in reports.glob(f"*/{topic.name}.json")})
 
 

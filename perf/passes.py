@@ -67,7 +67,6 @@ class PassRow(Timing):
 
     @property
     def cells(self) -> Sequence[str]:
-        """The words as cells of a table."""
         return self.words
 
 
@@ -248,20 +247,16 @@ class Passes(Report):
         return [name for name in self.methods if any(name in rows for rows in cases.values())]
 
     def comparison(self, cases: Cases) -> str:
-        methods, (last, of_least), lines = self.methods_in(cases), self.of_least(), []
+        methods, lines = self.methods_in(cases), []
         for rows in cases.values():
             any_row, own, peer = next(iter(rows.values())), rows.get(OWN), best_peer(rows.values())
             cells = [*any_row.cells, *(time_cell(rows.get(name)) for name in methods)]
             cells += [name_cell(peer), ratio_cell(ratio(own, peer))]
             cells += [number(any_row.least_nbytes / MB), number(any_row.floor_us)]
-            lines.append([*cells, number(of_least(own)) if own and not own.wrong else NOT_SERVED])
+            is_known = own and own.floor_us and not own.wrong
+            lines.append([*cells, number(own.median / own.floor_us) if is_known else NOT_SERVED])
         header = [*self.header, *(f"{name} (us)" for name in methods)]
-        return table([*header, "best peer", "of_best_peer", "least (MB)", "least (us)", last], lines)
-
-    @classmethod
-    def of_least(cls) -> tuple[str, Callable[[PassRow], float | None]]:
-        """Returns the last column: its title, and a row's time beside the least bytes or their time."""
-        return "graphar / least", lambda row: row.median / row.floor_us if row.floor_us else None
+        return table([*header, "best peer", "of_best_peer", "least (MB)", "least (us)", "graphar / least"], lines)
 
     def peak_table(self, cases: Cases) -> str:
         """Returns a table with the peak memory of each method; an empty string if it was not measured."""

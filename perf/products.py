@@ -116,7 +116,6 @@ def weight_count(shape: Shape, itemsize: int) -> int:
 
 
 def bf16_operands(shape: Shape, device: torch.device) -> ProductOperands:
-    """Returns random data."""
     m, n, k = shape
     weights = [normal(1 + at, (n, k), device).mul_(k**-0.5) for at in range(weight_count(shape, 2))]
     return ProductOperands(normal(0, (m, k), device), weights, torch.empty(m, n, dtype=torch.bfloat16, device=device))
@@ -289,7 +288,6 @@ class Products(Report):
 
     @classmethod
     def group_of(cls, shape: Shape, case: Case) -> str:
-        """Returns which of ``groups`` a shape belongs to."""
         raise NotImplementedError
 
     def grouped(self) -> dict[str, dict[Shape, Case]]:
@@ -333,12 +331,6 @@ class Products(Report):
 
     def ratio_cells(self, case: Case) -> list[str]:
         return [ratio_cell(ratio(*rows_of(case))) for rows_of in self.ratios.values()]
-
-    def charted(self) -> tuple[str, dict[str, float]]:
-        name = next(iter(self.told or self.ratios))
-        ratios = {shape: ratio(*self.ratios[name](case)) for shape, case in self.cases().items()}
-        named = {f"{m} rows: {n} x {k}": one for (m, n, k), one in ratios.items() if one is not None}
-        return f"{name} by N x K", named
 
 
 def sentence(name: str, where: str, ratios: Mapping[str, float]) -> str:

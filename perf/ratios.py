@@ -40,7 +40,6 @@ def geometric_mean(ratios: Iterable[float]) -> float:
 
 
 def group(rows: Iterable, key: Callable) -> dict[object, list]:
-    """Returns the rows by key, in the order of the keys' first rows."""
     found: dict[object, list] = {}
     for row in rows:
         found.setdefault(key(row), []).append(row)
@@ -53,7 +52,6 @@ def by_method(rows: Iterable, key: Callable) -> dict[object, dict[str, object]]:
 
 
 def words_for(peers: Sequence[str], known_as: Mapping[str, str]) -> str:
-    """Returns the name of the peers in the denominator of a ratio."""
     names = list(dict.fromkeys(peers))
     if len(names) > 1:
         return f"the best of {len(names)} peers"

@@ -178,7 +178,6 @@ class Report:
         order: the topic's position on the page.
         title, help, notes: the topic's title, the help text of its command, and the explanation of columns and methods.
             They stand in the Markdown file beside its module.
-        head: the header printed above the rows of a run.
         arguments: the topic's arguments in a run of all topics.
         has_spread: whether two runs on one machine can be compared.
         added_fields: fields that files of earlier versions do not have.
@@ -195,7 +194,6 @@ class Report:
     order: ClassVar[int]
     help: ClassVar[str]
     notes: ClassVar[str] = ""
-    head: ClassVar[str] = ""
     arguments: ClassVar[Arguments] = Arguments()
     has_spread: ClassVar[bool] = False
     added_fields: ClassVar[tuple[str, ...]] = ("skipped",)
@@ -266,17 +264,10 @@ class Report:
     def glance(self) -> Glance:
         raise NotImplementedError
 
-    def charted(self) -> tuple[str, Mapping[str, float]]:
-        """Returns the title and the ratios of the page's chart, by case. A report whose sections have figures has none.
-
-        Case and ratio are those of the glance, if a topic does not say others.
-        """
-        glance = self.glance()
-        return f"{glance.words[:1].upper()}{glance.words[1:]}", glance.ratios
-
     def ratio_chart(self) -> Rows:
-        """Charts the ratios: a row for the first words of a case, and a dot for each case."""
-        title, ratios = self.charted()
+        """Charts the ratios of the glance: a row for the first words of a case, and a dot for each case."""
+        glance = self.glance()
+        title, ratios = f"{glance.words[:1].upper()}{glance.words[1:]}", glance.ratios
         rows = {case: case.rpartition(": ")[2].partition(", ")[0][:MAX_LABEL] for case in ratios}
         marks = [Mark(rows[case], "graphar", one) for case, one in ratios.items()]
         return Rows(title, marks, Axis("ratio", form="{:.2f}".format), 1.0)
@@ -330,8 +321,7 @@ class Report:
         If the run fails, the rows measured so far are written. If there are none, an earlier report is not overwritten.
         """
         plan = self.plan(options, machine["gpu_count"])
-        if self.head:
-            print(f"# {one_line(machine)}\n{self.head}", flush=True)
+        print(f"# {one_line(machine)}", flush=True)
         with self._written(folder, machine, command), progress_bar() as progress:
             bar = progress.add_task(self.title, total=self.count(plan))
             for message in self.measure(plan):
@@ -456,7 +446,6 @@ def read(folder: Path, topic: type[Report]) -> StoredReport:
             raise ValueError(f"its topic is {content.get('topic')!r}")
         if missing := sorted({one.name for one in fields(topic)} - values.keys() - set(topic.added_fields)):
             raise ValueError(f"{missing[0]} is missing")
-        files.from_json(files.Machine, content.get("machine"), "machine")
         # the topic "compile" had no command in version 1
         command = content.get("command", f"python -m perf {topic.command}")
         return StoredReport(files.from_json(topic, values), content["machine"], command)

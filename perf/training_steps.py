@@ -120,7 +120,6 @@ class TrainingReport(BetweenRanks):
         return bool(row.wrong)
 
     def wrong(self) -> list[str]:
-        """Returns a message for each training with graphar that is wrong."""
         return [self.where(row) for row in self.rows if row.is_own and self.is_wrong(row)]
 
     def wrong_peers(self) -> list[str]:

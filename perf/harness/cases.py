@@ -175,7 +175,6 @@ def may_be_fastest(method: str, case: Case) -> bool:
 
 
 def token_sizes(dtype: str) -> tuple[int, ...]:
-    """Returns the sizes of TOKENS in bytes."""
     return tuple(tokens * HIDDEN * ITEMSIZES[dtype] for tokens in TOKENS)
 
 

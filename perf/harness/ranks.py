@@ -58,7 +58,6 @@ def random_tensor(case: Case, rank: int, device: torch.device) -> Tensor:
 
 
 def tensors(data: Data) -> list[Tensor]:
-    """Returns the tensors of this process as a list."""
     return data if isinstance(data, list) else [data]
 
 
@@ -115,7 +114,6 @@ class ProcessRanks:
         return self._reduce(times, dist.ReduceOp.MAX)
 
     def total(self, counts: list[int]) -> list[int]:
-        """Returns the counts summed over the ranks."""
         return self._reduce(counts, dist.ReduceOp.SUM)
 
     def _reduce(self, values: list, op: dist.ReduceOp) -> list:

@@ -75,7 +75,6 @@ class Trial:
         return capture(repeat)
 
     def host_time_us(self) -> float:
-        """Makes HOST_CALLS calls and returns their host time."""
         return host_time_of_calls_us(self.run, HOST_CALLS)
 
     def host_time_between_us(self) -> float:

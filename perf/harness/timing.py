@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import numpy
 import torch
 
 from perf.report import Deciles, Spread
@@ -34,7 +34,6 @@ class Repeated:
             self.result = self._make()
 
     def make_launch(self) -> Callable[[], None]:
-        """Returns the timed launch."""
         self.run(WARM_UP)
         repeat = partial(self.run, self._calls)
         return capture(repeat) if self._on_gpu else repeat
@@ -79,18 +78,11 @@ def time_in_turn(
 
 def spread(times_us: Sequence[float]) -> Spread:
     """Returns the median, the 10th and the 99th percentile."""
-    return {"median": statistics.median(times_us), "p10": percentile(times_us, 10), "p99": percentile(times_us, 99)}
+    p10, median, p99 = numpy.percentile(times_us, (10, 50, 99)).tolist()
+    return {"median": median, "p10": p10, "p99": p99}
 
 
 def deciles(times_us: Sequence[float]) -> Deciles:
     """Returns the median, the 10th and the 90th percentile."""
-    return {"median": statistics.median(times_us), "p10": percentile(times_us, 10), "p90": percentile(times_us, 90)}
-
-
-def percentile(values: Sequence[float], percent: float) -> float:
-    """Returns a percentile of the values, by linear interpolation."""
-    ordered = sorted(values)
-    position = (len(ordered) - 1) * percent / 100
-    low = int(position)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
+    p10, median, p90 = numpy.percentile(times_us, (10, 50, 90)).tolist()
+    return {"median": median, "p10": p10, "p90": p90}

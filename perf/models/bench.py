@@ -108,7 +108,6 @@ def error_cell(row: BenchRow) -> str:
 
 
 def by_title(rows: Iterable[Row]) -> dict[str, dict[str, Row]]:
-    """Returns the rows by title and method."""
     return {title: {row.method: row for row in mine} for title, mine in group(rows, lambda row: row.title).items()}
 
 

@@ -80,7 +80,6 @@ class GenerationRow(BenchRow):
 
     @property
     def per_second(self) -> float:
-        """The generated tokens per second."""
         return self.tokens / self.median * 1e6
 
 
@@ -88,7 +87,6 @@ class GenerationRow(BenchRow):
 
 
 def run_rank(plan: GenerationPlan, rank: int, port: int) -> Iterator[GenerationRow | str]:
-    """Yields the rows of one of the ranks."""
     ranks = ranks_of.join(rank, plan.world_size, plan.device, port)
     ranks.warm_up()
     groups, skipped = make_groups(ranks)

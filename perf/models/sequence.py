@@ -205,7 +205,6 @@ def forward(
 
 
 def named_weights(decoder: decoding.Decoder) -> dict[str, Tensor]:
-    """Returns the weights by name."""
     of_layers = {
         f"{at}.{one.name}": getattr(layer, one.name)
         for at, layer in enumerate(decoder.layers)

@@ -39,7 +39,6 @@ class Workload:
 
     @property
     def unit(self) -> str:
-        """The unit of throughput."""
         return "tokens" if len(self.sample) == 1 else "img"
 
     @property

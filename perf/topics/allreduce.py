@@ -46,13 +46,6 @@ SIZE = Axis("size of one rank's tensor", 2, lambda nbytes: format_nbytes(round(n
 TIME = Axis("time (us)", 10)
 OF_BEST_PEER = Axis("time / best peer's time", form="{:.2f}".format)
 
-HEAD = (
-    f"#{'size':>11} {'count':>11} {'type':>9} {'redop':>6} {'ranks':>8} {'mode':>6} {'method':>26}"
-    f" {'time':>11} {'algbw':>8} {'busbw':>8} {'#wrong':>8}\n"
-    f"#{'(B)':>11} {'(elements)':>11} {'':>9} {'':>6} {'':>8} {'':>6} {'':>26}"
-    f" {'(us)':>11} {'(GB/s)':>8} {'(GB/s)':>8} {'':>8}"
-)
-
 
 @dataclass(frozen=True)
 class Key:
@@ -84,7 +77,6 @@ class AllReduce(Report):
     rows: list[Row] = field(default_factory=list)
 
     order: ClassVar[int] = 0
-    head: ClassVar[str] = HEAD
     arguments: ClassVar[Arguments] = Arguments(
         quick_on_gpus="--dtypes bfloat16 --max-nbytes 64M",
         on_cpu="--max-nbytes 10M",
@@ -153,15 +145,6 @@ class AllReduce(Report):
         else:
             super().take(message)
 
-    def line(self, row: Row) -> str:
-        """Returns a line with nccl-tests' columns."""
-        count = row.nbytes // ITEMSIZES[row.dtype]
-        ranks = f"{row.world_size}" if row.form == "process" else f"{row.world_size} {row.form}"
-        return (
-            f" {row.nbytes:>11} {count:>11} {row.dtype:>9} {'sum':>6} {ranks:>8} {row.mode:>6} {row.method:>26}"
-            f" {row.median:>11.2f} {row.algbw:>8.3f} {row.busbw:>8.3f} {row.wrong:>8}"
-        )
-
     def findings(self) -> list[str]:
         """Returns one or two sentences for each table. They say how graphar compares with its peers."""
         found = []
@@ -200,7 +183,6 @@ class AllReduce(Report):
         return [*found, *nvlink_sections(rows)]
 
     def glance(self) -> Glance:
-        """Returns the summary of the first table."""
         if not self.rows:
             return Glance("nothing was measured")
         key = main_first(self.rows)[0]
@@ -285,7 +267,6 @@ def main_first(rows: Sequence[Row]) -> list[Key]:
 
 
 def members(rows: Iterable[Row], key: Key) -> list[Row]:
-    """Returns the rows of one table."""
     return [row for row in rows if key.has(row) and row.nbytes in SIZES]
 
 

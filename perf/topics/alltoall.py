@@ -96,7 +96,6 @@ def numel_of(nbytes: int, ranks: int) -> int:
 
 
 def calls_of(x: Tensor, kind: str) -> dict[str, Callable[[], Tensor]]:
-    """Returns the methods by name."""
     ranks, part_nbytes = dist.get_world_size(), x.nbytes // dist.get_world_size()
     dims = {} if kind == ROWS else {"scatter_dim": 2, "gather_dim": 1}
     found: dict[str, Callable[[], Tensor]] = {"graphar": partial(graphar.alltoall, x, **dims)}

@@ -295,9 +295,5 @@ class MatmulsBeside(BetweenRanks):
         found = [row.of_alone for row in self.rows if row.method == method and not row.wrong]
         return f"{min(found):.2f} to {max(found):.2f}" if found else NOT_SERVED
 
-    def charted(self) -> tuple[str, dict[str, float]]:
-        cases = {f"{row.method}: {row.shape}, {row.op}, {row.size_mb} MB": row for row in self.rows if not row.wrong}
-        return "Time of matmuls beside / alone", {case: row.of_alone for case, row in cases.items()}
-
     def glance(self) -> Glance:
         return Glance("time of matmuls beside graphar's copies / their time alone", figure=self._extent(COPIES))

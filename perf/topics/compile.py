@@ -128,7 +128,6 @@ class Compile(Report):
 
 
 def summary_table(compiled: Sequence[Compiled]) -> str:
-    """Returns a table with a row for each file and architecture."""
     known = sorted(compiled, key=lambda one: (one.file, ARCHITECTURES.index(one.arch)))
     cells = {
         "file": lambda kernels: kernels[0].file,

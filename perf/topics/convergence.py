@@ -42,24 +42,8 @@ class Convergence(Training):
     steps_on_cpu: ClassVar[int] = 240
     seeds_on_cpu: ClassVar[int] = 3
 
-    def findings(self) -> list[str]:
-        return [f"{task}: {range_by_bits(rows)}" for task, rows in self._by_task().items()]
-
     def sections(self) -> list[Section]:
         return [Section(title(rows), [final_table(rows)]) for rows in self._by_task().values()]
-
-
-def range_by_bits(rows: Sequence[TrainingRow]) -> str:
-    """Returns one task's results in words: the mean over seeds, or the least and the largest for so many bits."""
-    name, measure, digits = measure_of(rows)
-    means: dict[str, list[float]] = {}
-    for runs in by_configuration(rows):
-        means.setdefault(gradients(runs), []).append(statistics.fmean(map(measure, runs)))
-    words = [
-        f"{bits} {min(found):.{digits}f}" + (f" to {max(found):.{digits}f}" if len(found) > 1 else "")
-        for bits, found in means.items()
-    ]
-    return f"{name}: {', '.join(words)}"
 
 
 def final_table(rows: Sequence[TrainingRow]) -> str:

@@ -47,7 +47,6 @@ class ScaledOperands(products.ProductOperands):
 
 
 def make_operands(shape: products.Shape, device: torch.device) -> ScaledOperands:
-    """Returns random data."""
     m, n, k = shape
     weights = [normal(1 + at, (n, k), device).to(FP8) for at in range(products.weight_count(shape, 1))]
     blocks = -(-k // BLOCK)
@@ -64,7 +63,6 @@ LOST = 2.0**-11
 
 
 def scaled(method: str, operands: ScaledOperands, call: int) -> tuple[Tensor, Tensor]:
-    """Returns the factors of a call in fp64, times their scales."""
     x, w = operands.a.double(), operands.weight(call).double()
     if method == BF16:
         return x, w

@@ -234,7 +234,6 @@ def communicator_of(plan: FsdpPlan, method: str) -> graphar.Communicator:
 
 
 def compressed_by(communicator: graphar.Communicator | None) -> list[str]:
-    """Returns the algorithms that have compressed calls of this communicator."""
     runner = communicator.engine.runner if communicator else None
     begun = runner.calls_begun() if runner else {}
     return sorted(one.value for one, (calls,) in begun.items() if one.row.compresses and calls)
@@ -257,7 +256,6 @@ class Training:
         self._x, self._y = torch.randint(self._size.vocabulary, shape, generator=generator, device=self._ranks.device)
 
     def make_steps(self, count: int) -> list[Tensor]:
-        """Enqueues ``count`` steps and returns their losses."""
         losses = []
         # FlashAttention's backward pass can be deterministic. The CPU has only one kernel.
         flash = sdpa_kernel(SDPBackend.FLASH_ATTENTION) if self._x.is_cuda else contextlib.nullcontext()

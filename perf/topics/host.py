@@ -73,12 +73,8 @@ class Host(Report):
         own, other = number(plain.median), number(peer.median)
         return [f"An all-reduce takes the host {own} us; with {peer.method}, the fastest peer, it takes {other} us."]
 
-    def charted(self) -> tuple[str, dict[str, float]]:
-        ratios = {named(row): row.of_allreduce for row in self.rows if row.limit is not None and not row.wrong}
-        return WORDS.capitalize(), ratios
-
     def glance(self) -> Glance:
-        _, ratios = self.charted()
+        ratios = {named(row): row.of_allreduce for row in self.rows if row.limit is not None and not row.wrong}
         return Glance(WORDS, figure=extent(ratios) if ratios else NOT_SERVED)
 
 

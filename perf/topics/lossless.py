@@ -32,7 +32,7 @@ from perf.charts import Axis, Line, Plot
 from perf.harness import collectives
 from perf.harness import ranks as ranks_of
 from perf.harness.ranks import ProcessRanks
-from perf.md import NOT_SERVED, ratio_cell, table, time_cell
+from perf.md import NOT_SERVED, ratio_cell, table, time_table
 from perf.models.tasks import ByteTransformer, load_bytes
 from perf.peers import catalogue
 from perf.ratios import group, ratio
@@ -153,7 +153,6 @@ class LosslessRow:
         return OPS[self.op].lower(), self.data, format_nbytes(self.nbytes)
 
     def results(self) -> dict[str, Result]:
-        """Returns the results by method."""
         times = {method: getattr(self, f"{method}_us") for method in METHODS}
         return {
             method: Result(method, self.world_size, self.what, {"median": time_us}, self.wrong.get(method, 0))
@@ -315,7 +314,8 @@ class Lossless(BetweenRanks):
             body = ["Bits of an element, and time / plain time (of_plain):", ratio_table(mine, "plain")]
             if any(row.nccl_us for row in mine):
                 body += ["Time / NCCL's time (of_nccl):", ratio_table(mine, "nccl")]
-            body += ["Times:", time_table(mine)]
+            named = {f"{row.data}, {format_nbytes(row.nbytes)}": row.results() for row in mine}
+            body += ["Times:", time_table("data, size", named)]
             found.append(Section(f"{OPS[op]}, {world_size} ranks", body, [ratio_plot(mine)]))
         return found
 
@@ -345,17 +345,6 @@ def ratio_table(rows: Sequence[LosslessRow], method: str) -> str:
         ratios = [by_size[nbytes].over(method) if nbytes in by_size else None for nbytes in sizes]
         lines.append([kind, *entropies, f"{first.bits:.2f}", *map(ratio_cell, ratios)])
     return table(header, lines)
-
-
-def time_table(rows: Sequence[LosslessRow]) -> str:
-    """Returns a table of times with a row for each kind of data and size, and a column for each method."""
-    found = [(row, row.results()) for row in rows]
-    methods = [method for method in METHODS if any(method in results for _, results in found)]
-    lines = [
-        [row.data, format_nbytes(row.nbytes), *(time_cell(results.get(method)) for method in methods)]
-        for row, results in found
-    ]
-    return table(["data", "size", *(f"{method} (us)" for method in methods)], lines)
 
 
 def sizes_of(rows: Sequence[LosslessRow]) -> list[int]:

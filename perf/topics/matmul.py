@@ -62,7 +62,6 @@ def taken(case: products.Case) -> MatmulRow | None:
 
 
 def auto(case: products.Case) -> MatmulRow | None:
-    """Returns the row of what "auto" takes."""
     return next((row for row in case.values() if row.is_auto), None)
 
 

@@ -243,7 +243,3 @@ class NormGradients(passes.Passes):
     @classmethod
     def count(cls, plan: PassesPlan) -> int:
         return 2 * len(PASSES) * len(plan.shapes) * len(plan.methods)
-
-    @classmethod
-    def of_least(cls) -> tuple[str, Callable[[NormGradientRow], float]]:
-        return "graphar (GB/s)", lambda row: row.least_nbytes / row.median / 1e3

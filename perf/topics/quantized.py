@@ -24,7 +24,7 @@ from perf.md import ratio_cell, table, time_table
 from perf.peers.catalogue import CODEC_METHODS
 from perf.ratios import best_peer, by_method, geometric_mean, ratio, words_for
 from perf.report import Arguments, Glance, Section
-from perf.topics.allreduce import FAMILIES, HEAD, AllReduce, add_sizes, named_sizes
+from perf.topics.allreduce import FAMILIES, add_sizes, named_sizes
 
 MIN_NBYTES = 256 * KB
 LARGE_NBYTES = 16 * MB  # from this size on, the time is limited by bandwidth and not by latency
@@ -146,7 +146,6 @@ class Quantized(BetweenRanks):
 
     cpu_world_size: ClassVar[int] = 4
     order: ClassVar[int] = 2
-    head: ClassVar[str] = HEAD
     arguments: ClassVar[Arguments] = Arguments(
         on_gpus="--max-nbytes 256M", quick_on_gpus="--max-nbytes 16M", quick_on_cpu="--world-size 2"
     )
@@ -181,9 +180,6 @@ class Quantized(BetweenRanks):
             for message in sweep.run(one) if one.methods else ():
                 if not isinstance(message, LinkCeiling):
                     yield message
-
-    def line(self, row: ErrorRow | Row) -> str:
-        return AllReduce.line(self, row) if isinstance(row, Row) else ""
 
     def verified(self) -> Sequence[Row]:
         return self.times

@@ -332,10 +332,6 @@ class Suspend(BetweenRanks):
         words = f"to resume {held}; suspending took {suspend} and gave {row.freed_share:.0%} of that back"
         return Glance(words, figure=resume)
 
-    def charted(self) -> tuple[str, dict[str, float]]:
-        ratios = {f"{row.words}, {plural(row.world_size, 'rank')}": row.slowdown for row in self.rows}
-        return "Time of a step after the last resumption / before the first suspension", ratios
-
     def timed(self) -> list[Result]:
         return [
             Result(name, row.world_size, row.what, time_us, row.wrong)

@@ -139,7 +139,6 @@ class ThroughputRow(training_steps.StepRow):
 
     @property
     def throughput(self) -> float:
-        """The throughput in units a second."""
         return self.items / self.step_ms * 1e3
 
     @property
@@ -175,7 +174,6 @@ class ThroughputPlan:
 
 
 def run_rank(plan: ThroughputPlan, rank: int, port: int) -> Iterator[ThroughputRow | str]:
-    """Yields one rank's results."""
     ranks = ranks_of.join(rank, plan.world_size, plan.device, port)
     codecs = [reduction.seeded for reduction in reductions(dist.get_backend()) if reduction.codec]
     # The time limit of the first model must not include compilation.

@@ -131,7 +131,6 @@ class TrainingPlan:
     every_codec: bool
 
     def runs(self) -> list[Run]:
-        """Returns the runs of one task."""
         kinds = [("torch", None, False), ("graphar", None, False), *(("graphar", *kind) for kind in self._quantised())]
         return [Run(*kind, seed, self.steps) for kind in kinds for seed in self.seeds]
 
@@ -216,7 +215,6 @@ def batches(task: Task, data: Data, run: Run) -> Iterator[tuple[Tensor, Tensor]]
 
 
 def finished(device: torch.device) -> float:
-    """Waits for the device and returns the time."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
@@ -335,7 +333,6 @@ def check_packages(tasks: Sequence[str]) -> None:
 
 
 def title(rows: Sequence[TrainingRow]) -> str:
-    """Returns the title of one task's rows."""
     one = rows[0]
     return f"{one.task}: {one.outcome.parameters:,} parameters, {one.run.steps} steps, data hash {one.data}"
 
@@ -395,7 +392,6 @@ def by_configuration(rows: Sequence[TrainingRow]) -> list[list[TrainingRow]]:
 
 
 def mean(rows: Sequence[TrainingRow], name: str) -> float:
-    """Returns the mean of a field of Outcome."""
     return statistics.fmean(getattr(row.outcome, name) for row in rows)
 
 

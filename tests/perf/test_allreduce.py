@@ -260,15 +260,6 @@ def test_a_method_is_a_name_or_an_algorithm_with_any_number_of_blocks(name, prob
     assert problem in " ".join(capsys.readouterr().err.split())
 
 
-def test_the_help_of_methods_is_a_few_lines(capsys):
-    with pytest.raises(SystemExit):
-        program.parse(["allreduce", "--help"])
-
-    said = capsys.readouterr().out
-    assert "graphar:ALGORITHM[@BLOCKS]" in " ".join(said.split())
-    assert len(said.splitlines()) < 40
-
-
 @pytest.mark.gpu
 def test_a_small_sweep_of_two_gpus_is_right_in_every_mode(tmp_path):
     own = ["graphar", "graphar_out", "graphar_symmetric", "graphar:two_shot_push"]
@@ -348,10 +339,6 @@ def test_arbitrary_bits_have_a_column_of_their_own_where_they_were_measured():
     assert "any bits" not in size_table(measured[::2])
 
 
-def test_an_unknown_link_ceiling_leaves_its_column_empty():
-    assert "| 0.50 | - | one_shot_push |" in size_table([row(time_us=10.0), row("nccl", 20.0)])
-
-
 def test_every_method_has_a_column_of_microseconds_and_what_it_does_not_serve_is_a_dash():
     rows = [row(), row("nccl", 25.0), row(time_us=2000.0, nbytes=8192), row("nccl", 1000.0, nbytes=8192)]
     (text,) = [text for title, text in sections([*rows, row("vllm", 5.0)]).items() if "CUDA graphs" in title]
@@ -387,10 +374,6 @@ def test_a_world_of_backends_alone_has_no_other_table_and_is_no_answer():
     assert len(AllReduce(rows=rows).findings()) == 1
 
 
-def test_without_their_sizes_backends_have_no_table():
-    assert not [title for title in sections([row(nbytes=MB), row("nccl", nbytes=MB)]) if "by number of ranks" in title]
-
-
 def test_tokens_are_compared_at_their_own_sizes():
     rows = [row(nbytes=3 * MB), row("nccl", 30.0, nbytes=3 * MB), row("vllm", 8.0, nbytes=3 * MB), row()]
 
@@ -402,10 +385,6 @@ def test_tokens_are_compared_at_their_own_sizes():
         "| 192 | 10 | 30 | 8 | vllm | 1.25 |",
     ]
     assert "| 3 MB |" not in "".join(found.values())
-
-
-def test_no_tokens_no_table_of_them():
-    assert not [title for title in sections([row(nbytes=MB)]) if "tokens" in title]
 
 
 def test_other_dtypes_are_set_beside_the_first_and_have_no_other_table():

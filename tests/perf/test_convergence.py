@@ -13,7 +13,7 @@ import torch
 from graphar.numerics.codecs import Codec
 from perf import __main__ as program
 from perf.models import tasks
-from perf.topics.convergence import Convergence, final_table, range_by_bits
+from perf.topics.convergence import Convergence, final_table
 from perf.topics.training import Outcome, Run, TrainingRow
 
 OUTCOME = Outcome(0.1, 0.97, 0.25, 0.9, 1.0, 10.0, 34_000, True)
@@ -55,17 +55,12 @@ def test_accuracies_stand_beside_exact_ones_with_their_spread():
     assert lines[2].split(" | ")[-2:] == ["93.0 ± 1.4", "+0.0 |"]
     assert lines[3].split(" | ")[-2:] == ["90.5 ± 0.7", "-2.5 |"]
     assert "8 bits **(WRONG)**" in lines[3]
-    assert range_by_bits([*rows, row(Codec(8, 1024), 0, test_accuracy=0.89)]) == (
-        "test acc (%): exact 93.0, 8 bits **(WRONG)** 90.5, 8 bits 89.0"
-    )
 
 
 def test_a_language_model_is_measured_by_its_perplexity():
     rows = [row(None, 0, "text", test_loss=2.0), row(NEAREST, 0, "text", test_loss=2.1)]
-    rows += [row(Codec(8, 1024), 0, "text", test_loss=2.2)]
 
     assert final_table(rows).splitlines()[3].endswith("| 8.17 ± 0.00 | +0.78 |")
-    assert range_by_bits(rows) == "test perplexity: exact 7.39, 8 bits 8.17 to 9.03"
 
 
 def test_a_packages_images_are_read_without_unpickling_them_and_each_once(tmp_path, monkeypatch):

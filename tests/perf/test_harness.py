@@ -12,10 +12,9 @@ import graphar
 from graphar.plan.sizes import MB
 from perf.harness import links
 from perf.harness.cases import Case
-from perf.harness.links import Reading
 from perf.harness.ranks import InProcessRanks
 from perf.harness.sweep import measure
-from perf.harness.timing import percentile, time_in_turn
+from perf.harness.timing import deciles, spread, time_in_turn
 from perf.harness.verify import FP8_SHARE, differs, is_far
 from perf.peers import catalogue
 from perf.peers.catalogue import make_graphar
@@ -126,8 +125,7 @@ def test_an_algorithm_of_graphar_may_only_refuse_what_it_cannot_serve():
 class Counters:
     """Two links. Data are spread evenly over them, and the protocol adds a sixteenth."""
 
-    links = (0, 1)
-    raw_rates = (50.0, 50.0)
+    raw_rate = 100.0
 
     def __init__(self):
         self.sent = 0
@@ -136,8 +134,7 @@ class Counters:
         self.sent += nbytes
 
     def read(self):
-        data, raw = (self.sent // 2,) * 2, (self.sent * 17 // 32,) * 2
-        return Reading(data_tx=data, data_rx=data, raw_tx=raw, raw_rx=raw)
+        return [self.sent // 2] * 2, [self.sent * 17 // 32] * 2
 
 
 def test_traffic_is_counted_from_one_launch():
@@ -150,7 +147,7 @@ def test_traffic_is_counted_from_one_launch():
 
     assert used.must_send_nbytes == needed
     assert (used.payload_efficiency, used.protocol_overhead, used.link_balance) == (0.5, 0.0625, 1.0)
-    assert [link.raw_tx_nbytes for link in used.links] == [needed * 17 // 16] * 2
+    assert used.raw_tx_nbytes == needed * 17 // 8
 
 
 @pytest.mark.parametrize(
@@ -169,7 +166,10 @@ def test_traffic_is_counted_where_it_outweighs_what_else_is_sent(name, mode, nby
 
 
 def test_without_counters_the_reason_is_known(monkeypatch):
-    monkeypatch.setattr(links, "find", lambda device: "no NVLink")
+    def missing(device):
+        raise RuntimeError("no NVLink")
+
+    monkeypatch.setattr(links, "Counters", missing)
 
     assert links.find_counters(SimpleNamespace(device=None, total=lambda counts: counts)) == (None, "no NVLink")
 
@@ -183,13 +183,9 @@ def test_an_unknown_link_ceiling_is_no_end(monkeypatch):
     assert links.find_ceiling(InProcessRanks(4)) == "link ceiling, 4 ranks: 2 slots do not hold what was pushed"
 
 
-@pytest.mark.parametrize(("percent", "expected"), [(0, 1.0), (10, 1.4), (50, 3.0), (99, 4.96), (100, 5.0)])
-def test_a_percentile_is_linear_between_its_neighbours(percent, expected):
-    assert percentile([5.0, 1.0, 4.0, 2.0, 3.0], percent) == pytest.approx(expected)
-
-
-def test_a_single_value_is_each_of_its_percentiles():
-    assert percentile([7.0], 99) == 7.0
+def test_percentiles_are_linear_between_their_neighbours():
+    assert deciles([5.0, 1.0, 4.0, 2.0, 3.0]) == {"median": 3.0, "p10": pytest.approx(1.4), "p90": pytest.approx(4.6)}
+    assert spread([7.0]) == {"median": 7.0, "p10": 7.0, "p99": 7.0}
 
 
 def test_launches_take_turns_each_prepared_and_the_first_turn_does_not_count():

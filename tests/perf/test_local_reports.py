@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import shlex
 import shutil
 import subprocess
 import sys
@@ -15,7 +14,6 @@ import pytest
 from perf import __main__ as program
 from perf import machine
 from tests.perf.samples import CPU
-from tests.runtime.test_read_only import MOUNT, mounts_are_possible
 
 ROOT = Path(__file__).parents[2]
 CHECKOUT = ("graphar", "cuda_src", "perf", "reports", "tests", "docs")
@@ -69,25 +67,6 @@ def test_the_tests_of_committed_reports_pass_after_a_measurement_which_changes_n
     assert contents(checkout) == before
     (page,) = (checkout / "build" / "reports").glob("*/index.html")
     assert (page.parent / "allreduce.json").exists()
-
-
-@pytest.mark.skipif(not mounts_are_possible(), reason="this user may not mount")
-def test_a_read_only_checkout_is_measured_into_the_users_cache(checkout, tmp_path):
-    cache = tmp_path / "cache"
-    measure = shlex.join([sys.executable, *SHORT])
-    command = f"{MOUNT.format(shlex.quote(str(checkout)))} && cd {shlex.quote(str(checkout))} && {measure}"
-
-    found = subprocess.run(
-        ["unshare", "--mount", "--map-root-user", "sh", "-c", command],
-        env={**os.environ, "PYTHONPATH": str(checkout), "GRAPHAR_CACHE_DIR": str(cache)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-
-    assert found.returncode == 0, found.stderr
-    assert f"the report goes to {cache / 'reports'}" in found.stderr
-    assert list((cache / "reports").glob("*/allreduce.json"))
 
 
 def test_a_named_folder_is_used_and_one_that_cannot_be_made_ends_perf_before_it_measures(tmp_path, monkeypatch):

@@ -154,7 +154,7 @@ def test_a_report_without_ops_entropies_and_nccl_shows_its_all_reduces():
     assert section.title == "All-reduce, 4 ranks"
     _, ratios, _, times = section.body
     assert ratios.splitlines()[::2] == ["| data | bits | 64 MB: of_plain |", "| normal | 12.06 | 0.82 |"]
-    assert times.splitlines()[::2] == ["| data | size | plain (us) | lossless (us) |", "| normal | 64 MB | 293 | 240 |"]
+    assert times.splitlines()[::2] == ["| data, size | plain (us) | lossless (us) |", "| normal, 64 MB | 293 | 240 |"]
     assert (found.glance().headline, found.glance().shortfall) == ("0.82", "")
 
 
@@ -174,7 +174,7 @@ def test_each_op_has_a_section_with_the_time_over_both_others():
         "| weights | 10.42 | 12.07 | 0.80 | 0.80 |",
     ]
     assert tables[1][1] == "| weights | 10.42 | 12.07 | 0.75 | 0.75 |"
-    assert tables[2][0] == "| data | size | plain (us) | lossless (us) | nccl (us) |"
+    assert tables[2][0] == "| data, size | plain (us) | lossless (us) | nccl (us) |"
     assert all(plot is not None for plot in second.figures)
 
 

@@ -224,15 +224,6 @@ def test_a_shape_that_was_ended_early_is_shown_without_ratios():
     )
 
 
-def test_a_chart_has_a_row_for_each_weight():
-    found = report().ratio_chart()
-
-    assert (found.title, [(mark.row, mark.value) for mark in found.marks]) == (
-        "taken/torch by N x K",
-        [("8192 x 2048", 1.6), ("8192 x 2048", 0.9)],
-    )
-
-
 def test_a_line_says_which_tile_is_taken():
     lines = [Matmul().line(one) for one in shape_rows(FEW, 10.0, 8.0, 16.0)]
 

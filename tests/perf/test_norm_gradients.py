@@ -348,7 +348,7 @@ def test_a_table_has_the_times_the_ratio_and_the_least_bytes_with_their_time():
     backward, _, _ = report().sections()
 
     assert backward.body[0].splitlines()[2:] == [
-        "| 4096 x 8192 | yes | 100 | 400 | 200 | torch.compile | 0.50 | 256 | 67.1 | 2685 |",
+        "| 4096 x 8192 | yes | 100 | 400 | 200 | torch.compile | 0.50 | 256 | 67.1 | 1.49 |",
         "| 4096 x 8192 | no | - | - | 125 | torch.compile | - | 192 | 50.3 | - |",
     ]
 

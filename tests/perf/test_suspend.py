@@ -241,10 +241,6 @@ def test_a_table_has_the_memory_and_another_the_times():
         " | 1000.0 | 1010.0 | 1.01 | 0 |"
     )
     assert "| 320.0 | 40.00 (30.00 to 50.00) | 5.00 |" in more
-    assert [(mark.row, mark.value) for mark in Suspend([row(), prefill()]).ratio_chart().marks] == [
-        ("decode of 8 tokens", 1.01),
-        ("prefill of 8192 tokens", 1.01),
-    ]
 
 
 def test_numbers_of_ranks_have_sections_of_their_own():
