@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from graphar.plan.algorithms import Algorithm
+from graphar.runtime.catalogue import file_of
 from graphar.simulator.build import Mutation
 from graphar.simulator.simulation import KernelFailure
 
@@ -29,8 +30,23 @@ class Mutant:
     world_size: int = 3
 
 
-def mutant(name: str, file: str, old: str, new: str, algorithm: str, sanitizer: str = "plain", world_size: int = 3):
-    return Mutant(name, Mutation(file, old, new), Algorithm(algorithm), sanitizer, world_size)
+Mistakes = dict[str, Mutation | tuple[str, ...]]
+
+
+def mutants_of(mistakes: dict[str | tuple, Mistakes]) -> tuple[Mutant, ...]:
+    """Returns mutants by algorithm, or by algorithm, sanitizer and world size.
+
+    A mistake is a text of a file and what takes its place. Without a file it is in the algorithm's own.
+    """
+    made = []
+    for key, of_algorithm in mistakes.items():
+        name, *more = (key,) if isinstance(key, str) else key
+        algorithm = Algorithm(name)
+        for what, mistake in of_algorithm.items():
+            if not isinstance(mistake, Mutation):
+                mistake = Mutation(*mistake) if len(mistake) == 3 else Mutation(file_of(algorithm), *mistake)
+            made.append(Mutant(what, mistake, algorithm, *more))
+    return tuple(made)
 
 
 def notices(run: Callable[[], object]) -> bool:
