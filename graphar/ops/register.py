@@ -64,11 +64,11 @@ _DENSE = (torch.Tensor, torch.nn.Parameter)
 def _is_plain(values: Sequence) -> bool:
     """Whether a call with these tensors, and lists of tensors, may skip torch's dispatcher, which takes half the time.
 
-    It calls no function of Python: each is a frame more in every call that repeats no earlier one.
+    It is for calls that no compiler traces, and calls no function of Python: each is a frame more in every call that
+    repeats no earlier one.
     """
     if (
-        _is_compiling()
-        or _dispatch_modes()
+        _dispatch_modes()
         or _function_modes()
         or _transforms() is not None
         or forward_ad._current_level >= 0
@@ -153,7 +153,7 @@ class Op(Generic[G]):
         ``asked`` has what the user asked for, so that later calls can repeat this one: see repeats.py.
         """
         in_list = isinstance(tensors[0], (list, tuple))
-        if _is_plain((*tensors, *self._lists_of(given))):
+        if not _is_compiling() and _is_plain((*tensors, *self._lists_of(given))):
             lists = [list(xs) if in_list else [xs] for xs in tensors]
             results = self._results(lists, given, in_list, asked)
         else:
@@ -173,7 +173,7 @@ class Op(Generic[G]):
         A ``plain`` call goes past torch's dispatcher whatever its modes are.
         """
         in_list, values = isinstance(tensors[0], (list, tuple)), (*tensors, *self._values(given))
-        if plain or _is_plain((*tensors, *self._lists_of(given))):
+        if plain or (not _is_compiling() and _is_plain((*tensors, *self._lists_of(given)))):
             self._implement_out(*values, in_list=in_list, asked=asked)
         elif self._with_out:
             (self.list_out if in_list else self.one_out)(*values)
