@@ -51,9 +51,11 @@ def test_figures_and_generated_tables_are_on_the_pages(site):
     assert [name for name, text in texts.items() if "<!-- generated" in text or "<!-- figure" in text] == []
 
 
-def test_links_of_reports_pages_lead_to_files_of_the_site(site):
+def test_links_of_reports_pages_lead_to_places_of_the_site(site):
     pages = [site / "reports" / "index.html", *(site / "reports").glob("*/index.html")]
-    links = {page.parent / link for page in pages for link in re.findall(r'href="(?!#|http)([^"#]+)', page.read_text())}
+    found = {page: re.findall(r'<a href="(?!http)([^"#]*)#?([^"]*)"', page.read_text()) for page in pages}
+    links = {(page.parent / (file or page.name), place) for page, of in found.items() for file, place in of}
 
-    assert len(links) > 100
-    assert [link for link in links if not link.exists()] == []
+    assert len(links) > 50
+    assert [file for file, _ in links if not file.exists()] == []
+    assert [place for file, place in links if place and f'id="{place}"' not in file.read_text()] == []
