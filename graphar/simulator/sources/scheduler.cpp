@@ -22,6 +22,10 @@ constexpr size_t stack_nbytes = 256 << 10;
 constexpr size_t static_shared_nbytes = 16 << 10;
 constexpr size_t alignment = 128;
 constexpr uint64_t step_ns = 100;
+constexpr uint32_t longest_pause = 512;  // steps between two loads of a thread that looks for something
+// A wait begins with its first look at the clock and ends with the last one. Between two looks are 1,024 times
+// (device/sync/deadline.cuh) of up to 8 loads.
+constexpr uint64_t loads_of_looks = 2 * 1024 * 8;
 constexpr uint64_t first_ns = uint64_t(1) << 60;  // as on GPUs, whose clocks count from long ago
 constexpr uint64_t most_steps = 200'000'000;  // more than twice as many as any test takes
 
@@ -350,7 +354,7 @@ void step() {
 
 void step_after_load() {
   const unsigned in_a_row = ++current->loads_in_a_row;
-  leave_for(in_a_row < 16 ? 0 : random(std::min(in_a_row, 512u)));
+  leave_for(in_a_row < 16 ? 0 : random(std::min<uint32_t>(in_a_row, longest_pause)));
 }
 
 void (*look_at_store)(const void* address, uint32_t nbytes) = [](const void*, uint32_t) {};
@@ -427,7 +431,11 @@ End run(const std::vector<std::vector<Kernel>>& streams, int ranks, unsigned roo
   for (auto& of_rank : begun) of_rank.reserve(1 << 10);
   for (int rank = 0; rank < ranks; ++rank) frozen_until.push_back(random(20'000));
   for (size_t s = 0; s < streams.size(); ++s) start_what_may(s);
-  for (steps = 0; steps < most_steps && (steps - last_event) * step_ns <= patience_ns; ++steps) {
+  const auto is_patient = [&] {
+    const uint64_t pause = std::max<uint64_t>(longest_pause, runnable.size() + sleeping.size());
+    return steps - last_event <= patience_ns / step_ns + loads_of_looks * pause;
+  };
+  for (steps = 0; steps < most_steps && is_patient(); ++steps) {
     perhaps_freeze_a_rank();
     look();
     if (chance(2)) pending.perform_one();
