@@ -123,7 +123,7 @@ enum End { complete, stuck, endless };
 
 // Runs each stream's kernels in order, those of different streams at the same time; stream s is one of rank s % ranks.
 // The blocks of a rank that are under way take at most `room` places at a time. Threads that do nothing but look for
-// something are given up after `patience_ns`, and as long as they may take to notice. Calls `look` between any two steps.
+// something are given up after `patience_ns`, and the time that they may take to notice. Calls `look` between steps.
 End run(const std::vector<std::vector<Kernel>>& streams, int ranks, unsigned room, uint64_t seed, uint64_t patience_ns,
         void (*look)());
 
