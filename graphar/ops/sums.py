@@ -11,6 +11,7 @@ import torch
 
 from graphar.numerics import leaf_tree
 from graphar.numerics.codecs import Codec, CodecName
+from graphar.numerics.dtypes import TYPE_NAMES
 from graphar.numerics.epilogues.epilogue import AppliedEpilogue, Epilogue, EpilogueInputs, Pointwise, bind
 from graphar.numerics.epilogues.syntax import parse
 from graphar.numerics.partitions import split
@@ -265,10 +266,20 @@ def _applied(arguments: ArgumentsOfParts, rooms: list[torch.Tensor]) -> AppliedE
 
 def _check_order(op: str, engine: Engine, xs, arguments: options.Ordered) -> None:
     """Raises ValueError unless ``xs`` can be added in the order of the call: a tree adds partials in fp32."""
-    if arguments.order == "tree":
-        if xs[0].dtype != torch.float32:
-            raise ValueError(f"{op}: order='tree' adds partials in float32, got {xs[0].dtype}")
-        leaf_tree.check_ranks(op, engine.world_size)
+    order, out_dtype = arguments.order, arguments.out_dtype
+    if order == "rank" and out_dtype is None:
+        return
+    if order not in ("rank", "tree"):
+        raise ValueError(f"{op}: order must be 'rank' or 'tree', got {order!r}")
+    if order == "rank":
+        raise ValueError(f"{op}: out_dtype needs order='tree'; in the order of ranks the result has the dtype of x")
+    if arguments.codec:
+        raise ValueError(f"{op}: takes a codec or order='tree', not both")
+    if xs[0].dtype != torch.float32:
+        raise ValueError(f"{op}: order='tree' adds partials in float32, got {xs[0].dtype}")
+    if out_dtype not in (None, *TYPE_NAMES):
+        raise ValueError(f"{op}: out_dtype must be bfloat16, float16 or float32, got {out_dtype}")
+    leaf_tree.check_ranks(op, engine.world_size)
 
 
 def _check_parts(engine: Engine, xs, arguments: ArgumentsOfParts) -> None:

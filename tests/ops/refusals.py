@@ -307,6 +307,15 @@ def of_codecs(alone, pair):
 
 
 def of_trees(alone, pair):
+    for op, in_list in itertools.product((inside.allreduce, inside.reducescatter), (False, True)):
+        x, name = ([X, Y], pair) if in_list else (X, alone), f"{op.__name__}{' list' if in_list else ''}"
+        for what, argument, given in (
+            ("order ring", "order", {"order": "ring"}),
+            ("out_dtype without a tree", "out_dtype", {"out_dtype": FP8}),
+            ("tree of FP8", "out_dtype", {"order": "tree", "out_dtype": FP8}),
+            ("tree with a codec", "codec", {"order": "tree", "codec": "int8"}),
+        ):
+            yield row(f"{name} {what}", argument, ValueError, op, *x, **given)
     for op in (inside.allreduce, inside.reducescatter):
         for dtype in (torch.bfloat16, torch.float64, torch.int32):
             yield row(f"{op.__name__} tree {dtype}", "float32", ValueError, op, X.to(dtype), alone, order="tree")
@@ -469,6 +478,9 @@ def of_raw_ops():
         for rank, sizes in ((1, [4]), (0, [4, 0]), (1, [0, 4])):
             given = op.arguments(rank=rank, sizes=sizes)
             yield row(f"op {op.name} rank {rank} sizes {sizes}", f"rank {rank}", ValueError, op.one, x, *given)
+    for order, out_dtype in (("ring", None), ("rank", torch.bfloat16), ("tree", FP8)):
+        given = sums.SUM.arguments(order=order, out_dtype=out_dtype)
+        yield row(f"op allreduce {order} {out_dtype}", "or", ValueError, sums.SUM.one, x, *given)
     given = sums.SCATTER.arguments(sizes=[2, 3])
     yield row("op reducescatter_list sizes", "sizes", ValueError, sums.SCATTER.list, [x, x], *given)
 
