@@ -20,6 +20,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 from torch.autograd import forward_ad
+from torch.utils._pytree import tree_leaves
 
 from graphar.ops.options import Given, kinds
 from graphar.ops.repeats import Asked, keep
@@ -158,7 +159,7 @@ class Op(Generic[G]):
             results = self._results(lists, given, in_list, asked)
         else:
             values = (*tensors, *self._values(given))
-            _check_transform(self.name, _tensors_in(values))
+            _check_transform(self.name, values)
             results = self.list(*map(_with_own_nodes, values)) if in_list else self.one(*values)
         if not self.has_several:
             return results
@@ -380,24 +381,12 @@ def for_ranks(ctx, name: str, *lists: Sequence[torch.Tensor], **named) -> list[t
 # ---- values of a call -----------------------------------------------------------------------------------------------
 
 
-def _tensors_in(values: Sequence) -> list[torch.Tensor]:
-    """Returns the tensors among ``values``, and in the lists among them."""
-    found = []
-    for value in values:  # a comprehension is a further frame
-        if isinstance(value, torch.Tensor):
-            found.append(value)
-        elif isinstance(value, (list, tuple)):
-            for x in value:
-                if isinstance(x, torch.Tensor):
-                    found.append(x)
-    return found
-
-
-def _check_transform(op: str, tensors: Sequence[torch.Tensor]) -> None:
+def _check_transform(op: str, values: Sequence) -> None:
     """Raises NotImplementedError if a transform of torch.func, such as grad and jacrev, differentiates a tensor."""
     if _is_compiling() or (within := _transforms()) is None:
         return
     differentiates = within.key() in (_functorch.TransformType.Grad, _functorch.TransformType.Jvp)
+    tensors = filter(torch.is_tensor, tree_leaves(values))  # those in lists, too
     if differentiates and any(map(_functorch.is_functorch_wrapped_tensor, tensors)):
         raise NotImplementedError(
             f"{op}: torch.func.{within.key().name.lower()} cannot differentiate it, nor can vjp, jacrev and the like; "
