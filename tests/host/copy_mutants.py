@@ -13,9 +13,7 @@ INIT_AND_BARRIER = (
 
 COPY_MUTANTS = mutants_of(
     {
-        "one_shot": {
-            "a copy that is not waited for": ("wait_for_copies<Depth - 1>();", "wait_for_copies<Depth>();"),
-        },
+        "one_shot": {"a copy that is not waited for": ("wait_for_copies<Depth - 1>();", "wait_for_copies<Depth>();")},
         ("two_shot_tma", "plain", 2): {
             "a bulk store that is not waited for": (
                 "        wait_for_bulk_stores();\n      }\n      __syncwarp();",

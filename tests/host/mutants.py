@@ -17,13 +17,15 @@ LOADED = "    __syncwarp();  // (24)\n"
 SET = "store_release_sys_if(sends, &signal_pad(a, sends ? peer : 0)->flag[row][a.rank], flag_of(a, call, step));"
 NOT_RELEASED = "if (sends) store_relaxed_sys(&signal_pad(a, peer)->flag[row][a.rank], flag_of(a, call, step));"
 POLL = "for (u64 seen; (seen = load_acquire_sys(flag)) != own;) {"
-NEXT = "mine[0] = from[sent];"
-ARM = "arm(slot<P>(a, 0, at + r * a.capacity));"
 REDUCE_AND_SEND = "    if (k >= 1 && k <= chunks) body.reduce(k - 1);\n    signals.send<N>(a, call, k + 1);\n"
 SLOTS, NO_SLOTS = "const u32 slots = (call.epoch & 1) * N * a.capacity;", "const u32 slots = 0;"
 
+OF_TILES = ("two_shot_lossless", "allgather_lossless", "quantized_reducescatter", "quantized_two_shot_push")
+NOT_READ = {"a last element stored before all have read it": (TILES, LOADED, "")}
+
 MUTANTS = mutants_of(
     {
+        **{(name, "thread", 2): NOT_READ for name in OF_TILES},
         ("one_shot", "thread"): {
             "a signal that is no release": (PAD, SET, NOT_RELEASED),
             "one stage instead of two": (
@@ -80,26 +82,14 @@ MUTANTS = mutants_of(
                 PAD,
                 "OfWarp ? __syncwarp() : __syncthreads();",
                 "if (OfWarp) __syncwarp();",
-            ),
+            )
         },
         ("one_shot_unstaged", "thread"): {
             "threads that do not wait for the one that waits": (
                 PAD,
                 "return !__syncthreads_or(failed);",
                 "return !failed;",
-            ),
-        },
-        ("two_shot_lossless", "thread", 2): {
-            "a last element stored before all have read it": (TILES, LOADED, ""),
-        },
-        ("allgather_lossless", "thread", 2): {
-            "a last element stored before all have read it": (TILES, LOADED, ""),
-        },
-        ("quantized_reducescatter", "thread", 2): {
-            "a last element stored before all have read it": (TILES, LOADED, ""),
-        },
-        ("quantized_two_shot_push", "thread", 2): {
-            "a last element stored before all have read it": (TILES, LOADED, ""),
+            )
         },
         "one_shot_push": {
             "an epoch that is not advanced": (CALL, "call.epoch + 1 - call.aborted);", "call.epoch);"),
@@ -108,14 +98,14 @@ MUTANTS = mutants_of(
                 "call.was_busy = __syncthreads_or(call.was_busy);",
                 "call.was_busy = call.was_busy;",
             ),
-            "a place that is not armed again": (SENTINEL, ARM, ";"),
+            "a place that is not armed again": (SENTINEL, "arm(slot<P>(a, 0, at + r * a.capacity));", ";"),
             "data that look like 'not yet'": (SENTINEL, "word = min(word, not_yet - 1);", "word = min(word, not_yet);"),
             "the last pack of a tensor taken for a whole one": (
                 PACK,
                 "return end <= whole || (first < whole && first + stride >= end);",
                 "return end <= whole + 1;",
             ),
-            "one slot instead of two": (SLOTS, "const u32 slots = 0;"),
+            "one slot instead of two": (SLOTS, NO_SLOTS),
         },
         "reducescatter_push": {
             "epochs of the grid's own blocks only": (
@@ -155,11 +145,11 @@ MUTANTS = mutants_of(
             "an owner one off": ("const u32 owner = (a.rank + hop) % N;", "const u32 owner = (a.rank + hop + 1) % N;"),
         },
         ("one_shot_push", "plain", 2): {
-            "a pack that is sent twice in turn": (SENTINEL, NEXT, "mine[0] = *from;"),
+            "a pack that is sent twice in turn": (SENTINEL, "mine[0] = from[sent];", "mine[0] = *from;"),
             "packs after the first that are not sent": (SENTINEL, "    send();\n", ""),
         },
         "allgather_flagged": {
-            "one slot instead of two, with flags": (SLOTS, "const u32 slots = 0;"),
+            "one slot instead of two, with flags": (SLOTS, NO_SLOTS),
             "half a pack taken for whole": (
                 FLAGGED,
                 "found.difference |= flag ^ a.fingerprint;",
@@ -208,7 +198,7 @@ MUTANTS = mutants_of(
                 TWO_SHOT_PIPELINE,
                 "constexpr u32 pipeline_depth = 3;",
                 "constexpr u32 pipeline_depth = 2;",
-            ),
+            )
         },
         "quantized_reducescatter": {
             "one slot fewer than steps under way, of a reduce-scatter with a codec": (
@@ -232,7 +222,7 @@ MUTANTS = mutants_of(
             "another rank's part summed in place of this rank's own": (
                 "const Tensor<T> input = part_of<T>(a.input, a, a.rank),",
                 "const Tensor<T> input = part_of<T>(a.input, a, 0),",
-            ),
+            )
         },
         "allgather_lossless": {
             "one slot fewer than steps under way, of a compressed all-gather": (
@@ -281,7 +271,7 @@ MUTANTS = mutants_of(
             "sums read before they are all there": (
                 "ok = signals.wait<N>(a, call, 2);",
                 "ok = signals.wait<N>(a, call, 1);",
-            ),
+            )
         },
         "two_shot_lossless": {
             "an exponent just too far away": (LOSSLESS, "bytes_from<15>(offset[h])", "bytes_from<16>(offset[h])"),
