@@ -98,10 +98,9 @@ def alltoall(
     asked = (x,), how, None
     if out is None:
         return OP(x, given=arguments, asked=asked)
-    xs: Any = x if in_list else [x]
-    outs: Any = out if in_list else [out]
-    tensor_checks.check_one_each(NAME, "out", outs, xs)
-    for like, to, shape in zip(xs, outs, _result_shapes(xs, arguments), strict=True):
+    of_ranks = options.by_rank(NAME, x=x, out=out)
+    shapes = _result_shapes([like for like, _ in of_ranks], arguments)
+    for (like, to), shape in zip(of_ranks, shapes, strict=True):
         tensor_checks.check_strided(NAME, "out", to)
         wanted = {"shape": torch.Size(shape), "dtype": like.dtype, "device": like.device}
         tensor_checks.check_destination(NAME, "out", to, wanted, "result", (like,))
@@ -126,8 +125,7 @@ def _arguments_of_rank(x, group: Group, sizes, scatter_dim, gather_dim, how: dic
                 f"{NAME}: sizes must have {sent} from rank {rank}, which is this one, got {list(receives)} as received"
             )
     known = sizes is None or scatter != gather
-    where = {"rank": rank, "sizes": [*sends, *receives], "scatter_dim": scatter, "gather_dim": gather}
-    return Arguments(known=known, **where, **how)
+    return Arguments(rank=rank, sizes=[*sends, *receives], scatter_dim=scatter, gather_dim=gather, known=known, **how)
 
 
 def _arguments_of_list(xs, group: Group, sizes, scatter_dim, gather_dim, how: dict[str, Any]) -> Arguments:
@@ -228,8 +226,9 @@ def _run(engine: Engine, xs, outs, arguments: Arguments):
     row = tuple([1 if at in (scatter, gather) else length for at, length in enumerate(xs[0].shape)])
     sends, receives = (tuple(map(tuple, lengths)) for lengths in _lengths(arguments, len(xs)))
     work = Exchange(max(arguments.rank, 0), row, sends, receives, scatter, gather, arguments.known)
-    ranks = options.operands_of_sum(xs, outs)
-    return engine.run(Call.of(work, xs[0], algorithm=arguments.algorithm, timeout_s=arguments.timeout_s), ranks), ranks
+    ranks, symmetric = options.operands_of_sum(xs, outs), engine.symmetric_sides(xs, outs)
+    call = Call.of(work, xs[0], algorithm=arguments.algorithm, timeout_s=arguments.timeout_s, symmetric=symmetric)
+    return engine.run(call, ranks), ranks
 
 
 def _backward(ctx, gradients):

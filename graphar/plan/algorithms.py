@@ -52,6 +52,7 @@ class Algorithm(StrEnum):
     ALLGATHER_COPIES = "allgather_copies"
     ALLTOALL_FLAGGED = "alltoall_flagged"
     ALLTOALL_PUSH = "alltoall_push"
+    ALLTOALL_COPIES = "alltoall_copies"
     QUANTIZED_TWO_SHOT_PUSH = "quantized_two_shot_push"
     QUANTIZED_TWO_SHOT_PIPELINED = "quantized_two_shot_pipelined"
     QUANTIZED_REDUCESCATTER = "quantized_reducescatter"
@@ -117,7 +118,7 @@ ReduceScatterAlgorithm = (
 AllGatherAlgorithm = (
     Algorithm | Literal["auto", "allgather_flagged", "allgather_push", "allgather_lossless", "allgather_copies"]
 )
-AllToAllAlgorithm = Algorithm | Literal["auto", "alltoall_flagged", "alltoall_push"]
+AllToAllAlgorithm = Algorithm | Literal["auto", "alltoall_flagged", "alltoall_push", "alltoall_copies"]
 
 
 _BEFORE_DIGEST = "@"  # in the value of an algorithm from outside the package, between kernel_name and a digest
@@ -350,6 +351,7 @@ def _copied_rows(sizes: Sizes) -> dict[Algorithm, Row]:
         Algorithm.TWO_SHOT_COPIES: copied("allreduce", sizes.copied_sum_nbytes, areas=2, direct="output"),
         Algorithm.REDUCESCATTER_COPIES: copied("reducescatter"),
         Algorithm.ALLGATHER_COPIES: copied("allgather", dtypes=(BYTE,), direct="output"),
+        Algorithm.ALLTOALL_COPIES: copied("alltoall", dtypes=(BYTE,), direct="output"),
     }
 
 

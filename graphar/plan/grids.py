@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from graphar.numerics.codecs import Codec
 from graphar.numerics.codecs import codec as codec_of_text
+from graphar.numerics.dtypes import BYTE
 from graphar.plan.call import Call
 from graphar.plan.policy import Chip, Policies
 from graphar.plan.row import MAX_THREADS, Candidates, Grid, Row
@@ -45,8 +46,8 @@ def in_groups(world_size: int, nbytes: int) -> Iterator[tuple[int, int]]:
 
 
 def of_copies(row: Row, call: Call, world_size: int, policies: Policies, chip: Chip) -> Grid:
-    """Returns the grid of a rank's local sum. An all-gather has no sum, but a block in which ranks meet."""
-    if call.op == "allgather":
+    """Returns the grid of a rank's local sum. What only moves data has no sum, but a block in which ranks meet."""
+    if BYTE in row.dtypes:
         return Grid(1, MEETING_THREADS)
     return Grid(min(call.blocks or policies.copies.sum_blocks, chip.shared_blocks(halves=True)), MAX_THREADS)
 

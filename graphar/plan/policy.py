@@ -105,7 +105,7 @@ class LargeCallsPolicy:
 
     def least(self, op: str, world_size: int) -> int | None:
         """Returns the bytes from which on "auto" takes the algorithm for calls of ``op``; None: it never does."""
-        return getattr(self, f"{op}_from_nbytes").get(world_size)
+        return getattr(self, f"{op}_from_nbytes", {}).get(world_size)
 
 
 @dataclass(frozen=True)
@@ -121,6 +121,7 @@ class CopiesPolicy(LargeCallsPolicy):
     sum_blocks: int  # thread blocks of a local sum
     chunk_nbytes: int  # the smallest chunk; larger tensors travel in larger ones, up to a place of the scratch
     chunks: int  # how many chunks of a part are enough: more meet more often, and fewer fill the links less
+    alltoall_from_nbytes: ByWorldSize = field(default_factory=dict)  # as allgather_from_nbytes; older tables lack it
 
 
 @dataclass(frozen=True)

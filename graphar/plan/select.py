@@ -90,8 +90,7 @@ def select(call: Call, facts: Facts) -> Choice:
     Raises:
         UnsupportedError: the algorithm that the call names cannot serve it.
     """
-    of_work = _norm if isinstance(call.work, Norm) else _exchange if isinstance(call.work, Exchange) else _elements
-    choice = of_work(call, facts)
+    choice = _norm(call, facts) if isinstance(call.work, Norm) else _elements(call, facts)
     config, row = choice.config, choice.config.algorithm.row
     # The grid of a policy leaves room for other kernels already.
     most = MAX_BLOCKS if row.policy_grid else facts.chip.shared_blocks(row.takes_half(config.threads))
@@ -101,16 +100,18 @@ def select(call: Call, facts: Facts) -> Choice:
     return choice
 
 
-# ---- sums, parts and tuples -----------------------------------------------------------------------------------------
+# ---- sums, parts, tuples and all-to-alls ----------------------------------------------------------------------------
 
 
-def _elements(call: Call[Sum | Parts | TensorTuple], facts: Facts) -> Choice:
+def _elements(call: Call[Sum | Parts | TensorTuple | Exchange], facts: Facts) -> Choice:
     work, asked = call.work, None if call.algorithm == "auto" else Algorithm(call.algorithm)
     if asked is HIERARCHICAL.algorithm and not _lacks(HIERARCHICAL.algorithm.row, work):
         return _hierarchical(call, facts)
     problem = "asked for" if asked is FALLBACK.algorithm else _why_no_kernel(call, facts, asked)
     if problem:
         return Choice(FALLBACK, f"{problem}{_what_is_added(work)}")
+    if isinstance(work, Exchange) and not work.known:
+        return _of_any_sizes(call, facts, asked)
     return _encoded(call, facts, asked) if work.codec else _measured(call, facts, asked)
 
 
@@ -141,16 +142,12 @@ def _lacks(row: Row, work: Sum | Parts | TensorTuple | Exchange) -> Reason | Non
     return "has no kernel that adds as a tree" if work.order == "tree" and not row.adds_tree else None
 
 
-def _what_is_added(work: Sum | Parts | TensorTuple) -> str:
-    tree = _as_tree(work)
+def _what_is_added(work: Sum | Parts | Norm | TensorTuple | Exchange) -> str:
+    tree = "; added as a tree" if work.order == "tree" else ""
     return f"{tree}; with the epilogue {work.epilogue.text}" if work.epilogue else tree
 
 
-def _as_tree(work: Sum | Parts | Norm | TensorTuple) -> str:
-    return "; added as a tree" if work.order == "tree" else ""
-
-
-def _hierarchical(call: Call[Sum | Parts | TensorTuple], facts: Facts) -> Choice:
+def _hierarchical(call: Call[Sum | Parts | TensorTuple | Exchange], facts: Facts) -> Choice:
     codec = call.wire
     if facts.world_size == 1:
         return Choice(FALLBACK, "one rank has nothing to add")
@@ -162,7 +159,7 @@ def _hierarchical(call: Call[Sum | Parts | TensorTuple], facts: Facts) -> Choice
     return Choice(HIERARCHICAL, across)
 
 
-def _encoded(call: Call[Sum | Parts | TensorTuple], facts: Facts, asked: Algorithm | None) -> Choice:
+def _encoded(call: Call[Sum | Parts | TensorTuple | Exchange], facts: Facts, asked: Algorithm | None) -> Choice:
     if not any(call.work.parts):
         return Choice(FALLBACK, "an empty tensor has no tile")
     bits = codec_of_text(call.work.codec).bits_per_element
@@ -172,7 +169,7 @@ def _encoded(call: Call[Sum | Parts | TensorTuple], facts: Facts, asked: Algorit
     return Choice(config, f"{wire}, {_by_table(facts.table, call, facts)}")
 
 
-def _measured(call: Call[Sum | Parts | TensorTuple], facts: Facts, asked: Algorithm | None) -> Choice:
+def _measured(call: Call[Sum | Parts | TensorTuple | Exchange], facts: Facts, asked: Algorithm | None) -> Choice:
     is_sum = isinstance(call.work, Sum)
     if is_sum and call.blocks and call.nbytes >= facts.table.beside.pipelined_from_nbytes:
         asked = asked or GENERAL[call.op]
@@ -189,7 +186,7 @@ def _measured(call: Call[Sum | Parts | TensorTuple], facts: Facts, asked: Algori
     by_size = ("a guess " if table.name == DEFAULT else "the fastest ") if is_sum else ""
     why = f"{_COMPRESSED} " if compressing else "asked for, shaped " if asked else by_size
     if config.algorithm.row.copies:
-        adds = "" if call.op == "allgather" else f" and {config.blocks} while a rank adds"
+        adds = "" if call.op in MOVING else f" and {config.blocks} while a rank adds"
         why = f"by copy engines, 1 block while ranks meet{adds}, {why if asked else 'chosen '}"
     off = _NOT_COMPRESSED if suits and not compressing else ""
     choice = Choice(config, f"{why}{_by_table(table, call, facts)}{off}")
@@ -219,31 +216,22 @@ def _with_options(choice: Choice, call: Call) -> Choice:
     return Choice(config, f"{reason}{_what_is_added(call.work)}")
 
 
-# ---- all-to-alls ----------------------------------------------------------------------------------------------------
-
-
-def _exchange(call: Call[Exchange], facts: Facts) -> Choice:
-    """Returns the choice for an all-to-all. It must not depend on lengths that only some ranks know."""
-    asked, general = None if call.algorithm == "auto" else Algorithm(call.algorithm), GENERAL[call.op]
-    if problem := _why_no_kernel(call, facts, asked):
-        return Choice(FALLBACK, problem)
-    table, entries = facts.table, facts.table.parts[call.op]
-    if call.work.known:
-        config, size = by_entries(entries, 1, call.nbytes, asked), _by_table(table, call, facts)
-    elif asked in (None, general):  # without a size the grid is that of the largest parts
-        config, size = by_entries(entries, 1, sys.maxsize, general), f"by table {table.name!r} for parts of any size"
-    else:
+def _of_any_sizes(call: Call, facts: Facts, asked: Algorithm | None) -> Choice:
+    """Returns the choice for an all-to-all of parts whose lengths only some ranks know. It must not depend on them."""
+    table, general = facts.table, GENERAL[call.op]
+    if asked not in (None, general):
         raise UnsupportedError(
             f"{call.op}: {call.algorithm} cannot serve this call: no rank knows all sizes; {general.value} does"
         )
-    return Choice(config, f"asked for, shaped {size}" if call.algorithm != "auto" else size)
+    config = by_entries(table.parts[call.op], 1, sys.maxsize, general)  # the grid is that of the largest parts
+    return Choice(config, f"{'asked for, shaped ' if asked else ''}by table {table.name!r} for parts of any size")
 
 
 # ---- norms -----------------------------------------------------------------------------------------------------------
 
 
 def _norm(call: Call, facts: Facts) -> Choice:
-    tree = _as_tree(call.work)
+    tree = _what_is_added(call.work)
     if facts.problem:
         return Choice(FALLBACK, f"{facts.problem}{tree}")
     what = "add_and_norm" if call.work.output == "like_input" else f"add_and_norm, {call.work.output}"
@@ -292,14 +280,14 @@ def _suits_compression(call: Call, facts: Facts) -> bool:
     least = facts.table.lossless.least(call.op, facts.world_size)
     # With few blocks the arithmetic would limit it.
     plain = not call.work.epilogue and not call.blocks
-    return plain and call.dtype in COMPRESSING[call.op].row.dtypes and least is not None and call.nbytes >= least
+    return plain and least is not None and call.nbytes >= least and call.dtype in COMPRESSING[call.op].row.dtypes
 
 
 def _suits_copies(call: Call, facts: Facts) -> bool:
     """Whether copy engines are faster for a call, by the table, and can serve it."""
-    row, least = COPYING[call.op].row, facts.table.copies.least(call.op, facts.world_size)
-    plain = not call.blocks and not _lacks(row, call.work)
-    return plain and (BYTE in row.dtypes or call.dtype in row.dtypes) and least is not None and call.nbytes >= least
+    algorithm, least = COPYING[call.op], facts.table.copies.least(call.op, facts.world_size)
+    plain = not call.blocks and not _lacks(algorithm.row, call.work) and not _why_not(algorithm, call, facts)
+    return plain and least is not None and call.nbytes >= least
 
 
 def _why_not(algorithm: Algorithm, call: Call, facts: Facts) -> Reason | None:
@@ -308,6 +296,8 @@ def _why_not(algorithm: Algorithm, call: Call, facts: Facts) -> Reason | None:
         return f"it has no kernel for {call.dtype}"
     if why := _why_not_here(algorithm, facts):
         return why
+    if row.copies and isinstance(call.work, Exchange) and not call.work.is_in_order:
+        return "it takes equal parts that follow one another in memory, as along dimension 0"
     if call.wire and not can_encode(algorithm, call.wire):
         return f"the scheme {call.wire.scheme} leaves no word to say 'not yet'"
     if not row.fits(facts.world_size, call.nbytes):
@@ -387,7 +377,7 @@ def needed_kernels(
                 for kernel in _variants(fitting, [torch.float32], symmetric, epilogue):
                     yield kernel._replace(template=tree)
         yield from _variants(plain, dtypes, symmetric)
-        least = facts.table.lossless.least(op, facts.world_size) if op in COMPRESSING else None
+        least = facts.table.lossless.least(op, facts.world_size)
         if facts.lossless and least is not None and (max_nbytes is None or max_nbytes >= least):
             yield from _variants([COMPRESSING[op]], dtypes, symmetric)
         for codec in codecs:

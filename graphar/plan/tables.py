@@ -239,9 +239,10 @@ def _read(kind: type, content: Any) -> Any:
     if not isinstance(content, dict):
         raise ValueError(f"must be an object, got {content!r}")
     types = _types_of(kind)
-    if wrong := content.keys() ^ types.keys():
+    optional = {field.name for field in dataclasses.fields(kind) if field.default_factory is not dataclasses.MISSING}
+    if wrong := (content.keys() | optional) ^ types.keys():
         raise ValueError(f"needs exactly {', '.join(types)}, and differs in {min(wrong)!r}")
-    return kind(**{name: _value(name, types[name], content[name]) for name in types})
+    return kind(**{name: _value(name, types[name], value) for name, value in content.items()})
 
 
 @functools.cache

@@ -44,7 +44,7 @@ class Workload:
     codec: str = ""  # the codec's text, or an empty string
     partition: str = "auto"  # the partition of a fused matmul
     dtype: torch.dtype = torch.bfloat16
-    algorithm: str = "auto"  # of "allreduce", "reducescatter" and "allgather"
+    algorithm: str = "auto"  # of "allreduce", "reducescatter", "allgather" and "alltoall"
 
     def __str__(self) -> str:
         codec = f" with {self.codec}" if self.codec else ""

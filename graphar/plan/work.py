@@ -255,6 +255,11 @@ class Exchange(NamedTuple):
         in_a_row = math.prod(self.row) * (max(self.receives[0]) if self.scatter_dim != self.gather_dim else 1)
         return tuple([max(lengths) * in_a_row for lengths in zip(*self.sends, strict=True)])
 
+    @property
+    def is_in_order(self) -> bool:
+        """Whether all ranks are known to have parts of one length, which follow one another in memory."""
+        return self.is_even and self.scatter_dim == self.gather_dim and math.prod(self.row[: self.scatter_dim]) == 1
+
     def shapes(self, at: int) -> tuple[list[int], list[int]]:
         """Returns the shapes of the tensor and of the result of rank ``at`` of this process."""
         x, result, me = list(self.row), list(self.row), self.rank + at

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import graphar
 from graphar.cli.options import size
-from graphar.plan.algorithms import Algorithm, in_tables
+from graphar.plan.algorithms import COPYING, Algorithm, in_tables
 from graphar.plan.sizes import KB, MB, format_nbytes
 from perf.between_ranks import BetweenRanks
 from perf.harness import ranks as ranks_of
@@ -30,7 +30,6 @@ SIZES = (2 * KB, 8 * KB, 32 * KB, 128 * KB, 512 * KB, 2 * MB, 8 * MB, 32 * MB, 1
 CPU_SIZES = (2 * KB, 128 * KB, 2 * MB)
 ROWS, HEADS = "rows", "heads"  # torch's all_to_all_single, and the exchange of Ulysses
 HEAD_DIM = 64
-VARIANTS = tuple(f"graphar:{one}" for one in in_tables("alltoall"))
 
 
 @dataclass(frozen=True)
@@ -103,7 +102,8 @@ def calls_of(x: Tensor, kind: str) -> dict[str, Callable[[], Tensor]]:
         sizes = [len(x) // ranks] * ranks
         found["graphar_sizes"] = partial(graphar.alltoall, x, sizes=(sizes, sizes))
     if x.is_cuda:
-        for one in in_tables("alltoall"):
+        copies = [COPYING["alltoall"]] if kind == ROWS and x.nbytes >= 4 * MB else []  # meetings dominate smaller ones
+        for one in (*in_tables("alltoall"), *copies):
             if Algorithm(one).row.fits(ranks, part_nbytes):
                 found[f"graphar:{one}"] = partial(graphar.alltoall, x, algorithm=one, **dims)
         found["nccl"] = partial(by_torch, x, kind)

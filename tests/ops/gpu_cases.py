@@ -28,6 +28,7 @@ from tests.ops import specified as by
 from tests.ops.conformance import (
     ALLGATHER,
     ALLREDUCE,
+    ALLTOALL,
     FUSED_ALLGATHER,
     FUSED_ALLREDUCE,
     FUSED_NORM,
@@ -203,7 +204,7 @@ SUM = Case(ALLREDUCE[0], {}, NUMELS, prepared={})
 SCATTER = Case(REDUCESCATTER[0], PUSHED, NUMELS[1:], prepared={"ops": ["reducescatter"]})
 COPIED = [
     case
-    for form in (ALLREDUCE[0], REDUCESCATTER[0], ALLGATHER[0])
+    for form in (ALLREDUCE[0], REDUCESCATTER[0], ALLGATHER[0], ALLTOALL[0])
     for one in [COPYING[form.op.__name__]]
     for case in named(form, [one.value], shapes=[*NUMELS[1:], ((1 << 24) + 77,)])  # the last in several chunks
     for case in [replace(case, kernels={})]  # its own kernel counts no calls

@@ -56,6 +56,7 @@ OF_ANY_RANKS = OF_ONE_WAIT | {
     "all-reduce by copies": sum_of(graphar.allreduce, algorithm="two_shot_copies"),
     "reduce-scatter by copies": sum_of(graphar.reducescatter, algorithm="reducescatter_copies"),
     "all-gather by copies": sum_of(graphar.allgather, algorithm="allgather_copies"),
+    "all-to-all by copies": lambda: partial(graphar.alltoall, ones(6720), algorithm="alltoall_copies"),
     "matmul in tiles": matmul(graphar.fused_matmul_allreduce, 2048, partition="tiles"),
     "matmul in tiles of parts": matmul(graphar.fused_matmul_reducescatter, 2048, partition="tiles"),
     "gathered chunks": matmul(graphar.fused_allgather_matmul, 256, partition="chunks"),

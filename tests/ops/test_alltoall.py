@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -53,9 +55,14 @@ def test_ranks_that_disagree_are_told_how():
 # ---- the choice of a kernel -----------------------------------------------------------------------------------------
 
 
-def choice_of(work, algorithm="auto", table="default"):
+def choice_of(work, algorithm="auto", table="default", copies_from=None, symmetric=()):
     table = shipped_table(table)
-    return select(Call(work, torch.bfloat16, 0, algorithm), Facts(4, table, table.chip))
+    least = {4: copies_from} if copies_from else {}
+    table = replace(table, copies=replace(table.copies, alltoall_from_nbytes=least))
+    return select(Call(work, torch.bfloat16, 0, algorithm, symmetric=symmetric), Facts(4, table, table.chip))
+
+
+COLUMNS = {"scatter_dim": 1, "gather_dim": 1}
 
 
 def even(elements):
@@ -79,6 +86,31 @@ def test_parts_that_only_some_ranks_know_have_one_grid_on_every_rank():
     assert config.algorithm == "alltoall_push"
     with pytest.raises(graphar.UnsupportedError, match="no rank knows all sizes; alltoall_push does"):
         choice_of(works[0], "alltoall_flagged")
+
+
+HEADS = Exchange(1, (2, 1, 1, 64), ((8,) * 4,), ((8,) * 4,), 2, 1)
+UNEVEN = Exchange(0, (1,), ((1, 2, 3, 4),) * 4, tuple((n,) * 4 for n in (1, 2, 3, 4)))
+
+
+@pytest.mark.parametrize(
+    "work", [HEADS, UNEVEN, even(4)._replace(known=False), even(4)._replace(row=(2, 1), **COLUMNS)]
+)
+def test_copy_engines_take_equal_parts_alone_that_follow_one_another(work):
+    with pytest.raises(graphar.UnsupportedError, match="alltoall_copies cannot serve this call: it takes equal parts"):
+        choice_of(work, "alltoall_copies")
+    assert not choice_of(work, copies_from=1).config.algorithm.row.copies
+
+
+def test_equal_parts_travel_by_copy_engines_by_name_or_from_a_size_of_the_table_on():
+    by_name = choice_of(even(8)._replace(row=(1, 1), **COLUMNS), "alltoall_copies", symmetric=("input", "output"))
+    small, large = (choice_of(even(elements), copies_from=1 << 20) for elements in ((1 << 19) - 1, 1 << 19))
+
+    assert (by_name.config.direct, large.config.direct) == (True, False)
+    assert by_name.reason.startswith("by copy engines, 1 block while ranks meet, asked for, shaped by table 'default'")
+    assert by_name.reason.endswith("16 bytes, straight into the symmetric output")
+    assert small.config.algorithm == "alltoall_push"
+    assert (large.config.algorithm, large.config.blocks) == ("alltoall_copies", 1)
+    assert large.reason.startswith("by copy engines, 1 block while ranks meet, chosen by table 'default' for 4 ranks")
 
 
 def test_ranks_agree_on_words_without_lengths_of_their_own():

@@ -139,6 +139,7 @@ def late_and_captured(rank, world_size):
         lambda: graphar.alltoall(x, scatter_dim=1, gather_dim=0) if 48 % world_size == 0 else x,
         lambda: graphar.alltoall(y),
         lambda: graphar.alltoall(x, sizes=sizes),
+        lambda: graphar.alltoall(y, algorithm="alltoall_copies"),
     ]
     for call in calls:
         call()
@@ -158,6 +159,7 @@ def late_and_captured(rank, world_size):
     if 48 % world_size == 0:
         assert_exchanged(found[1], rank, xs, 1, 0)
     assert_exchanged(found[2], rank, large)
+    assert torch.equal(found[4], found[2])
     assert_exchanged(found[3], rank, xs, sizes=sends)
     out = torch.empty_like(x)
     for _ in range(4):

@@ -17,7 +17,7 @@ from graphar.numerics.dtypes import TYPE_NAMES
 from graphar.plan.algorithms import COPYING
 from graphar.plan.call import Call, Operands
 from graphar.plan.scratch import COPY_UNIT_NBYTES
-from graphar.plan.work import Parts, Sum
+from graphar.plan.work import MOVING, Exchange, Parts, Sum
 from tests.cases import bit_patterns, raw, same_bits
 from tests.processes import run_on_gpus
 from tests.worlds import SHARED_WORLD_SIZES
@@ -46,11 +46,12 @@ class Made:
     """A call of this rank, and what it must give. Tensors begin at any byte that their dtype allows."""
 
     def __init__(self, op: str, size: int, dtype: torch.dtype, rank: int, world_size: int) -> None:
-        counts = counts_of(size, world_size)
+        counts = (size,) * world_size if op == "alltoall" else counts_of(size, world_size)
         numels = counts if op == "allgather" else (sum(counts),) * world_size
         fill = bit_patterns if dtype in TYPE_NAMES else raw
         self._fill = lambda seed: [fill(seed + 10 * at, one, dtype) for at, one in enumerate(numels)]
-        work = Sum(sum(counts)) if op == "allreduce" else Parts(op, counts)
+        works = {"allreduce": Sum(sum(counts)), "alltoall": Exchange(rank, (1,), (counts,), (counts,))}
+        work = works.get(op, Parts(op, counts))
         self._op, self._counts, self._rank = op, counts, rank
         self.x = torch.empty(numels[rank] + 1, dtype=dtype, device="cuda")[size % 2 :][: numels[rank]]
         numel = counts[rank] if op == "reducescatter" else sum(counts)
@@ -62,8 +63,8 @@ class Made:
         """Puts other data into the input, and returns the result for it."""
         xs = self._fill(seed)
         self.x.copy_(xs[self._rank])
-        if self._op == "allgather":
-            return torch.cat(xs)
+        if self._op in MOVING:
+            return torch.cat(xs) if self._op == "allgather" else reference.alltoall(xs)[self._rank]
         total = reference.allreduce(xs)
         return total.split(self._counts)[self._rank] if self._op == "reducescatter" else total
 
@@ -78,7 +79,7 @@ class Made:
 def calls(rank: int, world_size: int):
     for op in COPYING:
         for size in SIZES:
-            for dtype in (*TYPE_NAMES, *([torch.uint8] if op == "allgather" else [])):
+            for dtype in (*TYPE_NAMES, *([torch.uint8] if op in MOVING else [])):
                 yield (op, size, str(dtype)), Made(op, size, dtype, rank, world_size)
 
 
@@ -134,6 +135,11 @@ def into_symmetric_tensors(rank, world_size):
         communicator.allreduce(xs[rank][:numel].cuda(), out=out, algorithm="two_shot_copies")
         communicator.synchronize()
         found.append(same_bits(out.cpu(), reference.allreduce([x[:numel] for x in xs])))
+        equal = [x[: numel // world_size * world_size] for x in xs]
+        parts = out[: len(equal[0])]
+        communicator.alltoall(equal[rank].cuda(), out=parts, algorithm="alltoall_copies")
+        communicator.synchronize()
+        found.append(same_bits(parts.cpu(), reference.alltoall(equal)[rank]))
 
     def call_unlike() -> None:
         communicator.allreduce(xs[rank].cuda(), out=outs[min(rank, 1)], algorithm="two_shot_copies")
@@ -146,7 +152,7 @@ def into_symmetric_tensors(rank, world_size):
 
 def test_peers_copy_into_symmetric_outputs_which_must_be_the_same():
     for found, message in run_on_gpus(into_symmetric_tensors, 2):
-        assert found == [0, 0, 0]
+        assert found == [0] * 6
         assert "two_shot_copies" in message
         assert "symmetric tensor 0" in message
         assert "symmetric tensor 1" in message
@@ -161,5 +167,5 @@ def explained(rank, world_size):
 def test_explain_says_how_many_blocks_a_call_holds():
     for found, blocks in run_on_gpus(explained, 2):
         assert all("by copy engines, 1 block while ranks meet" in one for one in found)
-        assert [" and 32 while a rank adds" in one for one in found] == [op != "allgather" for op in COPYING]
-        assert blocks == [1 if op == "allgather" else 32 for op in COPYING]
+        assert [" and 32 while a rank adds" in one for one in found] == [op not in MOVING for op in COPYING]
+        assert blocks == [1 if op in MOVING else 32 for op in COPYING]

@@ -65,11 +65,12 @@ def test_the_users_table_comes_before_the_shipped_one():
     assert find_table("NVIDIA H200") == table
 
 
-def test_a_table_without_thresholds_of_compression_never_compresses():
+def test_a_table_without_thresholds_of_compression_or_of_copied_all_to_alls_takes_neither():
     content = json.loads(shipped_table("nvidia_h200").to_json())
-    del content["lossless"]
+    del content["lossless"], content["copies"]["alltoall_from_nbytes"]
 
     assert Table.from_json(json.dumps(content)).lossless == shipped_table("default").lossless
+    assert Table.from_json(json.dumps(content)).copies.alltoall_from_nbytes == {}
 
 
 def without(key):

@@ -59,6 +59,7 @@ def test_numbers_of_a_world_size_are_marked():
         "copies.allreduce_from_nbytes.3",
         "copies.reducescatter_from_nbytes.3",
         "copies.allgather_from_nbytes.3",
+        "copies.alltoall_from_nbytes.3",
         "matmul.skinny_from_columns.3",
         "matmul.one_shot_nbytes.3",
         "matmul.tiles_from_numel.3",

@@ -47,6 +47,10 @@ def gathered(rows, epilogue=None, partition="tiles"):
     )
 
 
+def exchanged(numel):
+    return lambda group: graphar.alltoall(ones(numel), group, algorithm="alltoall_copies")
+
+
 def into_symmetric(which):
     def call(group):
         outs = [graphar.empty(1 << 20, dtype=BF16, group=group) for _ in range(2)]
@@ -97,6 +101,7 @@ UNLIKE = {
         lambda group: graphar.allgather(ones(1 << 20), group),
         lambda group: graphar.allgather(ones((1 << 20) - 8), group),
     ),
+    "parts to exchange by copies": (exchanged(6720), exchanged(3360)),
     "symmetric tensors": (into_symmetric(0), into_symmetric(1)),
     "small parts to gather": (
         lambda group: graphar.allgather(ones(2), group),

@@ -14,7 +14,7 @@ from graphar.plan.algorithms import COPYING, MATMUL_TYPES
 from graphar.runtime.registry import engine_of_group
 from tests.cases import integers, raw, same_bits
 from tests.gpu import EXACT_ALGORITHMS, fits
-from tests.ops.conformance import ALLGATHER, ALLREDUCE, FORMS, REDUCESCATTER, copies, parameters
+from tests.ops.conformance import ALLGATHER, ALLREDUCE, ALLTOALL, FORMS, REDUCESCATTER, copies, parameters
 from tests.processes import RankFailed, on_ranks, run_on_gpus, run_ranks
 from tests.worlds import SHARED_WORLD_SIZES
 
@@ -27,7 +27,8 @@ RAW = (torch.bool, torch.uint16, torch.complex64, torch.complex128, torch.float8
 BY_KERNEL = [replace(ALLREDUCE[0], label=name, options={"algorithm": name}) for name in EXACT_ALGORITHMS]
 BY_KERNEL += [
     replace(form, label=COPYING[op].value, options={"algorithm": COPYING[op].value})
-    for op, form in (("allreduce", ALLREDUCE[0]), ("reducescatter", REDUCESCATTER[0]), ("allgather", ALLGATHER[0]))
+    for form in (ALLREDUCE[0], REDUCESCATTER[0], ALLGATHER[0], ALLTOALL[0])
+    for op in [form.op.__name__]
 ]
 EVERY_FORM = [
     form

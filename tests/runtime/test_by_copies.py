@@ -17,7 +17,7 @@ from graphar.plan.algorithms import COPYING
 from graphar.plan.call import Call, Operands
 from graphar.plan.config import Config
 from graphar.plan.tables import shipped_table
-from graphar.plan.work import Parts, Sum
+from graphar.plan.work import Exchange, Parts, Sum
 from graphar.runtime.arguments import Arguments
 from graphar.runtime.bind import by_copies, copies
 from tests.cases import bit_patterns, same_bits
@@ -183,7 +183,9 @@ def scaled(parts: list[torch.Tensor], factor: float) -> torch.Tensor:
     return torch.where(total.isnan(), total, total * factor)  # torch's vectors and scalars make different NaNs
 
 
-def work_of(op: str, counts) -> Sum | Parts:
+def work_of(op: str, counts) -> Sum | Parts | Exchange:
+    if op == "alltoall":
+        return Exchange(0, (1,), (tuple(counts),) * len(counts), (tuple(counts),) * len(counts))
     return Sum(sum(counts)) if op == "allreduce" else Parts(op, tuple(counts))
 
 
@@ -201,6 +203,7 @@ def wrong_elements(op: str, world_size: int, seed: int, monkeypatch, symmetric: 
             machine.use_other_streams()
         counts = [choices.choice([0, 1, 7, choices.randrange(1, 5 * UNIT)]) for _ in range(world_size)]
         counts[choices.randrange(world_size)] += UNIT  # one is not empty
+        counts = [max(counts)] * world_size if op == "alltoall" else counts
         total = sum(counts)
         sizes = counts if op == "allgather" else [total] * world_size
         xs = [bit_patterns(100 * call + rank, size, dtype) for rank, size in enumerate(sizes)]
@@ -208,6 +211,7 @@ def wrong_elements(op: str, world_size: int, seed: int, monkeypatch, symmetric: 
         expected += {
             "allreduce": lambda xs=xs: [scaled(xs, factor)] * world_size,
             "allgather": lambda xs=xs: [torch.cat(xs)] * world_size,
+            "alltoall": lambda xs=xs: reference.alltoall(xs),
             "reducescatter": lambda xs=xs, counts=counts: scaled(xs, factor).split(counts),
         }[op]()
         direct = choices.random() < symmetric
@@ -305,7 +309,7 @@ def test_a_meeting_that_does_not_come_after_the_copies_is_noticed(op, monkeypatc
     assert is_noticed(op, monkeypatch)
 
 
-@pytest.mark.parametrize("op", ["reducescatter", "allgather"])
+@pytest.mark.parametrize("op", ["reducescatter", "allgather", "alltoall"])
 def test_a_call_without_its_first_meeting_is_noticed(op, monkeypatch):
     monkeypatch.setattr(by_copies._ByCopies, "_meets_first", False)
     assert is_noticed(op, monkeypatch)

@@ -1,6 +1,7 @@
-"""The calls whose parts travel by copy engines: all-gathers, reduce-scatters and all-reduces, chunk by chunk.
+"""The calls whose parts travel by copy engines, chunk by chunk.
 
     all-gather      push | meet | keep              push: own part to every peer; keep: copy from scratch to the output
+    all-to-all      push | meet | keep              push: each part to its owner
     reduce-scatter  push | meet | add               push: each part to its owner
     all-reduce      push | meet | add | push | meet | keep
 
@@ -27,7 +28,7 @@ from graphar.plan.call import Call, Operands
 from graphar.plan.config import Config, Kernel
 from graphar.plan.scratch import COPY_PLACES, PACK_NBYTES
 from graphar.plan.slices import Slice, copied_chunks, row_slices
-from graphar.plan.work import Parts, Sum
+from graphar.plan.work import Exchange, Parts, Sum
 from graphar.ranks import agreement
 from graphar.ranks.capture import is_capturing
 from graphar.runtime import launcher
@@ -111,7 +112,7 @@ class _ByCopies:
     _meets_first = True  # whether ranks meet before the first copy: they read the places after the last meeting
     _ends_left = 0  # of the copies that the last chunk's _take began, how many the next meeting need not come after
 
-    def __init__(self, engine: Engine, call: Call[Sum | Parts], config: Config) -> None:
+    def __init__(self, engine: Engine, call: Call[Sum | Parts | Exchange], config: Config) -> None:
         self._runner, self._config, self._world_size = runner_of(engine), config, engine.world_size
         self._itemsize, row = call.dtype.itemsize, config.algorithm.row
         policy, areas = engine.table.copies, self._areas if config.direct else 1  # those that copies share
@@ -234,12 +235,11 @@ class _ByCopies:
         kept = [[(begin, self._slot(rank, at, hop, area), nbytes) for hop, begin, nbytes in ends] for area in areas]
         return _Step(*self._at(at, rank), self._chunks[at].offset * self._itemsize, parts, places, kept)
 
-    def _to_all(self, state: _Rank, at: int, source: int, area: int) -> list[Move]:
-        """Returns the copies of this rank's part, which is at ``source``, to every peer."""
-        step = self._step(state.rank, at)
-        if state.outs:
-            return [(state.outs[peer] + step.begin, source, step.nbytes) for _, peer in self._hops(state.rank, 1)]
-        return [(to, source, step.nbytes) for to in step.places[area]]
+    def _to_all(self, state: _Rank, at: int, source: int, area: int, stride: int = 0) -> list[Move]:
+        """Returns the copies of this rank's part to every peer: to peer p what is ``stride`` * p after ``source``."""
+        step, peers = self._step(state.rank, at), [peer for _, peer in self._hops(state.rank, 1)]
+        places = [state.outs[peer] + step.begin for peer in peers] if state.outs else step.places[area]
+        return [(to, source + peer * stride, step.nbytes) for to, peer in zip(places, peers, strict=True)]
 
     def _keep(self, state: _Rank, at: int, area: int) -> None:
         """Copies the peers' parts from scratch to the output, unless they were copied there directly."""
@@ -263,27 +263,31 @@ class _ByCopies:
 
 
 class _AllGather(_ByCopies):
+    """An all-gather, or an all-to-all."""
+
     _sides = _KEPT + 1
     _apart = (_RESULTS,)
 
-    def __init__(self, engine: Engine, call: Call[Sum | Parts], config: Config) -> None:
+    def __init__(self, engine: Engine, call: Call[Sum | Parts | Exchange], config: Config) -> None:
         super().__init__(engine, call, config)
         if config.direct:
             self._chunks = row_slices(call.work.parts, max(call.work.parts))
+        # Bytes from a part of the input to the next rank's. An all-to-all has equal parts, an all-gather one for all.
+        self._stride = self._counts[0] * self._itemsize if call.op == "alltoall" else 0
 
     def _go(self, states: Sequence[_Rank], place: str) -> None:
         copied = []  # beside the pushes; an input may be this rank's part of the output
         for state in states:
             mine, nbytes = state.out + self._at(0, state.rank)[0], self._counts[state.rank] * self._itemsize
-            if state.x != mine:
-                state.copy([(mine, state.x, nbytes)], _RESULTS)
+            if (source := state.x + state.rank * self._stride) != mine:
+                state.copy([(mine, source, nbytes)], _RESULTS)
                 copied.append(state)
         super()._go(states, place)
         for state in copied:
             state.main.wait_stream(state.sides[_RESULTS])
 
     def _pushed(self, state: _Rank, at: int) -> list[Move]:
-        return self._to_all(state, at, state.x + self._step(state.rank, at).offset, 0)
+        return self._to_all(state, at, state.x + self._step(state.rank, at).offset, 0, self._stride)
 
     def _take(self, state: _Rank, at: int) -> None:
         self._keep(state, at, 0)
@@ -302,7 +306,7 @@ class _AllReduce(_ByCopies):
 
     _areas, _ends_left, _sides = 2, 1, _KEPT + 1
 
-    def __init__(self, engine: Engine, call: Call[Sum | Parts], config: Config) -> None:
+    def __init__(self, engine: Engine, call: Call[Sum | Parts | Exchange], config: Config) -> None:
         # With a symmetric output, another call's sums may still be copied from where parts arrive. Otherwise the places
         # of parts are free after the last meeting, and outputs are written after the first.
         self._meets_first = config.direct
@@ -328,9 +332,9 @@ class _AllReduce(_ByCopies):
                 self._keep(state, at, 1)
 
 
-_BY_OP = {"allgather": _AllGather, "reducescatter": _ReduceScatter, "allreduce": _AllReduce}
+_BY_OP = {"allgather": _AllGather, "alltoall": _AllGather, "reducescatter": _ReduceScatter, "allreduce": _AllReduce}
 
 
-def bind_copies(engine: Engine, call: Call[Sum | Parts], config: Config) -> Callable[[Sequence[Operands]], None]:
+def bind_copies(engine: Engine, call: Call, config: Config) -> Callable[[Sequence[Operands]], None]:
     """Returns a function that makes a call by copy engines, with the operands of each rank. Collective."""
     return _BY_OP[call.op](engine, call, config).run
