@@ -158,7 +158,13 @@ __device__ __forceinline__ void store_results(const LossArguments& a, u64 row, c
     if (a.lse_square_scale != 0) result = __dadd_rn(result, __dmul_rn(a.lse_square_scale, __dmul_rn(lse, lse)));
     if (target.ignored) result = 0;
   }
-  a.results[row] = rounded(result);
+  const float loss = rounded(result);
+  a.results[row] = loss;
+  if (a.rows == 1 && !a.is_per_row) {  // the sum of the rows, as softmax_results_total has it of several
+    const float rows = !target.ignored;
+    a.state[2] = rows;
+    a.total[0] = a.is_mean ? __fdiv_rn(loss, rows) : loss;
+  }
   a.state[2 * row] = node.m, a.state[2 * row + 1] = node.s;
   if constexpr (also == entropy_and_top1) {
     if (a.with_entropy) a.entropy[row] = rounded(__dsub_rn(log_s, __ddiv_rn(node.sum_xe, double(node.s))));

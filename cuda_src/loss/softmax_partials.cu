@@ -26,6 +26,13 @@ struct Eight {
     return v;
   }
 
+  // The smallest element of each half of a word; NaN if one is.
+  __device__ __forceinline__ u32 smallest() const {
+    u32 v = word[0];
+    for (int w = 1; w < words; ++w) v = smaller(T{}, v, word[w]);
+    return v;
+  }
+
   // Makes the elements from `count` on absent.
   __device__ __forceinline__ void keep(u32 count) {
     constexpr u32 bits = 32 / W, mask = ~u32(0) >> (32 - bits);
@@ -130,6 +137,15 @@ struct Step {
     return r;
   }
 
+  // By a warp: whether all elements are so near to r that no difference has to be clamped.
+  __device__ __forceinline__ bool is_near(float r) const {
+    u32 smallest = x[0].smallest();
+    for (int k = 1; k < softmax_packs; ++k) smallest = smaller(T{}, smallest, x[k].smallest());
+    float v[2];
+    T::unpack(smallest, v);
+    return __all_sync(0xffffffff, __fsub_rn(x_of(v[0]), r) > -88 && __fsub_rn(x_of(v[1]), r) > -88);
+  }
+
   // The leaf's first element of the step that equals m.
   __device__ __forceinline__ u32 first_of(float m) const {
     u32 at = 0;
@@ -143,14 +159,15 @@ struct Step {
     return at;
   }
 
-  // Adds pack k. If it is `whole`, all of its elements are present, or absent ones do not matter.
-  template <bool whole>
+  // Adds pack k. If it is `whole`, all of its elements are present, or absent ones do not matter; if it is `near`, none
+  // has to be clamped.
+  template <bool whole, bool near = false>
   __device__ __forceinline__ void add(SoftmaxNode& node, int k, float r) const {
     for (int w = 0; w < Eight<T>::words; ++w) {
       float v[W];
       T::unpack(x[k].word[w], v);
       for (int e = 0; e < W; ++e) {
-        const float logit = x_of(v[e]), d = clamped(__fsub_rn(logit, r));
+        const float logit = x_of(v[e]), unclamped = __fsub_rn(logit, r), d = near ? unclamped : clamped(unclamped);
         const Exponential exponential(d);
         node.s = __fmaf_rn(exponential.p, exponential.power, node.s);
         if constexpr (also == entropy_and_top1) node.sum_xe = __fmaf_rn(exponential, d, node.sum_xe);
@@ -198,7 +215,13 @@ __device__ __forceinline__ void take(const Leaf<T, aligned>& leaf, float inverse
     const float r = step.raise(node);
     const u32 last = begin + (softmax_packs - 1) * softmax_lanes;
     if (also == sum_of_logits ? last + 32 <= packs && !(leaf.ragged && ends) : last < packs) {
-      for (int k = 0; k < softmax_packs; ++k) step.template add<true>(node, k, r);
+      bool near = false;
+      if constexpr (!early && aligned && Eight<T>::W == 2) near = step.is_near(r);  // few warps wait for memory anyway
+      if (near) {
+        for (int k = 0; k < softmax_packs; ++k) step.template add<true, true>(node, k, r);
+      } else {
+        for (int k = 0; k < softmax_packs; ++k) step.template add<true>(node, k, r);
+      }
     } else {
       for (int k = 0; k < softmax_packs; ++k)
         if (begin + k * softmax_lanes < packs) step.template add<false>(node, k, r);

@@ -22,6 +22,19 @@ __device__ __forceinline__ u32 larger(fp32, u32 a, u32 b) {
   return v;
 }
 
+// The smaller of two values in each half of a word; NaN if either is NaN.
+__device__ __forceinline__ u32 smaller(bf16, u32 a, u32 b) {
+  u32 v;
+  asm("min.NaN.bf16x2 %0, %1, %2;" : "=r"(v) : "r"(a), "r"(b));
+  return v;
+}
+
+__device__ __forceinline__ u32 smaller(fp16, u32 a, u32 b) {
+  u32 v;
+  asm("min.NaN.f16x2 %0, %1, %2;" : "=r"(v) : "r"(a), "r"(b));
+  return v;
+}
+
 // In bf16 the sign means nothing: from sm_86 on it is the exclusive or of both signs, and one instruction does it all.
 __device__ __forceinline__ u32 larger_magnitude(bf16, u32 a, u32 b) {
   u32 v;

@@ -219,7 +219,7 @@ def _bind_forward(device: int, dtype: torch.dtype, work: Loss, first: int, ranks
             fields.results, fields.total, fields.state = losses.data_ptr(), result.data_ptr(), state.data_ptr()
             fields.entropy, fields.top1 = more[0].data_ptr() if more else 0, more[-1].data_ptr() if more else 0
             (partials if gathered is None else results).enqueue(stream)
-            if room and written is None:
+            if room and written is None and work.rows > 1:  # the only row's loss is the sum
                 total.enqueue(stream)
 
     return launch

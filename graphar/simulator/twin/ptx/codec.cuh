@@ -47,6 +47,12 @@ u32 larger(T, u32 a, u32 b) {
 }
 
 template <class T>
+u32 smaller(T type, u32 a, u32 b) {
+  constexpr u32 signs = 0x80008000u;
+  return larger(type, a ^ signs, b ^ signs) ^ signs;
+}
+
+template <class T>
 u32 larger_magnitude(T type, u32 a, u32 b) {
   constexpr u32 magnitude = elements_per_word<T> == 2 ? 0x7fff7fffu : 0x7fffffffu;
   return larger(type, a & magnitude, b & magnitude);
