@@ -81,7 +81,7 @@ def _linear(
     a, w, bias, leaves: int = 1, out_dtype: torch.dtype | None = None, communicator="", a_scale=None, w_scale=None
 ) -> torch.Tensor:
     rows, out = operands.flat(a), a.new_empty((*a.shape[:-1], len(w)), dtype=out_dtype)
-    multiply, scales = Leaves(leaves, NAME), None
+    multiply, scales = Leaves(NAME, leaves), None
     if a_scale is not None and w_scale is not None:
         multiply, scales = Scaled(), checked_scales(NAME, rows, w, operands.flat_scale(a_scale), w_scale)
     multiply.make(Step(rows, w, operands.flat(out), scales, bias))

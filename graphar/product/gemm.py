@@ -121,7 +121,7 @@ def bind(step: Step, sms: int | None = None, tile: MatmulTile | None = None, lea
 
 def why_not(a: torch.Tensor, w: torch.Tensor, out: torch.Tensor, leaves: int = 1) -> Reason | None:
     """Returns why the kernel cannot compute ``out`` from ``a`` and ``w`` in ``leaves``; in e4m3 they have scales."""
-    if reason := why_none_like(a):
+    if reason := why_none_like(a) or ("" if a.shape[1] else "K is 0"):
         return reason
     for name, x in {"a": a, **({"w": w} if a.dtype == FP8 else {}), "out": out}.items():
         if x.numel() and matrix_of(x) is None:
@@ -182,11 +182,6 @@ def weight_of(w: torch.Tensor) -> tuple[str, Matrix]:
     return ("by_rows", by_rows) if by_rows else ("by_columns", loaded(w.t()))
 
 
-def operand_maps(tile: MatmulTile, layout: str, a: Matrix, w: Matrix) -> list[TensorMap]:
-    """Returns the tensor maps of A and W for the boxes that the kernels load; ``w`` is as it lies in memory."""
-    return [rows_map(tile, a), weight_map(tile, layout, w)]
-
-
 def rows_map(tile: MatmulTile, a: Matrix) -> TensorMap:
     """Returns the tensor map of rows of A for the boxes that the kernels load: no higher than the rows need."""
     return tensor_map(a, min(tile.rows, -(-a.rows // 8) * 8))
@@ -235,7 +230,7 @@ def _bind(
     n = w.rows if layout == "by_rows" else w.columns
     rows, columns = -(-a.rows // (tile.rows * tile.cluster)), -(-n // tile.columns)
     sizes = bias, a.rows, n, a.columns, min(GROUP_ROWS, rows)
-    maps = [*operand_maps(tile, layout, a, w), tensor_map(c, STORE_ROWS)]
+    maps = [rows_map(tile, a), weight_map(tile, layout, w), tensor_map(c, STORE_ROWS)]
 
     def launch_of(tile: MatmulTile, first: int, end: int) -> Launch:
         """Returns the launch of some of the tiles, numbered in their order."""

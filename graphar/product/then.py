@@ -26,7 +26,7 @@ from graphar.numerics.dtypes import ACCUMULATION_DTYPES
 from graphar.numerics.partitions import Panel, length
 from graphar.plan.call import Call, Operands
 from graphar.plan.work import Product
-from graphar.product.multiply import ByTorch, choose, multiply_all
+from graphar.product.multiply import ByTorch, choose
 from graphar.product.operands import MatmulOperands, Step, operands_of
 from graphar.runtime import launcher
 from graphar.runtime.engine import Engine
@@ -131,7 +131,7 @@ class Then:
             return lambda at: _copy_rows(product, *pairs[at]) if several else None
         steps = [whole.in_panel(*pair) for pair in pairs]
         if isinstance(multiply, ByTorch):
-            return lambda at: multiply_all(steps[at])
+            return lambda at: [multiply.make(step) for step in steps[at]]
         sms = launcher.sm_count(matmul.a.device.index)
         few = max(sms - self._blocks, 1)
         # Load all kernels before the first launch: loading beside a kernel that waits for other ranks could hang.
