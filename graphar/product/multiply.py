@@ -23,11 +23,12 @@ from graphar.numerics.leaf_tree import LEAF_UNIT
 from graphar.numerics.nan import with_canonical_nan
 from graphar.numerics.partitions import Panel
 from graphar.plan.best_tile import Shape, Sms, alone, best_tile
+from graphar.plan.call import Operands
 from graphar.plan.matmuls import choose_matmul
 from graphar.plan.policy import TileCost
 from graphar.plan.work import ALLGATHER_MATMUL, Product
 from graphar.product import gemm
-from graphar.product.operands import MatmulOperands, Step
+from graphar.product.operands import MatmulOperands, Step, operands_of
 from graphar.product.tensor_maps import aligned_copy, matrix_of
 from graphar.reference import products as reference
 from graphar.runtime import launcher
@@ -36,7 +37,6 @@ from graphar.runtime.bounded_cache import BoundedCache
 from graphar.runtime.engine import Engine
 
 Enqueue = Callable[[int], object]  # takes a stream's handle, for a caller that has made the device the current one
-StepOf = Callable[[tuple[torch.Tensor, ...], torch.Tensor], Step]
 _address = torch.Tensor.data_ptr
 
 
@@ -80,12 +80,12 @@ class Multiply(ABC):
         with torch.cuda.device(step.a.device):
             enqueue(torch.cuda.current_stream().cuda_stream)
 
-    def repeating(self, example: Step, step_of: StepOf, sms: int) -> Callable[..., torch.Tensor]:
-        """Returns a function of a later call's inputs that returns their product.
+    def repeating(self, work: Product, example: Step) -> Callable[..., torch.Tensor]:
+        """Returns a function of a later call's inputs that returns their product. The device must be current.
 
-        The tensors of later calls differ from those of ``example`` in their addresses only. ``step_of`` makes a step of
-        the inputs and the result. The device must be current.
+        The tensors of later calls differ from those of ``example`` in their addresses only.
         """
+        sms = launcher.sm_count(example.a.device.index)
         columns, dtype, bound = len(example.w), example.out.dtype, BoundedCache[Enqueue]()
 
         def multiply(*inputs: torch.Tensor) -> torch.Tensor:
@@ -94,7 +94,7 @@ class Multiply(ABC):
             key = (*map(_address, inputs), out.data_ptr())
             enqueue = bound.get(key)
             if enqueue is None:
-                step = step_of(inputs, out)
+                step = operands_of(work, Operands(inputs, (out,))).step
                 why_not = self.why_not(step)  # its addresses may not be aligned as the others are
                 enqueue = self.instead(step, sms, why_not) if why_not else bound.keep(key, self.bind(step, sms))
             enqueue(torch.cuda.current_stream().cuda_stream)
@@ -127,7 +127,7 @@ class ByTorch(Multiply):
     def make(self, step: Step) -> None:  # needs no current device
         multiply(step.a, step.w, step.out, step.bias)
 
-    def repeating(self, example: Step, step_of: StepOf, sms: int) -> Callable[..., torch.Tensor]:
+    def repeating(self, work: Product, example: Step) -> Callable[..., torch.Tensor]:
         return torch.nn.functional.linear  # has the bits of torch.mm, and takes one call where views take four
 
 
@@ -175,9 +175,8 @@ class Own(Multiply):
             raise UnsupportedError(f"matmul: no batch-invariant kernel: {reason}")
         return ByTorch().bind(step, sms)
 
-    def repeating(self, example: Step, step_of: StepOf, sms: int) -> Callable[..., torch.Tensor]:
-        multiply = ByTorch() if self.beyond and self.why_not(example) else super()
-        return multiply.repeating(example, step_of, sms)
+    def repeating(self, work: Product, example: Step) -> Callable[..., torch.Tensor]:
+        return (ByTorch() if self.beyond and self.why_not(example) else super()).repeating(work, example)
 
 
 def _aligned(step: Step) -> Step:
