@@ -135,12 +135,11 @@ def _check(engine: Engine, xs, arguments: parts.AlongAxis) -> None:
     parts.check(NAME, engine, arguments, [x.shape[arguments.axis] for x in xs])
 
 
-def _backward(ctx, gradients):
-    where = {name: ctx.given[name] for name in ("communicator", "rank", "axis", "sizes", "timeout_s")}
+def _backward(ctx, gradients, *_):
     if not gradients[0].is_complex():
-        return for_ranks(ctx, "reducescatter", gradients, **where), {}
+        return for_ranks(ctx, "reducescatter", gradients, **ctx.where), {}
     reals = [torch.view_as_real(x.resolve_conj()) for x in gradients]  # the ops do not add complex numbers
-    return [torch.view_as_complex(x) for x in for_ranks(ctx, "reducescatter", reals, **where)], {}
+    return [torch.view_as_complex(x) for x in for_ranks(ctx, "reducescatter", reals, **ctx.where)], {}
 
 
 OP = Op(NAME, ["x"], parts.AlongAxis, _run, _fake, check=_check, backward=_backward, saved=lambda arguments: ())

@@ -216,36 +216,35 @@ def _check(engine: Engine, a, w, arguments) -> None:
     parts.check(NAME, engine, arguments, [len(x) for x in a])
 
 
-def _backward(ctx, gradients):
+def _backward(ctx, gradients, saved, tensors):
     """Returns the gradients: of ``a`` by a reduce-scatter, and of ``w`` from rows that are gathered again."""
-    where = {name: ctx.given[name] for name in ("communicator", "rank", "sizes", "timeout_s")}
-    (a, w), tensors = OP.saved(ctx)
+    a, w, *_ = saved
     of_products, of_rows = list(gradients[::2]), list(gradients[1::2])
     needs_a, needs_w = (ctx.in_list or need for need in ctx.needs_input_grad[:2])
     of_a, of_w, wholes, rest = [None] * len(a), [None] * len(w), None, {}
     if ctx.given["epilogue"]:
         again = {"gathered": needs_w, "partition": ctx.given["partition"], "after": in_backward(of_products)}
-        results = for_ranks(ctx, NAME, a, w, **again, **where)
+        results = for_ranks(ctx, NAME, a, w, **again, **ctx.where)
         products, wholes = [product.float() for product in results[::2]], results[1::2]
         of_products, rest = before_epilogue(ctx, products, of_products, tensors, a[0].dtype)
     if needs_a:
-        of_a = _of_rows(ctx, of_products, of_rows, w, where)
+        of_a = _of_rows(ctx, of_products, of_rows, w)
     if needs_w:
-        wholes = wholes or for_ranks(ctx, "allgather", a, **where)
+        wholes = wholes or for_ranks(ctx, "allgather", a, **ctx.where)
         of_w = [linear.of_weight(ctx.given["partition"], *pair) for pair in zip(of_products, wholes, strict=True)]
     wanted = zip(of_products, ctx.needs["bias"], strict=False)
     of_biases = [linear.of_bias(ctx.given["partition"], x) if need else None for x, need in wanted]
     return of_a, of_w, {"bias": of_biases} | rest
 
 
-def _of_rows(ctx, of_products, of_rows, w, where: dict) -> list[torch.Tensor]:
+def _of_rows(ctx, of_products, of_rows, w) -> list[torch.Tensor]:
     if not ctx.given["gathered"]:
         cut = {"partition": partitions.in_backward(ctx.given["partition"])}
-        return for_ranks(ctx, "fused_matmul_reducescatter", of_products, [x.t() for x in w], **cut, **where)
+        return for_ranks(ctx, "fused_matmul_reducescatter", of_products, [x.t() for x in w], **cut, **ctx.where)
     totals = [
         of_product @ weight + of_whole for of_product, of_whole, weight in zip(of_products, of_rows, w, strict=True)
     ]
-    return for_ranks(ctx, "reducescatter", totals, **where)
+    return for_ranks(ctx, "reducescatter", totals, **ctx.where)
 
 
 OP = Op(NAME, ["a", "w"], Arguments, _run, _fake, check=_check, backward=_backward, has_several=True)

@@ -232,7 +232,7 @@ def _run(engine: Engine, xs, outs, arguments: Arguments):
     return engine.run(Call.of(work, xs[0], algorithm=arguments.algorithm, timeout_s=arguments.timeout_s), ranks), ranks
 
 
-def _backward(ctx, gradients):
+def _backward(ctx, gradients, *_):
     arguments = ctx.given
     pairs = zip(*_lengths(Arguments(**arguments), ctx.ranks), strict=True)
     back = {

@@ -276,8 +276,8 @@ def _run(engine: Engine, logits, targets, outs, arguments: Arguments):
 # ---- gradients ------------------------------------------------------------------------------------------------------
 
 
-def _backward(ctx, gradients):
-    (logits, targets, states), _ = OP.saved(ctx)
+def _backward(ctx, gradients, saved, _):
+    logits, targets, states = saved
     columns, results = logits[0].shape[-1], len(gradients) // ctx.ranks
     how = [ctx.given[name] for name in ("communicator", *Terms._fields[:-2])]
     if ctx.in_list:

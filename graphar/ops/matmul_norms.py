@@ -10,7 +10,7 @@ from typing import Any, Literal, Never, get_args
 import torch
 
 from graphar.numerics.partitions import TP_INVARIANT
-from graphar.ops import matmul_gradients, matmul_operands, matmul_sums, norms, options
+from graphar.ops import matmul_gradients, matmul_operands, matmul_sums, norms, options, parts
 from graphar.ops.matmul_operands import Scaled
 from graphar.ops.options import T
 from graphar.ops.register import Op
@@ -216,11 +216,6 @@ def _check_beside_scaled(op: str, ranks: Sequence[tuple]) -> None:
             raise ValueError(f"{op}: with scales residual must be bfloat16 or float16, got {residual.dtype}")
 
 
-def _check_parts(engine: Engine, *lists_and_given) -> None:
-    norms.check_parts(_SCATTERED, engine, *lists_and_given)
-    matmul_sums.check_leaves(_SCATTERED, engine, *lists_and_given)
-
-
 # ---- calls ----------------------------------------------------------------------------------------------------------
 
 
@@ -260,34 +255,22 @@ def _run(op: str, engine: Engine, a, w, residual, weight, outs, arguments: _Norm
     return engine.run(Call.of(work, residual[0], timeout_s=arguments.timeout_s), ranks), ranks
 
 
-def _backward(ctx, gradients):
+def _check_op(op: str, engine: Engine, a, w, residual, weight, arguments: Arguments | ArgumentsOfParts) -> None:
+    matmul_sums.check_leaves(op, engine, a, arguments)
+    if isinstance(arguments, ArgumentsOfParts):
+        parts.check(op, engine, arguments, [len(rows) for rows in residual])
+
+
+def _backward(ctx, gradients, saved, _):
     """Returns the gradients. Rounding is treated as the identity."""
-    call = {name: ctx.given[name] for name in ("communicator", "timeout_s")}
-    saved, _ = NORM.saved(ctx)
-    of_rows, of_weights = matmul_gradients.of_norms(ctx, saved, gradients, own_rows=False)
-    of_products = matmul_gradients.of_equal_sums(ctx, of_rows, call)
-    return *matmul_gradients.of_products(ctx, of_products, *saved[:2]), of_rows, of_weights, {}
+    of_rows, of_weights = matmul_gradients.of_norms(ctx, saved, gradients)
+    return *matmul_gradients.of_operands(ctx, of_rows, *saved[:2]), of_rows, of_weights, {}
 
 
-def _backward_of_parts(ctx, gradients):
-    """Returns the gradients. Rounding is treated as the identity."""
-    where = {name: ctx.given[name] for name in ("communicator", "rank", "sizes", "timeout_s")}
-    saved, _ = SCATTERED_NORM.saved(ctx)
-    of_rows, of_weights = matmul_gradients.of_norms(ctx, saved, gradients, own_rows=True)
-    return *matmul_gradients.of_parts(ctx, of_rows, saved[0], saved[1], where), of_rows, of_weights, {}
+def _op(name: str, arguments: type[Arguments] | type[ArgumentsOfParts]) -> Op:
+    how: dict[str, Any] = {"saved": lambda given: ("a", "w", "weight"), "saved_result": 1, "has_several": True}
+    how |= {"check": partial(_check_op, name), "backward": _backward}
+    return Op(name, ["a", "w", "residual", "weight"], arguments, partial(_run, name), _fake, **how)
 
 
-_HOW: dict[str, Any] = {"saved": lambda arguments: ("a", "w", "weight"), "saved_result": 1, "has_several": True}
-_TENSORS = ["a", "w", "residual", "weight"]
-_check_leaves = partial(matmul_sums.check_leaves, _SUMMED)
-NORM = Op(_SUMMED, _TENSORS, Arguments, partial(_run, _SUMMED), _fake, check=_check_leaves, backward=_backward, **_HOW)
-SCATTERED_NORM = Op(
-    _SCATTERED,
-    _TENSORS,
-    ArgumentsOfParts,
-    partial(_run, _SCATTERED),
-    _fake,
-    check=_check_parts,
-    backward=_backward_of_parts,
-    **_HOW,
-)
+NORM, SCATTERED_NORM = _op(_SUMMED, Arguments), _op(_SCATTERED, ArgumentsOfParts)

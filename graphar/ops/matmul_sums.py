@@ -291,50 +291,27 @@ def _check_out(a, w, outs, arguments: Arguments) -> None:
 
 
 def check_leaves(op: str, engine: Engine, a: Sequence[torch.Tensor], *rest) -> None:
-    """Raises ValueError if a call is to be tensor-parallel invariant, and its ranks have no whole leaves of K."""
-    if rest[-1].partition != TP_INVARIANT:
-        return
-    leaf_tree.check_ranks(op, engine.world_size)
-    # Processes compare their columns when they sum.
-    leaf_tree.check_operands(op, a if engine.devices else list(a) * engine.world_size)
+    """Raises ValueError if the sizes of a call do not fit, or it is to be invariant without whole leaves of K."""
+    arguments = rest[-1]
+    if isinstance(arguments, options.InParts):
+        parts.check(op, engine, arguments, [len(x) for x in a], whole=True)
+    if arguments.partition == TP_INVARIANT:
+        leaf_tree.check_ranks(op, engine.world_size)
+        # Processes compare their columns when they sum.
+        leaf_tree.check_operands(op, a if engine.devices else list(a) * engine.world_size)
 
 
-def _check_parts(engine: Engine, a, w, arguments: ArgumentsOfParts) -> None:
-    parts.check(MATMUL_REDUCESCATTER, engine, arguments, [len(x) for x in a], [sum(arguments.sizes)] * len(a))
-    check_leaves(MATMUL_REDUCESCATTER, engine, a, w, arguments)
-
-
-def _backward(ctx, gradients):
-    call = {name: ctx.given[name] for name in ("communicator", "timeout_s")}
-    (a, w), tensors = SUM.saved(ctx)
-    of_sums, rest = matmul_gradients.of_sums(ctx, "allreduce", call, gradients, a, w, tensors)
-    return *matmul_gradients.of_products(ctx, matmul_gradients.of_equal_sums(ctx, of_sums, call), a, w), rest
-
-
-def _backward_of_parts(ctx, gradients):
+def _backward(ctx, gradients, saved, tensors):
     """Returns the gradients. The rounding of a codec is treated as the identity."""
-    where = {name: ctx.given[name] for name in ("communicator", "rank", "sizes", "timeout_s")}
-    (a, w), tensors = SCATTER.saved(ctx)
-    of_sums, rest = matmul_gradients.of_sums(ctx, "reducescatter", where, gradients, a, w, tensors)
-    return *matmul_gradients.of_parts(ctx, of_sums, a, w, where), rest
+    a, w, *_ = saved
+    of_sums, rest = matmul_gradients.of_sums(ctx, gradients, a, w, tensors)
+    return *matmul_gradients.of_operands(ctx, of_sums, a, w), rest
 
 
-SUM = Op(
-    MATMUL_ALLREDUCE,
-    ["a", "w"],
-    Arguments,
-    partial(_run, MATMUL_ALLREDUCE),
-    _fake,
-    check=partial(check_leaves, MATMUL_ALLREDUCE),
-    check_out=_check_out,
-    backward=_backward,
-)
-SCATTER = Op(
-    MATMUL_REDUCESCATTER,
-    ["a", "w"],
-    ArgumentsOfParts,
-    partial(_run, MATMUL_REDUCESCATTER),
-    _fake,
-    check=_check_parts,
-    backward=_backward_of_parts,
-)
+def _op(name: str, arguments: type[_Summed], check_out: Callable | None = None) -> Op:
+    check = partial(check_leaves, name)
+    how = {"check": check, "check_out": check_out, "backward": _backward}
+    return Op(name, ["a", "w"], arguments, partial(_run, name), _fake, **how)
+
+
+SUM, SCATTER = _op(MATMUL_ALLREDUCE, Arguments, _check_out), _op(MATMUL_REDUCESCATTER, ArgumentsOfParts)

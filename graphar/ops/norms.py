@@ -224,10 +224,8 @@ def place(op: Op, name: str, x, group: Group, alone: bool = False) -> tuple[dict
     return {"rank": rank, "sizes": sizes}, sizes if in_list else [sizes[rank]]
 
 
-def check_parts(op: str, engine: Engine, xs, *rest) -> None:
-    """Checks the sizes of an op that splits rows: its ``sizes`` must fit the first tensors and the residuals."""
-    *_, residuals, _, arguments = rest
-    parts.check(op, engine, arguments, [len(x) for x in xs], [sum(arguments.sizes)] * len(xs))
+def _check_parts(op: str, engine: Engine, xs, residuals, weights, arguments: ArgumentsOfParts) -> None:
+    parts.check(op, engine, arguments, [len(x) for x in xs], whole=True)
     parts.check(op, engine, arguments, [len(rows) for rows in residuals])
 
 
@@ -259,29 +257,17 @@ def empty(output: str, residual: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return tuple(made)
 
 
-def _backward(ctx, gradients):
+def _backward(ctx, gradients, saved, _):
     """Returns the gradients. Rounding is treated as the identity."""
-    call = {name: ctx.given[name] for name in ("communicator", "timeout_s")}
-    of_rows, of_weights = norm_gradients.of_rows_and_weights(ctx, NORM.saved(ctx)[0], gradients)
-    return for_ranks(ctx, "allreduce", of_rows, **call), of_rows, of_weights, {}
+    of_rows, of_weights = norm_gradients.of_rows_and_weights(ctx, saved, gradients)
+    op = "allgather" if "sizes" in ctx.where else "allreduce"
+    return for_ranks(ctx, op, of_rows, **ctx.where), of_rows, of_weights, {}
 
 
-def _backward_of_parts(ctx, gradients):
-    """Returns the gradients. Rounding is treated as the identity."""
-    call = {name: ctx.given[name] for name in ("communicator", "rank", "sizes", "timeout_s")}
-    of_rows, of_weights = norm_gradients.of_rows_and_weights(ctx, SCATTERED_NORM.saved(ctx)[0], gradients)
-    return for_ranks(ctx, "allgather", of_rows, **call), of_rows, of_weights, {}
+def _op(name: str, arguments: type[Arguments], **check: Any) -> Op:
+    how = {"saved": lambda given: ("weight",), "saved_result": 1, "has_several": True, **check}
+    return Op(name, _TENSORS[:3], arguments, partial(_run, name), _fake, backward=_backward, **how)
 
 
-_HOW: dict[str, Any] = {"saved": lambda arguments: ("weight",), "saved_result": 1, "has_several": True}
-NORM = Op(ALLREDUCE_NORM, _TENSORS[:3], Arguments, partial(_run, ALLREDUCE_NORM), _fake, backward=_backward, **_HOW)
-SCATTERED_NORM = Op(
-    REDUCESCATTER_NORM,
-    _TENSORS[:3],
-    ArgumentsOfParts,
-    partial(_run, REDUCESCATTER_NORM),
-    _fake,
-    check=partial(check_parts, REDUCESCATTER_NORM),
-    backward=_backward_of_parts,
-    **_HOW,
-)
+NORM = _op(ALLREDUCE_NORM, Arguments)
+SCATTERED_NORM = _op(REDUCESCATTER_NORM, ArgumentsOfParts, check=partial(_check_parts, REDUCESCATTER_NORM))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
 import torch
@@ -19,7 +19,7 @@ from graphar.numerics.codecs import Codec, as_codec
 from graphar.numerics.dtypes import TYPE_NAMES
 from graphar.numerics.epilogues.epilogue import AppliedEpilogue, as_epilogue, bind
 from graphar.plan.call import Operands
-from graphar.runtime.checks import call_checks, tensor_checks
+from graphar.runtime.checks import tensor_checks
 
 T = TypeVar("T", torch.Tensor, list[torch.Tensor])  # of this rank, or one for each device of this process
 Tensors = Sequence[torch.Tensor]
@@ -224,15 +224,6 @@ def _tensors(op: str, inputs: list, ranks: int | None) -> list[torch.Tensor]:
     for tensor in tensors:
         tensor_checks.check_local(op, "an epilogue's tensor", tensor)
     return tensors
-
-
-def codec_with_feedback(op: str, codec: str, algorithm: str, xs, residuals, outs) -> str:
-    """Checks a call's residuals, and returns the text of its codec with feedback, which stores errors in them."""
-    checked = call_checks.check_quantized_call(op, codec, algorithm, xs[0])
-    for x, residual, out in zip(xs, residuals, outs, strict=True):
-        tensor_checks.check_residual(op, residual, x=x, out=out)
-    tensor_checks.check_distinct(op, "residual", residuals)
-    return replace(checked, feedback=True).text
 
 
 def applied(op: str, arguments, outs: Tensors, bind_one: Callable = bind) -> AppliedEpilogue | None:

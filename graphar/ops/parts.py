@@ -77,14 +77,15 @@ def with_length(x: torch.Tensor, axis: int, length: int, dtype: torch.dtype | No
     return x.new_empty((*x.shape[:axis], length, *x.shape[axis + 1 :]), dtype=dtype)
 
 
-def check(op: str, engine: Engine, arguments: InParts, lengths: list[int], expected: list[int] | None = None) -> None:
+def check(op: str, engine: Engine, arguments: InParts, lengths: list[int], whole: bool = False) -> None:
     """Raises ValueError if a call was made for another rank or other ranks, or its sizes do not fit the tensors.
 
-    ``expected`` are the ``lengths`` of the tensors of this process that fit. None: those of its parts.
+    ``lengths`` are those of this process's tensors, which have its ranks' parts, or all parts if they are ``whole``.
     """
     # The public functions ensure this, but compiled graphs and torch.ops do not. Kernels compute addresses from it.
     check_place(op, engine, arguments.rank, len(arguments.sizes))
-    if min(arguments.sizes) < 0 or lengths != (expected or own_sizes(arguments)):
+    expected = [sum(arguments.sizes)] * len(lengths) if whole else own_sizes(arguments)
+    if min(arguments.sizes) < 0 or lengths != expected:
         got = ", ".join(map(str, lengths))
         raise ValueError(f"{op}: sizes {list(arguments.sizes)} do not fit a length of {got}")
 
