@@ -10,7 +10,7 @@ import functools
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -213,9 +213,8 @@ class InvariantRowParallelLinear(InvariantLinear):
             y = sequence.row_parallel(own, weight, bias, _tokens(self._mesh, axis), TP_INVARIANT)
             return self._with_mesh(y, Shard(axis))
         name = self._mesh.get_group().group_name if self._is_divided else ALONE
-        call = {"a": own, "w": weight, "bias": [] if bias is None else [bias]}
-        call |= {"communicator": name, "partition": TP_INVARIANT}
-        y = MATMUL_ALLREDUCE.one(*MATMUL_ALLREDUCE.write(call))
+        call = {"a": own, "w": weight, "bias": [] if bias is None else [bias], "communicator": name}
+        y = MATMUL_ALLREDUCE.dispatched(partition=TP_INVARIANT, **call)
         return self._with_mesh(y, Replicate()) if has_mesh else y
 
     def _axis_of_tokens(self, own: torch.Tensor) -> int | None:
@@ -235,7 +234,7 @@ class _InvariantNorm(torch.nn.Module):
 
     normalized_shape: tuple[int, ...]
     eps: Any
-    _normed: Callable[..., torch.Tensor]
+    _torchs: ClassVar[Callable[..., torch.Tensor]]  # the function of torch
 
     def _of_tokens(self, x: torch.Tensor, plain: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
         """Returns the norm of this rank's tokens; ``plain`` is that of torch."""
@@ -243,7 +242,10 @@ class _InvariantNorm(torch.nn.Module):
         if not (learns and self._has_whole_rows(x)):
             return plain(x)
         own, *local = map(_local, (x, *self.parameters()))
-        function, tokens, length = self._function(own.device.type), None, 0
+        device, tokens, length = own.device.type, None, 0
+        autocast = {"dtype": torch.get_autocast_dtype(device), "enabled": torch.is_autocast_enabled(device)}
+        how = self._torchs, self.normalized_shape, self.eps, torch.autocast(device, **autocast)
+        function = functools.partial(_normed, *how)
         if not isinstance(x, DTensor):
             return sequence.of_own_tokens(function, own, local, tokens, length)
         (placement,), mesh = x.placements, x.device_mesh
@@ -258,34 +260,28 @@ class _InvariantNorm(torch.nn.Module):
         is_of_tokens = type(placement) is Shard and placement.dim % x.ndim < x.ndim - len(self.normalized_shape)
         return not more and (is_of_tokens or placement.is_replicate())
 
-    def _function(self, device: str) -> functools.partial:
-        """Returns the norm as a function of tokens and parameters, under the autocast of now."""
-        autocast = {"dtype": torch.get_autocast_dtype(device), "enabled": torch.is_autocast_enabled(device)}
-        return functools.partial(self._normed, self.normalized_shape, self.eps, torch.autocast(device, **autocast))
+
+def _normed(function: Callable, shape, eps: float | None, autocast: torch.autocast, x, *parameters) -> torch.Tensor:
+    with autocast:
+        return function(x, shape, *parameters, eps=eps)
 
 
 class InvariantLayerNorm(_InvariantNorm, torch.nn.LayerNorm):
     """A torch.nn.LayerNorm that may have its part of the tokens."""
 
+    _torchs = staticmethod(functional.layer_norm)
+
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return self._of_tokens(input, super().forward)
-
-    @staticmethod
-    def _normed(shape, eps: float, autocast: torch.autocast, x, weight, bias=None) -> torch.Tensor:
-        with autocast:
-            return functional.layer_norm(x, shape, weight, bias, eps)
 
 
 class InvariantRMSNorm(_InvariantNorm, torch.nn.RMSNorm):
     """A torch.nn.RMSNorm that may have its part of the tokens."""
 
+    _torchs = staticmethod(functional.rms_norm)
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self._of_tokens(x, super().forward)
-
-    @staticmethod
-    def _normed(shape, eps: float | None, autocast: torch.autocast, x, weight) -> torch.Tensor:
-        with autocast:
-            return functional.rms_norm(x, shape, weight, eps)
 
 
 _NORMS = {torch.nn.LayerNorm: InvariantLayerNorm, torch.nn.RMSNorm: InvariantRMSNorm}

@@ -14,7 +14,7 @@ from graphar.ops.options import T
 from graphar.ops.register import Op, for_ranks
 from graphar.ops.repeats import repeated, typed
 from graphar.plan.algorithms import AllGatherAlgorithm
-from graphar.plan.call import Call, Operands
+from graphar.plan.call import Call
 from graphar.plan.work import Parts, TensorTuple
 from graphar.runtime.checks import call_checks, tensor_checks
 from graphar.runtime.engine import Engine
@@ -124,7 +124,7 @@ def _run(engine: Engine, xs, outs, arguments: parts.AlongAxis):
     axis = arguments.axis
     rows, rooms = [parts.rows_of(x, axis) for x in xs], [parts.room_for(out, axis) for out in outs]
     work = Parts(NAME, parts.counts_of(rows[0], arguments.sizes), axis=axis, row=tuple(rows[0].shape[1:]))
-    ranks = options.operands_of_sum(rows, rooms)
+    ranks = options.operands([rows], [(room,) for room in rooms])
     plan = engine.run(Call.of(work, rows[0], algorithm=arguments.algorithm, timeout_s=arguments.timeout_s), ranks)
     for room, out in zip(rooms, outs, strict=True):
         parts.put_back(room, out, axis)
@@ -183,18 +183,15 @@ def work_of(xs: Sequence[torch.Tensor], sizes: Sequence[int]) -> TensorTuple:
     return TensorTuple(tuple([x.dtype for x in xs]), tuple([tuple(x.shape[1:]) for x in xs]), tuple(sizes))
 
 
-def _of_ranks(xs, arguments: ArgumentsOfTuple) -> list[list[torch.Tensor]]:
-    """Returns the tensors of each rank of this process."""
+def _lists(xs, arguments: ArgumentsOfTuple) -> list[Sequence[torch.Tensor]]:
+    """Returns a list for each tensor of the tuple, with those of this process's ranks."""
     each = len(arguments.more) // len(xs)
-    return [[x, *arguments.more[rank * each : (rank + 1) * each]] for rank, x in enumerate(xs)]
+    return [xs, *[arguments.more[at::each] for at in range(each)]]
 
 
 def _run_tuple(engine: Engine, xs, outs, arguments: ArgumentsOfTuple):
     """Writes the tensors of all ranks into the results of each rank of this process."""
-    ranks = [
-        Operands(tuple([x.contiguous() for x in of_rank]), results)
-        for of_rank, results in zip(_of_ranks(xs, arguments), outs, strict=True)
-    ]
+    ranks = options.operands([[x.contiguous() for x in of_ranks] for of_ranks in _lists(xs, arguments)], outs)
     first = ranks[0].inputs
     call = Call(work_of(first, arguments.sizes), BYTE, first[0].get_device(), timeout_s=arguments.timeout_s)
     return engine.run(call, ranks), ranks
@@ -202,12 +199,13 @@ def _run_tuple(engine: Engine, xs, outs, arguments: ArgumentsOfTuple):
 
 def _fake_tuple(xs, arguments: ArgumentsOfTuple) -> list[tuple[torch.Tensor, ...]]:
     length = sum(arguments.sizes)
-    return [tuple([x.new_empty((length, *x.shape[1:])) for x in rank]) for rank in _of_ranks(xs, arguments)]
+    lists = [[x.new_empty((length, *x.shape[1:])) for x in of_ranks] for of_ranks in _lists(xs, arguments)]
+    return list(zip(*lists, strict=True))
 
 
 def _check_tuples(engine: Engine, xs, arguments: ArgumentsOfTuple) -> None:
-    for of_tensors in zip(*_of_ranks(xs, arguments), strict=True):
-        parts.check(NAME, engine, arguments, [len(x) for x in of_tensors])
+    for of_ranks in _lists(xs, arguments):
+        parts.check(NAME, engine, arguments, [len(x) for x in of_ranks])
 
 
 TUPLE_OP = Op(TUPLE, ["x"], ArgumentsOfTuple, _run_tuple, _fake_tuple, check=_check_tuples, has_several=True)

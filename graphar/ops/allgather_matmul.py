@@ -145,8 +145,7 @@ def fused_allgather_matmul(
 def _gather(a, w, bias, scales: tuple, sizes, epilogue, group: Group, arguments: Arguments, asked: Asked):
     """Checks a call's arguments, and makes it."""
     partition, has_scales = arguments.partition, any(scale is not None for scale in scales[:2])
-    if arguments.timeout_s is not None:
-        call_checks.check_timeout(NAME, arguments.timeout_s)
+    call_checks.check_call(NAME, "auto", arguments.timeout_s)
     served = PARTITIONS[:-1] if has_scales else PARTITIONS
     if partition not in served:
         of = "with scales partition" if has_scales else "partition"
@@ -155,7 +154,7 @@ def _gather(a, w, bias, scales: tuple, sizes, epilogue, group: Group, arguments:
     name = engine_name(group, NAME, alone and not in_list)
     scaled = matmul_operands.check(NAME, a, w, bias, scales, rows_differ=True)
     first, weight = (a[0], w[0]) if in_list else (a, w)
-    matmul_operands.check_has_rows(NAME, first)
+    parts.check_has_rows(NAME, "a", first)
     if partition == TP_INVARIANT:
         _check_invariant(a, arguments.gathered)
     if in_list and sizes is not None:
@@ -204,11 +203,10 @@ def _run(engine: Engine, a, w, outs, arguments):
         return None
     counts = tuple([size * in_one for size in arguments.sizes])
     form = followed and replace(followed.form, columns=1)  # ranks may differ in columns
-    how = {"partition": arguments.partition, "gathered": arguments.gathered}
-    how |= matmul_operands.multiplied(NAME, a, w, arguments)
+    how = {"gathered": arguments.gathered, **matmul_operands.multiplied(NAME, a, w, arguments)}
     work = Product(NAME, counts, a[0].shape[-1], bool(arguments.bias), epilogue=form, **how)
     wanted = outs if arguments.gathered else [results[:1] for results in outs]
-    ranks = matmul_operands.of_ranks(a, w, arguments, followed, wanted)
+    ranks = options.operands(matmul_operands.lists(a, w, arguments, arguments.bias), wanted, followed)
     return engine.run(Call.of(work, outs[0][0], timeout_s=arguments.timeout_s), ranks), ranks
 
 

@@ -228,7 +228,7 @@ def _run(engine: Engine, xs, outs, arguments: Arguments):
     row = tuple([1 if at in (scatter, gather) else length for at, length in enumerate(xs[0].shape)])
     sends, receives = (tuple(map(tuple, lengths)) for lengths in _lengths(arguments, len(xs)))
     work = Exchange(max(arguments.rank, 0), row, sends, receives, scatter, gather, arguments.known)
-    ranks = options.operands_of_sum(xs, outs)
+    ranks = options.operands([xs], [(out,) for out in outs])
     return engine.run(Call.of(work, xs[0], algorithm=arguments.algorithm, timeout_s=arguments.timeout_s), ranks), ranks
 
 

@@ -18,11 +18,9 @@ from graphar.runtime.registry import Group, HasEngine, engine_of_either
 
 @overload
 def empty(
-    *size: int, dtype: torch.dtype | None = None, group: dist.ProcessGroup | DeviceMesh | None = None
-) -> torch.Tensor: ...
-@overload
-def empty(
-    size: Sequence[int], /, *, dtype: torch.dtype | None = None, group: dist.ProcessGroup | DeviceMesh | None = None
+    *size: int | Sequence[int],
+    dtype: torch.dtype | None = None,
+    group: dist.ProcessGroup | DeviceMesh | None = None,
 ) -> torch.Tensor: ...
 @overload
 def empty(

@@ -141,9 +141,8 @@ def _backward(ctx, dy):
     dy = dy.to(a.dtype)
     of_a = None
     if needs_a and ctx.communicator:
-        op = op_named(MATMUL_ALLREDUCE)
-        arguments = {"a": dy, "w": w.t(), "communicator": ctx.communicator, "partition": TP_INVARIANT}
-        of_a = op.one(*op.write(arguments))
+        call = {"communicator": ctx.communicator, "partition": TP_INVARIANT}
+        of_a = op_named(MATMUL_ALLREDUCE).dispatched(a=dy, w=w.t(), **call)
     elif needs_a:
         of_a = of_input(TP_INVARIANT, dy, w, LEAVES)
     of_w = of_weight(TP_INVARIANT, dy, a) if needs_w else None

@@ -14,7 +14,7 @@ from graphar.ops import options
 from graphar.ops.options import T
 from graphar.ops.register import Op, define, library
 from graphar.ops.repeats import repeated
-from graphar.plan.call import Call, Operands
+from graphar.plan.call import Call
 from graphar.plan.work import Loss
 from graphar.runtime.bind import loss
 from graphar.runtime.checks import call_checks
@@ -263,10 +263,7 @@ def _empty(target: torch.Tensor, arguments: Arguments) -> tuple[torch.Tensor, ..
 
 def _run(engine: Engine, logits, targets, outs, arguments: Arguments):
     """Writes each rank's results."""
-    ranks = [
-        Operands((x.contiguous(), target.contiguous()), results)
-        for x, target, results in zip(logits, targets, outs, strict=True)
-    ]
+    ranks = options.operands([[x.contiguous() for x in logits], [target.contiguous() for target in targets]], outs)
     x = ranks[0].inputs[0]
     size = arguments.vocab_size or x.shape[-1] * engine.world_size
     terms = Terms(size, *[getattr(arguments, name) for name in Terms._fields[1:]])

@@ -12,7 +12,7 @@ import torch
 from graphar.numerics import leaf_tree, partitions
 from graphar.numerics.codecs import Codec, CodecName
 from graphar.numerics.epilogues.epilogue import Epilogue
-from graphar.numerics.partitions import BATCH_INVARIANT, TP_INVARIANT, Partition, split
+from graphar.numerics.partitions import BATCH_INVARIANT, TP_INVARIANT, Partition
 from graphar.ops import matmul_gradients, matmul_operands, options, parts
 from graphar.ops.options import T
 from graphar.ops.register import Op
@@ -228,21 +228,17 @@ def _call(
 ) -> Any:
     """Checks a call's arguments, and makes it."""
     name, partition, in_list = op.name, arguments.partition, isinstance(a, (list, tuple))
-    if arguments.timeout_s is not None:
-        call_checks.check_timeout(name, arguments.timeout_s)
+    call_checks.check_call(name, "auto", arguments.timeout_s)
     communicator = engine_name(group, name, alone=partition == TP_INVARIANT and not in_list)
     options.check_together(name, codec, epilogue)
     if partition in (BATCH_INVARIANT, TP_INVARIANT) and codec is not None:
         raise ValueError(f"{name}: takes a codec or partition={partition!r}, not both")
     scaled = matmul_operands.check(name, a, w, bias, scales, partition)
     rows, weight = (a[0], w[0]) if in_list else (a, w)
-    where: dict[str, Any] = {}
+    where, whole = {}, None
     if isinstance(arguments, ArgumentsOfParts):
-        matmul_operands.check_has_rows(name, rows)
-        rank, world_size = (-1, len(a)) if in_list else parts.place(group, partition == TP_INVARIANT)
-        where = {"rank": rank, "sizes": split(rows.shape[0], world_size)}
-        rows = rows.narrow(0, 0, where["sizes"][max(rank, 0)]) if epilogue is not None else rows
-    whole = 0 if where else None
+        (where, lengths), whole = parts.of_rows(name, "a", a, group, partition == TP_INVARIANT), 0
+        rows = rows.narrow(0, 0, lengths[0]) if epilogue is not None else rows
     added = matmul_operands.added(name, a, bias, epilogue, (*rows.shape[:-1], weight.shape[0]), scaled, whole)
     where |= {"communicator": communicator, "codec": options.codec_option(name, codec)}
     arguments = replace(arguments, **where, **added, **scaled._asdict())
@@ -275,10 +271,10 @@ def _run(op: str, engine: Engine, a, w, outs, arguments: _Summed):
         call_checks.check_quantized_call(op, arguments.codec, "auto", outs[0])
     if not sum(counts) or not columns:
         return None
-    how = {"partition": arguments.partition, "num_partitions": arguments.num_partitions}
-    how |= matmul_operands.multiplied(op, a, w, arguments)
+    how = {"num_partitions": arguments.num_partitions, **matmul_operands.multiplied(op, a, w, arguments)}
     work = Product(op, tuple(counts), columns, bool(arguments.bias), arguments.codec, followed and followed.form, **how)
-    ranks = matmul_operands.of_ranks(a, w, arguments, followed, [(out,) for out in outs])
+    lists = matmul_operands.lists(a, w, arguments, arguments.bias)
+    ranks = options.operands(lists, [(out,) for out in outs], followed)
     return engine.run(Call.of(work, outs[0], timeout_s=arguments.timeout_s), ranks), ranks
 
 

@@ -207,6 +207,10 @@ class Op(Generic[G]):
         rest = {name: value for name, value in named.items() if name not in self.tensors}
         return *[named[name] for name in self.tensors], *self.arguments(**rest)
 
+    def dispatched(self, **named: Any) -> Any:
+        """Calls the first form through torch's dispatcher, with tensors and arguments by name."""
+        return self.one(*self.write(named))
+
     # ---- schemas ----------------------------------------------------------------------------------------------------
 
     def _register(self, in_list: bool) -> None:

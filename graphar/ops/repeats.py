@@ -118,7 +118,6 @@ def keep(
     if launch := plan.launch_like(operands):
         select = None if order == list(range(len(tensors))) else _selected(order)
         wire = codec_of_text(codec) if codec else None
-        launch = _telling_of_residual(launch) if wire and wire.feedback else launch
         repeats.keep(key, _repeat(launch, plan.served, engine.runner is None, tensors, operands.outputs, select, wire))
 
 
@@ -175,21 +174,13 @@ def _repeat(
         result = new(*result_like) if out is None else out
         results = (result, *[new(*layout) for layout in others]) if others else (result,)
         launch(tensors if select is None else select(tensors), results, numbers)
+        if feeds_back:
+            _tell_of_change(tensors[1:2])
         if out is not None:
             _tell_of_change(results)
         return results if others else result
 
     return repeat
-
-
-def _telling_of_residual(launch: Launch) -> Launch:
-    """Returns a launch that also tells autograd that the second input, a residual, has changed."""
-
-    def launch_and_tell(inputs: Tensors, outputs: Tensors, numbers: tuple[float, ...]) -> None:
-        launch(inputs, outputs, numbers)
-        _tell_of_change(inputs[1:2])
-
-    return launch_and_tell
 
 
 def _forbidden(tensors: Tensors, wire: Codec | None) -> Callable[[], bool] | None:

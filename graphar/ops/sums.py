@@ -12,7 +12,7 @@ import torch
 from graphar.numerics import leaf_tree
 from graphar.numerics.codecs import Codec, CodecName
 from graphar.numerics.dtypes import TYPE_NAMES
-from graphar.numerics.epilogues.epilogue import AppliedEpilogue, Epilogue, EpilogueInputs, Pointwise, bind
+from graphar.numerics.epilogues.epilogue import AppliedEpilogue, Epilogue
 from graphar.numerics.epilogues.syntax import parse
 from graphar.numerics.partitions import split
 from graphar.ops import options, parts
@@ -225,7 +225,7 @@ def _run(op: str, engine: Engine, xs, outs, arguments: Arguments | ArgumentsOfPa
         followed, symmetric = options.applied(op, arguments, rows), () if codec else engine.symmetric_sides(rows, rooms)
         work = Sum(rows[0].numel(), codec, followed and followed.form, tuple(rows[0].shape), *order)
     how = {"algorithm": arguments.algorithm, "timeout_s": arguments.timeout_s, "symmetric": symmetric}
-    ranks = options.operands_of_sum(rows, rooms, followed, errors)
+    ranks = options.operands([rows, *([errors] if errors else [])], [(room,) for room in rooms], followed)
     plan = engine.run(Call.of(work, rows[0], **how), ranks)
     if not axis:
         return plan, ranks
@@ -245,12 +245,10 @@ def _applied(arguments: ArgumentsOfParts, rooms: list[torch.Tensor]) -> AppliedE
             f"{REDUCESCATTER}: along axis {axis} an epilogue cannot use {min(unknown)}; move axis to the front"
         )
 
-    def bind_part(op: str, text: str, room: torch.Tensor, tensors, scalars) -> tuple[Pointwise, EpilogueInputs]:
-        form, inputs = bind(op, text, room, tensors, scalars)
-        # With a single row any number of columns is right, but it must be equal on all ranks.
-        return replace(form, columns=max(1, *arguments.sizes)) if room.ndim == 1 else form, inputs
-
-    return options.applied(REDUCESCATTER, arguments, rooms, bind_part)
+    followed = options.applied(REDUCESCATTER, arguments, rooms)
+    if followed and rooms[0].ndim == 1:  # any number of columns is right for a row, but ranks must have the same
+        return followed._replace(form=replace(followed.form, columns=max(1, *arguments.sizes)))
+    return followed
 
 
 # ---- checks ---------------------------------------------------------------------------------------------------------

@@ -226,9 +226,9 @@ class FusedMatmul:
     def _tile_of(self, operands: MatmulOperands, piece: Slice, layout: str) -> Tile:
         return tile_for(self._engine.table.matmul, self.tiles, operands.a.shape[1])
 
-    def _parameters(self, tile, *launch) -> tuple[list, Grid]:
+    def _parameters(self, *launch) -> tuple[list, Grid]:
         """Returns the parameters of a launch, without the collective arguments, and its grid."""
-        return (skinny if self.algorithm.row.is_skinny else summed_tiles)(tile, *launch)
+        return (skinny if self.algorithm.row.is_skinny else summed_tiles)(*launch)
 
     def _first_row(self, member: Member, piece: Slice) -> int:
         # A skinny result is not divided.
@@ -341,7 +341,8 @@ class FusedMatmul:
 class Gathered(FusedMatmul):
     """Each tile begins when its rows have arrived."""
 
-    _parameters = staticmethod(gathered_tiles)
+    def _parameters(self, *launch) -> tuple[list, Grid]:
+        return gathered_tiles(*launch)
 
     def _cut(self, work: Product) -> list[Slice]:
         step = gathered_rows_a_launch(self.algorithm, self._engine.world_size, work.columns, work.factors)

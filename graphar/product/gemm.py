@@ -46,27 +46,17 @@ def matmul(
     out_dtype: torch.dtype | None = None,
     scales: Scales | None = None,
 ) -> torch.Tensor:
-    """Returns ``a @ w.T + bias``: accumulated in fp32 in the order of K, and rounded once.
+    """Returns ``a @ w.T + bias``, accumulated in fp32 in the order of K and rounded once; on torch's current stream.
 
-    With several leaves K is cut into as many, of equal length. Each is accumulated in the order of K, and they are
-    added in fp32 as a binary tree: a node of the tree of :mod:`graphar.numerics.leaf_tree`. With scales the order is
-    that of :func:`graphar.numerics.fp8_products.scaled_linear`. It is queued on torch's current stream. The caller has
-    checked that dtypes, devices and shapes fit together, as the ops do.
+    With several ``leaves`` K is cut into as many, of equal length, multiples of 64 columns. They are added in fp32 as a
+    binary tree: a node of :mod:`graphar.numerics.leaf_tree`. With ``scales`` of e4m3 operands the order is that of
+    :func:`graphar.numerics.fp8_products.scaled_linear`. The caller has checked that dtypes, devices and shapes fit.
 
     Args:
-        a: [M, K], bf16 or fp16, or with scales torch.float8_e4m3fn, on a device of sm_90a.
-        w: [N, K], of the same dtype and device. Its rows are contiguous, as in ``torch.nn.Linear``, or its columns, as
-            in the transpose of a [K, N] tensor. With scales its rows.
-        out: [M, N] of ``out_dtype``, takes the result; overlaps no operand. None: a new tensor.
-        bias: [N], contiguous, of the dtype of the result. Not with fp32 results.
+        w: with contiguous rows, as in ``torch.nn.Linear``, or columns, as a transpose has them. With scales its rows.
         sms: how many SMs to take; None: all.
-        tile: a tile for this number of ``leaves``, of LEAF_TILES or another; None: the tile with the least estimated
-            time. With a ``tail_split`` two kernels are launched, the second for the last round.
-        leaves: 1, 2, 4 or 8: all leaves of a rank, of 8, 4, 2 or 1 ranks. If there are several, each must be a multiple
-            of 64 columns of ``a``.
-        out_dtype: the dtype of the result: 16 bits, or torch.float32 for the sum that is not rounded, such as a rank's
-            partial. None: that of ``a``.
-        scales: those of e4m3 operands.
+        tile: None: the tile with the least estimated time. With a ``tail_split`` two kernels are launched.
+        out_dtype: 16 bits, or torch.float32 for a sum that is not rounded and has no bias. None: that of ``a``.
 
     Raises:
         ValueError: ``tile`` does not serve the layout of ``w``.

@@ -131,7 +131,7 @@ class Then:
             return self._place(matmul, panel, 0, panel.shape)
         return matmul.out.new_empty(panel.shape, dtype=self._dtype)
 
-    def _bind(self, matmul: MatmulOperands, products: Sequence[torch.Tensor]) -> Callable[[int], None]:
+    def _bind(self, matmul: MatmulOperands, products: Sequence[torch.Tensor]) -> Callable[[int], object]:
         """Returns a function of a panel's number that multiplies a rank's panel, on the current stream."""
         multiply, _ = choose(self._engine, self._work, matmul, len(products))
         whole, pairs = matmul.step, list(zip(self._panels, products, strict=True))

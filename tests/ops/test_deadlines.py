@@ -149,7 +149,7 @@ def gpus(monkeypatch, request):
     monkeypatch.setattr(fused, "why_not", lambda *given: "")
     monkeypatch.setattr(launcher, "sm_count", lambda device: 132)
     monkeypatch.setattr(launcher, "can_overlap", lambda device: True)
-    monkeypatch.setattr(GatheredChunks, "_run_slice", lambda self, lanes, rows, one, meet: meet())
+    monkeypatch.setattr(GatheredChunks, "_run_slice", lambda self, lanes, rows, one: self._meet())
     for module in (gathered_chunks, then):
         monkeypatch.setattr(module, "streams_of", lambda device: (None, None))
     monkeypatch.setattr(copies, "tensor_at", lambda pointer, device, like: torch.zeros_like(like, device="cpu"))
