@@ -35,14 +35,20 @@ class Tokens(NamedTuple):
         """Returns the tokens of all ranks. ``lengths`` are those of the ranks' parts; None: all have this rank's."""
         return self._of_all(ALLGATHER, lengths or self._equal(x.shape[self.axis]), x=x.contiguous(), axis=self.axis)
 
-    def gathered_product(self, x: torch.Tensor, w: torch.Tensor, bias: Sequence[torch.Tensor], partition: str):
+    def gathered_product(self, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, partition: str):
         """Returns the products of all ranks' tokens with this rank's weight, and these tokens, both as of one rank."""
-        call = {"a": self.first(x), "w": w, "bias": bias, "partition": partition, "gathered": True}
+        call = {
+            "a": self.first(x),
+            "w": w,
+            "bias": [] if bias is None else [bias],
+            "partition": partition,
+            "gathered": True,
+        }
         return map(self.back, self._of_all(ALLGATHER_MATMUL, self._equal(x.shape[self.axis]), **call))
 
-    def own_sums(self, x: torch.Tensor, w: torch.Tensor, bias: Sequence[torch.Tensor], partition: str) -> torch.Tensor:
+    def own_sums(self, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, partition: str) -> torch.Tensor:
         """Returns this rank's tokens of the sum of all ranks' products."""
-        call = {"a": self.first(x), "w": w, "bias": bias, "partition": partition}
+        call = {"a": self.first(x), "w": w, "bias": [] if bias is None else [bias], "partition": partition}
         return self.back(self._of_all(MATMUL_REDUCESCATTER, self._equal(x.shape[self.axis] // self.ranks), **call))
 
     def _of_all(self, op: Op, lengths: Sequence[int], **call) -> Any:
@@ -90,7 +96,7 @@ class _ColumnParallel(torch.autograd.Function):
     def forward(ctx, x, w, bias, tokens, partition):
         ctx.save_for_backward(x, w)
         ctx.tokens, ctx.partition = tokens, partition
-        product, _ = tokens.gathered_product(x, w, _listed(bias), partition)
+        product, _ = tokens.gathered_product(x, w, bias, partition)
         return product
 
     @staticmethod
@@ -98,7 +104,7 @@ class _ColumnParallel(torch.autograd.Function):
         (dy,), (x, w), tokens = gradient, ctx.saved_tensors, ctx.tokens
         partition = partitions.in_backward(ctx.partition)
         needs_x, needs_w, needs_bias, *_ = ctx.needs_input_grad
-        of_x = tokens.own_sums(dy, w.t(), [], partition) if needs_x else None
+        of_x = tokens.own_sums(dy, w.t(), None, partition) if needs_x else None
         of_w = of_weight(partition, dy, tokens.joined(x)) if needs_w else None
         return of_x, of_w, of_bias(partition, dy) if needs_bias else None, None, None
 
@@ -110,19 +116,15 @@ class _RowParallel(torch.autograd.Function):
     def forward(ctx, x, w, bias, tokens, partition):
         ctx.save_for_backward(x, w)
         ctx.tokens, ctx.partition = tokens, partition
-        return tokens.own_sums(x, w, _listed(bias), partition)
+        return tokens.own_sums(x, w, bias, partition)
 
     @staticmethod
     def backward(ctx, *gradient):
         (dy,), (x, w), partition = gradient, ctx.saved_tensors, partitions.in_backward(ctx.partition)
         _, needs_w, needs_bias, *_ = ctx.needs_input_grad
-        of_x, whole = ctx.tokens.gathered_product(dy, w.t(), [], partition)
+        of_x, whole = ctx.tokens.gathered_product(dy, w.t(), None, partition)
         of_w = of_weight(partition, whole, x) if needs_w else None
         return of_x, of_w, of_bias(partition, whole) if needs_bias else None, None, None
-
-
-def _listed(bias: torch.Tensor | None) -> list[torch.Tensor]:
-    return [] if bias is None else [bias]
 
 
 # ---- norms ----------------------------------------------------------------------------------------------------------

@@ -105,14 +105,9 @@ def cross_entropy(
         raise ValueError(f"{NAME}: label_smoothing must be from 0 to 1, got {label_smoothing!r}")
     if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
         raise TypeError(f"{NAME}: ignore_index must be an int, got {ignore_index!r}")
-    terms = {
-        "vocab_size": vocab_size,
-        "result": reduction,
-        "ignore_index": ignore_index,
-        "label_smoothing": smoothing,
-        "lse_square_scale": options.check_number(NAME, "lse_square_scale", lse_square_scale),
-        "overwrite": bool(overwrite_logits),
-    }
+    terms = {"vocab_size": vocab_size, "result": reduction, "ignore_index": ignore_index, "label_smoothing": smoothing}
+    terms["lse_square_scale"] = options.check_number(NAME, "lse_square_scale", lse_square_scale)
+    terms["overwrite"] = bool(overwrite_logits)
     return _call(NAME, (logits, target), how, group, terms, timeout_s)[0]
 
 

@@ -6,6 +6,7 @@ torch multiplies; a call that is tensor-parallel invariant has invariant gradien
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -23,7 +24,8 @@ Tensors = Sequence[torch.Tensor]
 def of_operands(ctx, gradients: Tensors, a: Tensors, w: Tensors) -> tuple[list, list]:
     """Returns the gradients of each rank's ``a`` and ``w`` from those of its sum, or part of it; None if not needed."""
     partition, (needs_a, needs_w) = ctx.given["partition"], ctx.needs_input_grad[:2]
-    of_a, of_w = [None] * len(a), [None] * len(w)
+    of_a: list[Any] = [None] * len(a)
+    of_w: list[Any] = [None] * len(w)
     if "sizes" not in ctx.where:
         gradients = _of_equal_sums(ctx, gradients)
         needed = list(zip(needs_a, needs_w, strict=True)) if ctx.in_list else [(needs_a, needs_w)]

@@ -15,7 +15,6 @@ from graphar.ops.options import T
 from graphar.ops.register import Op
 from graphar.ops.repeats import Asked, repeated
 from graphar.plan.call import Call
-from graphar.plan.matmuls import owned_rows
 from graphar.plan.work import Product
 from graphar.runtime.checks import call_checks, tensor_checks
 from graphar.runtime.engine import Engine
@@ -227,10 +226,7 @@ def _fake(a, w, residual, weight, arguments: _Normed) -> list[tuple[torch.Tensor
 
 def _run(op: str, engine: Engine, a, w, residual, weight, outs, arguments: _Normed):
     """Writes each rank's results: normed rows, and the new residual."""
-    if isinstance(arguments, ArgumentsOfParts):
-        counts = [size * a[0].shape[1:-1].numel() for size in arguments.sizes]
-    else:
-        counts = owned_rows(a[0].shape[:-1].numel(), engine.world_size)
+    counts = matmul_operands.summed_rows(engine, a, arguments)
     norm, how = (arguments.eps, arguments.weight_offset), matmul_operands.multiplied(op, a, w, arguments)
     work = Product(op, tuple(counts), w[0].shape[0], norm=norm, **how)
     ranks = options.operands([*matmul_operands.lists(a, w, arguments), residual, weight], outs)

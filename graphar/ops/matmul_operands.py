@@ -12,6 +12,7 @@ from graphar.numerics import fp8_products
 from graphar.numerics.fp8_products import FP8
 from graphar.numerics.partitions import BATCH_INVARIANT
 from graphar.ops import options
+from graphar.plan.matmuls import owned_rows
 from graphar.product.operands import flat, flat_scale
 from graphar.runtime.checks.tensor_checks import (
     check_destination,
@@ -19,6 +20,7 @@ from graphar.runtime.checks.tensor_checks import (
     check_same_kind,
     check_strided,
 )
+from graphar.runtime.engine import Engine
 
 RESULT_DTYPES = (torch.bfloat16, torch.float16)
 _DTYPES = (*RESULT_DTYPES, torch.float32, torch.float64)  # of operands without scales
@@ -161,6 +163,14 @@ def multiplied(op: str, a, w, arguments: Multiplied) -> dict[str, Any]:
     """Returns what a Product has of the factors of a call."""
     of = {"format": format_of(op, a, w, arguments.scales)} if arguments.scales else {}
     return of | {"partition": arguments.partition, "constant_weight": getattr(arguments, "constant_weight", False)}
+
+
+def summed_rows(engine: Engine, a, arguments: options.Given) -> list[int]:
+    """Returns how many rows of a sum each rank adds: those of its part, or its share of an all-reduce's."""
+    if isinstance(arguments, options.InParts):
+        in_one = a[0].shape[1:-1].numel()
+        return [size * in_one for size in arguments.sizes]
+    return list(owned_rows(a[0].shape[:-1].numel(), engine.world_size))
 
 
 def lists(a, w, arguments: Multiplied, bias: Sequence[torch.Tensor] = ()) -> list[Sequence[torch.Tensor]]:

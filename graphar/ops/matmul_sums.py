@@ -18,7 +18,6 @@ from graphar.ops.options import T
 from graphar.ops.register import Op
 from graphar.ops.repeats import Asked, repeated
 from graphar.plan.call import Call
-from graphar.plan.matmuls import owned_rows
 from graphar.plan.work import MATMUL_ALLREDUCE, MATMUL_REDUCESCATTER, Product
 from graphar.runtime.checks import call_checks, tensor_checks
 from graphar.runtime.engine import Engine
@@ -259,12 +258,8 @@ def _fake(a, w, arguments: _Summed) -> list[torch.Tensor]:
 
 def _run(op: str, engine: Engine, a, w, outs, arguments: _Summed):
     """Writes each rank's sum, or its part of it, into its tensor of ``outs``, which are contiguous."""
-    columns, in_one = w[0].shape[0], a[0].shape[1:-1].numel()
-    if isinstance(arguments, ArgumentsOfParts):
-        counts = cut = [size * in_one for size in arguments.sizes]
-    else:
-        cut = [outs[0].shape[:-1].numel()]
-        counts = owned_rows(cut[0], engine.world_size)
+    columns, counts = w[0].shape[0], matmul_operands.summed_rows(engine, a, arguments)
+    cut = counts if isinstance(arguments, ArgumentsOfParts) else [sum(counts)]
     partitions.panels(op, arguments.partition, arguments.num_partitions, cut, columns)  # raises
     followed = options.applied(op, arguments, outs)
     if arguments.codec:
@@ -288,10 +283,10 @@ def _check_out(a, w, outs, arguments: Arguments) -> None:
 
 def check_leaves(op: str, engine: Engine, a: Sequence[torch.Tensor], *rest) -> None:
     """Raises ValueError if the sizes of a call do not fit, or it is to be invariant without whole leaves of K."""
-    arguments = rest[-1]
+    arguments: Any = rest[-1]
     if isinstance(arguments, options.InParts):
         parts.check(op, engine, arguments, [len(x) for x in a], whole=True)
-    if arguments.partition == TP_INVARIANT:
+    if rest[-1].partition == TP_INVARIANT:
         leaf_tree.check_ranks(op, engine.world_size)
         # Processes compare their columns when they sum.
         leaf_tree.check_operands(op, a if engine.devices else list(a) * engine.world_size)
