@@ -37,14 +37,10 @@ class Tokens(NamedTuple):
 
     def gathered_product(self, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, partition: str):
         """Returns the products of all ranks' tokens with this rank's weight, and these tokens, both as of one rank."""
-        call = {
-            "a": self.first(x),
-            "w": w,
-            "bias": [] if bias is None else [bias],
-            "partition": partition,
-            "gathered": True,
-        }
-        return map(self.back, self._of_all(ALLGATHER_MATMUL, self._equal(x.shape[self.axis]), **call))
+        added = [] if bias is None else [bias]
+        call = {"a": self.first(x), "w": w, "bias": added, "partition": partition, "gathered": True}
+        results = self._of_all(ALLGATHER_MATMUL, self._equal(x.shape[self.axis]), **call)
+        return [self.back(result) for result in results]
 
     def own_sums(self, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, partition: str) -> torch.Tensor:
         """Returns this rank's tokens of the sum of all ranks' products."""

@@ -189,9 +189,6 @@ def _detached(x: Any) -> Any:
     return [of_rank.detach() for of_rank in x] if isinstance(x, list) else x.detach()
 
 
-# ---- calls ----------------------------------------------------------------------------------------------------------
-
-
 def _call(op: str, tensors: tuple, how: tuple, group: Any, terms: dict[str, Any], timeout_s) -> tuple:
     """Makes a call, and returns its results as users get them, the state included."""
     call_checks.check_call(op, "auto", timeout_s)

@@ -179,9 +179,6 @@ def fused_matmul_reducescatter_residual_rmsnorm(
     return _call(SCATTERED_NORM, asked, group, eps, weight_offset, partition, timeout_s)
 
 
-# ---- calls ----------------------------------------------------------------------------------------------------------
-
-
 def _call(op: Op, asked: Asked, group: Group, eps, weight_offset, partition, timeout_s) -> Any:
     """Makes a call as the user asked for it, and returns its results as users get them."""
     (a, w, *scales, residual, weight), name, alone = asked[0], op.name, partition == TP_INVARIANT

@@ -192,9 +192,6 @@ def added(op: str, a, bias, epilogue, shape: Sequence[int], scaled: Scaled, whol
     return options.epilogue_option(op, epilogue, like, len(a) if in_list else None, whole, bias)
 
 
-# ---- results ---------------------------------------------------------------------------------------------------------
-
-
 def check_results(op: str, a, w, bias, outs: Any, out_dtype: torch.dtype | None = None) -> None:
     """Checks a call's destination, or a list with one for each rank; not whether it shares memory with operands.
 

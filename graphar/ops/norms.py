@@ -147,9 +147,6 @@ def reducescatter_residual_rmsnorm(
     return _call(SCATTERED_NORM, (tensors, how, None), group, eps, weight_offset, out_dtype, group_size, timeout_s)
 
 
-# ---- calls that need gradients --------------------------------------------------------------------------------------
-
-
 def prepare_gradients(op: str, ranks: Sequence[Sequence[torch.Tensor]], output: str = "like_input") -> None:
     """Loads what the backward pass of a call needs, if it needs one; ValueError if the call's ``output`` has none."""
     if not torch.is_grad_enabled() or not any(tensor.requires_grad for of_rank in ranks for tensor in of_rank):
@@ -159,9 +156,6 @@ def prepare_gradients(op: str, ranks: Sequence[Sequence[torch.Tensor]], output: 
     if not torch.compiler.is_compiling():
         for of_rank in ranks:
             norm_gradients.load(of_rank[-1])
-
-
-# ---- calls ----------------------------------------------------------------------------------------------------------
 
 
 def _call(op: Op, asked: Asked, group: Group, eps, weight_offset, out_dtype, group_size, timeout_s) -> Any:

@@ -158,9 +158,6 @@ def reducescatter(
     return _call(SCATTER, x, group, arguments, codec, residual, epilogue, (tensors, how, epilogue))
 
 
-# ---- calls ----------------------------------------------------------------------------------------------------------
-
-
 def _call(
     op: Op, x, group: Group, arguments: Arguments | ArgumentsOfParts, codec, residual, epilogue, asked: Asked, out=None
 ) -> Any:
@@ -249,9 +246,6 @@ def _applied(arguments: ArgumentsOfParts, rooms: list[torch.Tensor]) -> AppliedE
     if followed and rooms[0].ndim == 1:  # any number of columns is right for a row, but ranks must have the same
         return followed._replace(form=replace(followed.form, columns=max(1, *arguments.sizes)))
     return followed
-
-
-# ---- checks ---------------------------------------------------------------------------------------------------------
 
 
 def _check(op: str, engine: Engine, xs, arguments: Arguments | ArgumentsOfParts) -> None:

@@ -109,9 +109,6 @@ def lacks_software() -> Reason | None:
     return missing_software()
 
 
-# ---- torch's matmul --------------------------------------------------------------------------------------------------
-
-
 class ByTorch(Multiply):
     """Has no kernel of graphar's, and makes every step. Its bits may depend on the shape of a step."""
 
@@ -143,9 +140,6 @@ def multiply(a: torch.Tensor, w: torch.Tensor, out: torch.Tensor, bias: torch.Te
         torch.mm(a, w.t(), out=out)
     else:
         torch.addmm(bias, a, w.t(), out=out)
-
-
-# ---- graphar's matmul ------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -250,9 +244,6 @@ def in_whole_loads(x: torch.Tensor, leaves: int) -> torch.Tensor:
     parts = x.tensor_split(leaves, 1)
     length = -(-parts[0].shape[1] // LEAF_UNIT) * LEAF_UNIT
     return torch.cat([pad(part, (0, length - part.shape[1])) for part in parts], 1)
-
-
-# ---- which of them ---------------------------------------------------------------------------------------------------
 
 
 class Chosen(NamedTuple):
