@@ -176,8 +176,8 @@ class InvariantLinear(torch.nn.Linear):
     style: object = None  # what the plan calls it
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        own, weight, bias = self._operands(input, Replicate())
-        y = linear(own, weight, bias, group=self._mesh.get_group() if self._is_divided else None)
+        x, weight, bias = self._operands(input, Replicate())
+        y = linear(x, weight, bias, group=self._mesh.get_group() if self._is_divided else None)
         gathers = self.style in _COLWISE[1:] and self._is_divided
         if not (gathers or isinstance(input, DTensor)):
             return y
@@ -194,8 +194,8 @@ class InvariantLinear(torch.nn.Linear):
         return self.weight.device_mesh
 
     def _operands(self, x: torch.Tensor, placement: Placement) -> Operands:
-        own = x.redistribute(placements=[placement]) if isinstance(x, DTensor) else x
-        return in_dtype_of_autocast(_local(own), _local(self.weight), None if self.bias is None else _local(self.bias))
+        x = x.redistribute(placements=[placement]) if isinstance(x, DTensor) else x
+        return in_dtype_of_autocast(_local(x), _local(self.weight), None if self.bias is None else _local(self.bias))
 
     def _with_mesh(self, y: torch.Tensor, placement: Placement) -> DTensor:
         return DTensor.from_local(y, self._mesh, [placement], run_check=False)
@@ -208,22 +208,22 @@ class InvariantRowParallelLinear(InvariantLinear):
         has_mesh = isinstance(input, DTensor)
         if self._is_divided and self.style in _ROWWISE[1:] and not has_mesh:
             input = self._with_mesh(input, Replicate())
-        own, weight, bias = self._operands(input, Shard(-1) if self._is_divided else Replicate())
-        if has_mesh and (axis := self._axis_of_tokens(own)) is not None:
-            y = sequence.row_parallel(own, weight, bias, _tokens(self._mesh, axis), TP_INVARIANT)
+        x, weight, bias = self._operands(input, Shard(-1) if self._is_divided else Replicate())
+        if has_mesh and (axis := self._axis_of_tokens(x)) is not None:
+            y = sequence.row_parallel(x, weight, bias, _tokens(self._mesh, axis), TP_INVARIANT)
             return self._with_mesh(y, Shard(axis))
         name = self._mesh.get_group().group_name if self._is_divided else ALONE
-        call = {"a": own, "w": weight, "bias": [] if bias is None else [bias], "communicator": name}
+        call = {"a": x, "w": weight, "bias": [] if bias is None else [bias], "communicator": name}
         y = MATMUL_ALLREDUCE.dispatched(partition=TP_INVARIANT, **call)
         return self._with_mesh(y, Replicate()) if has_mesh else y
 
-    def _axis_of_tokens(self, own: torch.Tensor) -> int | None:
+    def _axis_of_tokens(self, x: torch.Tensor) -> int | None:
         """Returns the dimension of tokens that the plan divides after the sum; None if it does not, or not evenly."""
         (layout,) = self.style.output_layouts if isinstance(self.style, RowwiseParallel) else (None,)
         if not (self._is_divided and type(layout) is Shard):
             return None
-        axis = layout.dim % own.ndim
-        return axis if axis < own.ndim - 1 and own.shape[axis] % self._mesh.size() == 0 else None
+        axis = layout.dim % x.ndim
+        return axis if axis < x.ndim - 1 and x.shape[axis] % self._mesh.size() == 0 else None
 
 
 # ---- norms ----------------------------------------------------------------------------------------------------------
@@ -238,20 +238,20 @@ class _InvariantNorm(torch.nn.Module):
 
     def _of_tokens(self, x: torch.Tensor, plain: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
         """Returns the norm of this rank's tokens; ``plain`` is that of torch."""
-        learns = torch.is_grad_enabled() and any(one.requires_grad for one in self.parameters())
+        learns = torch.is_grad_enabled() and any(parameter.requires_grad for parameter in self.parameters())
         if not (learns and self._has_whole_rows(x)):
             return plain(x)
-        own, *local = map(_local, (x, *self.parameters()))
-        device, tokens, length = own.device.type, None, 0
+        local, *parameters = map(_local, (x, *self.parameters()))
+        device, tokens, length = local.device.type, None, 0
         autocast = {"dtype": torch.get_autocast_dtype(device), "enabled": torch.is_autocast_enabled(device)}
         how = self._torchs, self.normalized_shape, self.eps, torch.autocast(device, **autocast)
         function = functools.partial(_normed, *how)
         if not isinstance(x, DTensor):
-            return sequence.of_own_tokens(function, own, local, tokens, length)
+            return sequence.of_own_tokens(function, local, parameters, tokens, length)
         (placement,), mesh = x.placements, x.device_mesh
         if isinstance(placement, Shard):
             tokens, length = _tokens(mesh, placement.dim % x.ndim), x.shape[placement.dim]
-        y = sequence.of_own_tokens(function, own, local, tokens, length)
+        y = sequence.of_own_tokens(function, local, parameters, tokens, length)
         return DTensor.from_local(y, mesh, x.placements, run_check=False, shape=x.shape, stride=x.stride())
 
     def _has_whole_rows(self, x: torch.Tensor) -> bool:

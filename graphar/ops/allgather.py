@@ -102,9 +102,8 @@ def allgather(x, group=None, *, axis=0, sizes=None, algorithm="auto", timeout_s=
     else:
         tensor_checks.check_strided(NAME, "x", first)
         axis = call_checks.check_axis(NAME, first, axis)
-        rank, world_size = parts.place(group)
-        given = NAME, sizes, world_size, rank, first.shape[axis]
-        sizes = [first.shape[axis]] * world_size if sizes is None else call_checks.check_sizes(*given)
+        (rank, ranks), length = parts.place(group), first.shape[axis]
+        sizes = [length] * ranks if sizes is None else call_checks.check_sizes(NAME, sizes, ranks, rank, length)
     where = {"communicator": name, "timeout_s": timeout_s, "rank": rank, "sizes": sizes}
     if tensors is x:
         return TUPLE_OP(first, given=ArgumentsOfTuple(more=more, **where), asked=(tensors, how, None))
@@ -162,9 +161,9 @@ def _check_tuple(xs: tuple, axis: object, sizes: object) -> None:
     if isinstance(xs[0], (list, tuple)):
         if sizes is not None:
             raise ValueError(f"{NAME}: sizes is for calls with tensors; omit it for lists")
-        for ones in xs:
-            tensor_checks.check_one_each(NAME, "each list of a tuple", ones, xs[0], "the first list")
-            tensor_checks.check_list_to_join(NAME, ones, 0)
+        for of_ranks in xs:
+            tensor_checks.check_one_each(NAME, "each list of a tuple", of_ranks, xs[0], "the first list")
+            tensor_checks.check_list_to_join(NAME, of_ranks, 0)
     ranks = list(zip(*xs, strict=True)) if isinstance(xs[0], (list, tuple)) else [xs]
     for of_rank in ranks:
         first = of_rank[0]
