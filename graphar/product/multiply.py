@@ -38,6 +38,7 @@ from graphar.runtime.engine import Engine
 
 Enqueue = Callable[[int], object]  # takes a stream's handle, for a caller that has made the device the current one
 _address = torch.Tensor.data_ptr
+lacks_software = functools.cache(missing_software)
 
 
 class Multiply(ABC):
@@ -101,12 +102,6 @@ class Multiply(ABC):
             return out
 
         return multiply
-
-
-@functools.cache
-def lacks_software() -> Reason | None:
-    """Returns which software graphar's matmul lacks."""
-    return missing_software()
 
 
 class ByTorch(Multiply):
