@@ -19,6 +19,7 @@ from torch.nn.functional import pad
 
 from graphar.errors import Reason, UnsupportedError
 from graphar.numerics import leaf_tree
+from graphar.numerics.fp8_products import rounded_product
 from graphar.numerics.leaf_tree import LEAF_UNIT
 from graphar.numerics.nan import with_canonical_nan
 from graphar.numerics.partitions import Panel
@@ -193,7 +194,9 @@ class Scaled(Multiply):
     def instead(self, step: Step, sms: int, why_not: Reason) -> Enqueue:
         if self.is_invariant and step.a.is_cuda and step.a.shape[1]:
             raise UnsupportedError(f"matmul: no batch-invariant kernel: {why_not}")
-        return lambda stream: step.out.copy_(step.specified())
+        a, w, out, scales, bias = step
+        assert scales
+        return lambda stream: out.copy_(rounded_product(a, w, scales, out.dtype, bias))
 
 
 @dataclass(frozen=True)
