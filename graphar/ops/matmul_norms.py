@@ -231,7 +231,7 @@ def _run(op: str, engine: Engine, a, w, residual, weight, outs, arguments: _Norm
 
 
 def _check_op(op: str, engine: Engine, a, w, residual, weight, arguments: Arguments | ArgumentsOfParts) -> None:
-    matmul_sums.check_leaves(op, engine, a, arguments)
+    matmul_sums.check_summed(op, engine, a, arguments)
     if isinstance(arguments, ArgumentsOfParts):
         parts.check(op, engine, arguments, [len(rows) for rows in residual])
 

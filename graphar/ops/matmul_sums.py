@@ -281,7 +281,7 @@ def _check_out(a, w, outs, arguments: Arguments) -> None:
     options.check_apart_from_epilogue(MATMUL_ALLREDUCE, outs, arguments.tensors)
 
 
-def check_leaves(op: str, engine: Engine, a: Sequence[torch.Tensor], *rest) -> None:
+def check_summed(op: str, engine: Engine, a: Sequence[torch.Tensor], *rest) -> None:
     """Raises ValueError if the sizes of a call do not fit, or it is to be invariant without whole leaves of K."""
     arguments: Any = rest[-1]
     if isinstance(arguments, options.InParts):
@@ -300,7 +300,7 @@ def _backward(ctx, gradients, saved, tensors):
 
 
 def _op(name: str, arguments: type[_Summed], check_out: Callable | None = None) -> Op:
-    check = partial(check_leaves, name)
+    check = partial(check_summed, name)
     how = {"check": check, "check_out": check_out, "backward": _backward}
     return Op(name, ["a", "w"], arguments, partial(_run, name), _fake, **how)
 

@@ -79,11 +79,8 @@ class Then:
     def plan(self, ranks: Sequence[Operands]) -> Plan:
         """Returns the plan of the call. Collective."""
         engine, work, panel = self._engine, self._work, self._panels[0]
-        taken = []
-        for at, operands in enumerate(ranks):
-            matmul = operands_of(work, operands)
-            product = reference.widened(self._room(matmul, panel), matmul.bias)
-            taken.append(self._to_take(panel, at, operands, matmul, product))
+        of_ranks = [operands_of(work, operands) for operands in ranks]
+        taken = self._taken(panel, ranks, of_ranks, [self._room(matmul, panel) for matmul in of_ranks])
         if work.norm or self._as_tree:
             plan = engine.plan(self._whole, taken)
             config, reason = plan.config, plan.reason
@@ -162,12 +159,11 @@ class Then:
     def _take(self, at: int, is_beside: bool, ranks: Sequence[Operands], of_ranks, products) -> None:
         """Sums the products of a panel in one call, which may also norm the sums."""
         panel, engine, work = self._panels[at], self._engine, self._work
-        products = [reference.widened(product, matmul.bias) for matmul, product in zip(of_ranks, products, strict=True)]
-        triples = enumerate(zip(ranks, of_ranks, products, strict=True))
-        taken = [self._to_take(panel, index, *triple) for index, triple in triples]
+        taken = self._taken(panel, ranks, of_ranks, products)
         call = (self._beside if is_beside else self._alone)[at]
         if self._in_place and not work.codec:
-            call = call._replace(symmetric=engine.symmetric_sides(products, products))
+            summed = [of_rank.inputs[0] for of_rank in taken]
+            call = call._replace(symmetric=engine.symmetric_sides(summed, summed))
         engine.plan(call, taken).run(taken)
         if not work.norm:
             for index, (matmul, of_rank) in enumerate(zip(of_ranks, taken, strict=True)):
@@ -177,16 +173,20 @@ class Then:
                 if total.data_ptr() != place.data_ptr():
                     place.copy_(total)
 
-    def _to_take(
-        self, panel: Panel, index: int, operands: Operands, matmul: MatmulOperands, product: torch.Tensor
-    ) -> Operands:
-        rows, epilogue, outputs = self._rows_of_out(panel, index), self._work.epilogue, operands.outputs
-        if not self._work.norm:
-            dtype = None if self._as_tree else product.dtype
-            shape = length(rows), length(panel.columns)
-            outputs = (product if self._in_place else self._place(matmul, panel, index, shape, dtype),)
-        corner = epilogue and (rows.start, panel.columns.start, epilogue.columns)
-        return Operands((product, *[x.contiguous() for x in matmul.tensors]), outputs, matmul.numbers, corner)
+    def _taken(self, panel: Panel, ranks: Sequence[Operands], of_ranks, products) -> list[Operands]:
+        """Returns the operands of the call that sums a panel, for each rank of this process."""
+        taken, epilogue = [], self._work.epilogue
+        for index, (operands, matmul, product) in enumerate(zip(ranks, of_ranks, products, strict=True)):
+            rows, outputs = self._rows_of_out(panel, index), operands.outputs
+            product = reference.widened(product, matmul.bias)
+            if not self._work.norm:
+                dtype = None if self._as_tree else product.dtype
+                shape = length(rows), length(panel.columns)
+                outputs = (product if self._in_place else self._place(matmul, panel, index, shape, dtype),)
+            corner = epilogue and (rows.start, panel.columns.start, epilogue.columns)
+            inputs = product, *[x.contiguous() for x in matmul.tensors]
+            taken.append(Operands(inputs, outputs, matmul.numbers, corner))
+        return taken
 
     # ---- later calls -------------------------------------------------------------------------------------------------
 
@@ -199,7 +199,7 @@ class Then:
         if not all(x.is_contiguous() for x in operands.inputs[count:]):
             return None
         product = matmul.out.new_empty(panel.shape, dtype=self._dtype)
-        example = self._to_take(panel, 0, operands, matmul, product)
+        (example,) = self._taken(panel, [operands], [matmul], [product])
         launch, corner = self._engine.plan(self._alone[0], [example]).launch_like(example), example.corner
         if launch is None:
             return None
