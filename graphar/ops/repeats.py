@@ -106,7 +106,7 @@ def keep(
     if type(epilogue) is Epilogue:
         tensors, epilogue = (*of_rank, *epilogue.tensors.values()), epilogue.key
     order = [at for operand in operands.inputs for at, tensor in enumerate(tensors) if tensor is operand]
-    if not can_repeat or len(order) != len(operands.inputs):
+    if not can_repeat or not len(order) == len(operands.inputs) == len(tensors):
         return  # an operand is a copy of what the user gave
     sides = engine.symmetric_sides(tensors[0], operands.outputs[0])
     key = (op, len(tensors), options, epilogue, sides), tensors[0].shape, tensors[0].dtype
@@ -116,7 +116,7 @@ def keep(
     if key in repeats and warm.unrepeated % _REPLACED_EACH:
         return
     if launch := plan.launch_like(operands):
-        select = None if order == list(range(len(tensors))) else _selected(order)
+        select = None if order == list(range(len(tensors))) else operator.itemgetter(*order)
         wire = codec_of_text(codec) if codec else None
         repeats.keep(key, _repeat(launch, plan.served, engine.runner is None, tensors, operands.outputs, select, wire))
 
@@ -200,8 +200,3 @@ def _spanned_nbytes(x: torch.Tensor) -> int:
     """Returns how many bytes lie between the first and the last address of a tensor."""
     begin, end = span(x)
     return end - begin if x.numel() else 0
-
-
-def _selected(order: Sequence[int]) -> Callable[[Tensors], Tensors]:
-    """Returns a function that returns the tensors with these numbers, in this order."""
-    return operator.itemgetter(*order) if len(order) > 1 else operator.itemgetter(slice(order[0], order[0] + 1))
