@@ -101,8 +101,8 @@ class _Collective:
         if group is not None:
             engine_of(group, self._name)  # raises its errors here, not in the first step
         self._group, self._blocks, self._algorithm = group, blocks, algorithm
-        # By the engine's name and what else a call depends on: the call, its numbers, and whether it is by copies.
-        self._calls: dict[Hashable, tuple[Call, tuple[float, ...], bool]] = {}
+        # By the engine's name and what else a call depends on: the call, and its numbers.
+        self._calls: dict[Hashable, tuple[Call, tuple[float, ...]]] = {}
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Returns an uninitialised tensor for an input or output."""
@@ -139,33 +139,31 @@ class _Collective:
         """
         sides = engine.symmetric_sides(x, out)
         key = engine.name, op, part.numel(), x.dtype, x.get_device(), sides, averages
-        known = self._calls.get(key)
-        if known is None:
+        if (known := self._calls.get(key)) is None:
             known = self._calls[key] = self._call(engine, op, x, part.numel(), sides, averages)
-        call, numbers, by_copies = known
+        call, numbers = known
         engine.run(call, [Operands((x,), (out,), numbers)])
-        return by_copies
+        return call.algorithm == COPYING[op].value
 
     def _call(
         self, engine: Engine, op: str, x: Tensor, numel: int, sides: tuple[str, ...], averages: bool
-    ) -> tuple[Call, tuple[float, ...], bool]:
-        """Returns a call, its numbers, and whether it is by copies."""
+    ) -> tuple[Call, tuple[float, ...]]:
         call = Call.of(Parts(op, (numel,) * engine.world_size), x)
         if self._takes_copies(engine, call, x):
             direct = COPYING[op].row.direct
             symmetric = (direct,) if direct in sides else ()
             call = call._replace(algorithm=COPYING[op].value, blocks=self._blocks, symmetric=symmetric)
             if not averages:
-                return call, (), True
+                return call, ()
             work = call.work._replace(beside="divided by the number of ranks")
-            return call._replace(work=work), (1 / engine.world_size,), True
+            return call._replace(work=work), (1 / engine.world_size,)
         if self._blocks is not None:
-            return call._replace(blocks=self._blocks), (), False
+            return call._replace(blocks=self._blocks), ()
         with engine.keeping_failure():
             compresses = engine.select(call, x).config.algorithm.row.compresses
         if not compresses:  # few blocks would limit a compressed call
             call = call._replace(blocks=engine.table.training.most_blocks(engine.world_size))
-        return call, (), False
+        return call, ()
 
     def _takes_copies(self, engine: Engine, call: Call, x: Tensor) -> bool:
         if self._algorithm == "kernels" or (self._algorithm == "auto" and self._blocks is not None):
@@ -241,13 +239,10 @@ class AllGather(_Collective):
         fits = output_tensor.numel() == engine.world_size * input_tensor.numel()
         rule = f"the output must be {engine.world_size} times the input"
         self._check(input_tensor, output_tensor, rule, fits=fits)
-        if not async_op:
-            self._gather(engine, input_tensor, output_tensor)
-            return None
         device = output_tensor.device
-        if device.type != "cuda":
+        if not async_op or device.type != "cuda":
             self._gather(engine, input_tensor, output_tensor)
-            return GrapharWork([output_tensor])
+            return GrapharWork([output_tensor]) if async_op else None
         side = self._sides.get(device)
         if side is None:
             side = self._sides[device] = SideStream(device, priority=-1)  # as fully_shard's own streams

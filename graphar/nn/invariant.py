@@ -10,7 +10,7 @@ import functools
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -176,8 +176,8 @@ class InvariantLinear(torch.nn.Linear):
     style: object = None  # what the plan calls it
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        own, weight, bias = self._operands(input, Replicate())
-        y = linear(own, weight, bias, group=self._mesh.get_group() if self._is_divided else None)
+        x, weight, bias = self._operands(input, Replicate())
+        y = linear(x, weight, bias, group=self._mesh.get_group() if self._is_divided else None)
         gathers = self.style in _COLWISE[1:] and self._is_divided
         if not (gathers or isinstance(input, DTensor)):
             return y
@@ -194,8 +194,8 @@ class InvariantLinear(torch.nn.Linear):
         return self.weight.device_mesh
 
     def _operands(self, x: torch.Tensor, placement: Placement) -> Operands:
-        own = x.redistribute(placements=[placement]) if isinstance(x, DTensor) else x
-        return in_dtype_of_autocast(_local(own), _local(self.weight), None if self.bias is None else _local(self.bias))
+        x = x.redistribute(placements=[placement]) if isinstance(x, DTensor) else x
+        return in_dtype_of_autocast(_local(x), _local(self.weight), None if self.bias is None else _local(self.bias))
 
     def _with_mesh(self, y: torch.Tensor, placement: Placement) -> DTensor:
         return DTensor.from_local(y, self._mesh, [placement], run_check=False)
@@ -208,23 +208,22 @@ class InvariantRowParallelLinear(InvariantLinear):
         has_mesh = isinstance(input, DTensor)
         if self._is_divided and self.style in _ROWWISE[1:] and not has_mesh:
             input = self._with_mesh(input, Replicate())
-        own, weight, bias = self._operands(input, Shard(-1) if self._is_divided else Replicate())
-        if has_mesh and (axis := self._axis_of_tokens(own)) is not None:
-            y = sequence.row_parallel(own, weight, bias, _tokens(self._mesh, axis), TP_INVARIANT)
+        x, weight, bias = self._operands(input, Shard(-1) if self._is_divided else Replicate())
+        if has_mesh and (axis := self._axis_of_tokens(x)) is not None:
+            y = sequence.row_parallel(x, weight, bias, _tokens(self._mesh, axis), TP_INVARIANT)
             return self._with_mesh(y, Shard(axis))
         name = self._mesh.get_group().group_name if self._is_divided else ALONE
-        call = {"a": own, "w": weight, "bias": [] if bias is None else [bias]}
-        call |= {"communicator": name, "partition": TP_INVARIANT}
-        y = MATMUL_ALLREDUCE.one(*MATMUL_ALLREDUCE.write(call))
+        call = {"a": x, "w": weight, "bias": [] if bias is None else [bias], "communicator": name}
+        y = MATMUL_ALLREDUCE.dispatched(partition=TP_INVARIANT, **call)
         return self._with_mesh(y, Replicate()) if has_mesh else y
 
-    def _axis_of_tokens(self, own: torch.Tensor) -> int | None:
+    def _axis_of_tokens(self, x: torch.Tensor) -> int | None:
         """Returns the dimension of tokens that the plan divides after the sum; None if it does not, or not evenly."""
         (layout,) = self.style.output_layouts if isinstance(self.style, RowwiseParallel) else (None,)
         if not (self._is_divided and type(layout) is Shard):
             return None
-        axis = layout.dim % own.ndim
-        return axis if axis < own.ndim - 1 and own.shape[axis] % self._mesh.size() == 0 else None
+        axis = layout.dim % x.ndim
+        return axis if axis < x.ndim - 1 and x.shape[axis] % self._mesh.size() == 0 else None
 
 
 # ---- norms ----------------------------------------------------------------------------------------------------------
@@ -235,21 +234,24 @@ class _InvariantNorm(torch.nn.Module):
 
     normalized_shape: tuple[int, ...]
     eps: Any
-    _normed: Callable[..., torch.Tensor]
+    _torchs: ClassVar[Callable[..., torch.Tensor]]  # the function of torch
 
     def _of_tokens(self, x: torch.Tensor, plain: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
         """Returns the norm of this rank's tokens; ``plain`` is that of torch."""
-        learns = torch.is_grad_enabled() and any(one.requires_grad for one in self.parameters())
+        learns = torch.is_grad_enabled() and any(parameter.requires_grad for parameter in self.parameters())
         if not (learns and self._has_whole_rows(x)):
             return plain(x)
-        own, *local = map(_local, (x, *self.parameters()))
-        function, tokens, length = self._function(own.device.type), None, 0
+        local, *parameters = map(_local, (x, *self.parameters()))
+        device, tokens, length = local.device.type, None, 0
+        autocast = {"dtype": torch.get_autocast_dtype(device), "enabled": torch.is_autocast_enabled(device)}
+        how = self._torchs, self.normalized_shape, self.eps, torch.autocast(device, **autocast)
+        function = functools.partial(_normed, *how)
         if not isinstance(x, DTensor):
-            return sequence.of_own_tokens(function, own, local, tokens, length)
+            return sequence.of_own_tokens(function, local, parameters, tokens, length)
         (placement,), mesh = x.placements, x.device_mesh
         if isinstance(placement, Shard):
             tokens, length = _tokens(mesh, placement.dim % x.ndim), x.shape[placement.dim]
-        y = sequence.of_own_tokens(function, own, local, tokens, length)
+        y = sequence.of_own_tokens(function, local, parameters, tokens, length)
         return DTensor.from_local(y, mesh, x.placements, run_check=False, shape=x.shape, stride=x.stride())
 
     def _has_whole_rows(self, x: torch.Tensor) -> bool:
@@ -258,34 +260,28 @@ class _InvariantNorm(torch.nn.Module):
         is_of_tokens = type(placement) is Shard and placement.dim % x.ndim < x.ndim - len(self.normalized_shape)
         return not more and (is_of_tokens or placement.is_replicate())
 
-    def _function(self, device: str) -> functools.partial:
-        """Returns the norm as a function of tokens and parameters, under the autocast of now."""
-        autocast = {"dtype": torch.get_autocast_dtype(device), "enabled": torch.is_autocast_enabled(device)}
-        return functools.partial(self._normed, self.normalized_shape, self.eps, torch.autocast(device, **autocast))
+
+def _normed(function: Callable, shape, eps: float | None, autocast: torch.autocast, x, *parameters) -> torch.Tensor:
+    with autocast:
+        return function(x, shape, *parameters, eps=eps)
 
 
 class InvariantLayerNorm(_InvariantNorm, torch.nn.LayerNorm):
     """A torch.nn.LayerNorm that may have its part of the tokens."""
 
+    _torchs = staticmethod(functional.layer_norm)
+
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return self._of_tokens(input, super().forward)
-
-    @staticmethod
-    def _normed(shape, eps: float, autocast: torch.autocast, x, weight, bias=None) -> torch.Tensor:
-        with autocast:
-            return functional.layer_norm(x, shape, weight, bias, eps)
 
 
 class InvariantRMSNorm(_InvariantNorm, torch.nn.RMSNorm):
     """A torch.nn.RMSNorm that may have its part of the tokens."""
 
+    _torchs = staticmethod(functional.rms_norm)
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self._of_tokens(x, super().forward)
-
-    @staticmethod
-    def _normed(shape, eps: float | None, autocast: torch.autocast, x, weight) -> torch.Tensor:
-        with autocast:
-            return functional.rms_norm(x, shape, weight, eps)
 
 
 _NORMS = {torch.nn.LayerNorm: InvariantLayerNorm, torch.nn.RMSNorm: InvariantRMSNorm}

@@ -304,7 +304,7 @@ class _SumOutputs(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, communicator):
-        return ALLREDUCE.one(x, *ALLREDUCE.arguments(communicator=communicator))
+        return ALLREDUCE.dispatched(x=x, communicator=communicator)
 
     @staticmethod
     def backward(ctx, *gradient):
@@ -321,7 +321,7 @@ class _SumGradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *gradient):
-        return ALLREDUCE.one(*gradient, *ALLREDUCE.arguments(communicator=ctx.communicator)), None
+        return ALLREDUCE.dispatched(x=gradient[0], communicator=ctx.communicator), None
 
 
 def _sum_outputs(x: torch.Tensor, group: Group) -> torch.Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch._compile import _disable_dynamo
@@ -19,6 +19,7 @@ from graphar.ops.allgather import OP as ALLGATHER
 from graphar.ops.allgather_matmul import OP as ALLGATHER_MATMUL
 from graphar.ops.linear import of_bias, of_weight
 from graphar.ops.matmul_sums import SCATTER as MATMUL_REDUCESCATTER
+from graphar.ops.register import Op
 from graphar.runtime.registry import ALONE
 
 
@@ -30,27 +31,26 @@ class Tokens(NamedTuple):
     ranks: int
     axis: int  # of the tokens, counted from the first
 
-    def where(self, lengths: Sequence[int]) -> dict[str, object]:
-        """Returns the arguments of a collective that say who has which tokens, from the length of each rank's part."""
-        rank = -1 if self.communicator == ALONE else self.rank
-        return {"communicator": self.communicator, "rank": rank, "sizes": list(lengths)}
-
     def joined(self, x: torch.Tensor, lengths: Sequence[int] | None = None) -> torch.Tensor:
         """Returns the tokens of all ranks. ``lengths`` are those of the ranks' parts; None: all have this rank's."""
-        where = self.where(lengths or self._equal(x.shape[self.axis]))
-        return ALLGATHER.one(*ALLGATHER.write({"x": x.contiguous(), "axis": self.axis} | where))
+        return self._of_all(ALLGATHER, lengths or self._equal(x.shape[self.axis]), x=x.contiguous(), axis=self.axis)
 
-    def gathered_product(self, x: torch.Tensor, w: torch.Tensor, bias: Sequence[torch.Tensor], partition: str):
+    def gathered_product(self, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, partition: str):
         """Returns the products of all ranks' tokens with this rank's weight, and these tokens, both as of one rank."""
-        call = {"a": self.first(x), "w": w, "bias": bias, "partition": partition, "gathered": True}
-        results = ALLGATHER_MATMUL.one(*ALLGATHER_MATMUL.write(call | self.where(self._equal(x.shape[self.axis]))))
+        added = [] if bias is None else [bias]
+        call = {"a": self.first(x), "w": w, "bias": added, "partition": partition, "gathered": True}
+        results = self._of_all(ALLGATHER_MATMUL, self._equal(x.shape[self.axis]), **call)
         return [self.back(result) for result in results]
 
-    def own_sums(self, x: torch.Tensor, w: torch.Tensor, bias: Sequence[torch.Tensor], partition: str) -> torch.Tensor:
+    def own_sums(self, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, partition: str) -> torch.Tensor:
         """Returns this rank's tokens of the sum of all ranks' products."""
-        call = {"a": self.first(x), "w": w, "bias": bias, "partition": partition}
-        lengths = self._equal(x.shape[self.axis] // self.ranks)
-        return self.back(MATMUL_REDUCESCATTER.one(*MATMUL_REDUCESCATTER.write(call | self.where(lengths))))
+        call = {"a": self.first(x), "w": w, "bias": [] if bias is None else [bias], "partition": partition}
+        return self.back(self._of_all(MATMUL_REDUCESCATTER, self._equal(x.shape[self.axis] // self.ranks), **call))
+
+    def _of_all(self, op: Op, lengths: Sequence[int], **call) -> Any:
+        """Returns the results of a collective of ranks whose parts have these ``lengths``."""
+        rank = -1 if self.communicator == ALONE else self.rank
+        return op.dispatched(communicator=self.communicator, rank=rank, sizes=list(lengths), **call)
 
     def check_even(self, x: torch.Tensor) -> None:
         """Raises ValueError unless all ranks can have equally many of the tokens of ``x``."""
@@ -92,14 +92,15 @@ class _ColumnParallel(torch.autograd.Function):
     def forward(ctx, x, w, bias, tokens, partition):
         ctx.save_for_backward(x, w)
         ctx.tokens, ctx.partition = tokens, partition
-        return tokens.gathered_product(x, w, _listed(bias), partition)[0]
+        product, _ = tokens.gathered_product(x, w, bias, partition)
+        return product
 
     @staticmethod
     def backward(ctx, *gradient):
         (dy,), (x, w), tokens = gradient, ctx.saved_tensors, ctx.tokens
         partition = partitions.in_backward(ctx.partition)
         needs_x, needs_w, needs_bias, *_ = ctx.needs_input_grad
-        of_x = tokens.own_sums(dy, w.t(), [], partition) if needs_x else None
+        of_x = tokens.own_sums(dy, w.t(), None, partition) if needs_x else None
         of_w = of_weight(partition, dy, tokens.joined(x)) if needs_w else None
         return of_x, of_w, of_bias(partition, dy) if needs_bias else None, None, None
 
@@ -111,19 +112,15 @@ class _RowParallel(torch.autograd.Function):
     def forward(ctx, x, w, bias, tokens, partition):
         ctx.save_for_backward(x, w)
         ctx.tokens, ctx.partition = tokens, partition
-        return tokens.own_sums(x, w, _listed(bias), partition)
+        return tokens.own_sums(x, w, bias, partition)
 
     @staticmethod
     def backward(ctx, *gradient):
         (dy,), (x, w), partition = gradient, ctx.saved_tensors, partitions.in_backward(ctx.partition)
         _, needs_w, needs_bias, *_ = ctx.needs_input_grad
-        of_x, whole = ctx.tokens.gathered_product(dy, w.t(), [], partition)
+        of_x, whole = ctx.tokens.gathered_product(dy, w.t(), None, partition)
         of_w = of_weight(partition, whole, x) if needs_w else None
         return of_x, of_w, of_bias(partition, whole) if needs_bias else None, None, None
-
-
-def _listed(bias: torch.Tensor | None) -> list[torch.Tensor]:
-    return [] if bias is None else [bias]
 
 
 # ---- norms ----------------------------------------------------------------------------------------------------------

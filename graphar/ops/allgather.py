@@ -14,7 +14,7 @@ from graphar.ops.options import T
 from graphar.ops.register import Op, for_ranks
 from graphar.ops.repeats import repeated, typed
 from graphar.plan.algorithms import AllGatherAlgorithm
-from graphar.plan.call import Call, Operands
+from graphar.plan.call import Call
 from graphar.plan.work import Parts, TensorTuple
 from graphar.runtime.checks import call_checks, tensor_checks
 from graphar.runtime.engine import Engine
@@ -102,9 +102,8 @@ def allgather(x, group=None, *, axis=0, sizes=None, algorithm="auto", timeout_s=
     else:
         tensor_checks.check_strided(NAME, "x", first)
         axis = call_checks.check_axis(NAME, first, axis)
-        rank, world_size = parts.place(group)
-        given = NAME, sizes, world_size, rank, first.shape[axis]
-        sizes = [first.shape[axis]] * world_size if sizes is None else call_checks.check_sizes(*given)
+        (rank, ranks), length = parts.place(group), first.shape[axis]
+        sizes = [length] * ranks if sizes is None else call_checks.check_sizes(NAME, sizes, ranks, rank, length)
     where = {"communicator": name, "timeout_s": timeout_s, "rank": rank, "sizes": sizes}
     if tensors is x:
         return TUPLE_OP(first, given=ArgumentsOfTuple(more=more, **where), asked=(tensors, how, None))
@@ -124,7 +123,7 @@ def _run(engine: Engine, xs, outs, arguments: parts.AlongAxis):
     axis = arguments.axis
     rows, rooms = [parts.rows_of(x, axis) for x in xs], [parts.room_for(out, axis) for out in outs]
     work = Parts(NAME, parts.counts_of(rows[0], arguments.sizes), axis=axis, row=tuple(rows[0].shape[1:]))
-    ranks = options.operands_of_sum(rows, rooms)
+    ranks = options.operands([rows], [(room,) for room in rooms])
     plan = engine.run(Call.of(work, rows[0], algorithm=arguments.algorithm, timeout_s=arguments.timeout_s), ranks)
     for room, out in zip(rooms, outs, strict=True):
         parts.put_back(room, out, axis)
@@ -135,12 +134,11 @@ def _check(engine: Engine, xs, arguments: parts.AlongAxis) -> None:
     parts.check(NAME, engine, arguments, [x.shape[arguments.axis] for x in xs])
 
 
-def _backward(ctx, gradients):
-    where = {name: ctx.given[name] for name in ("communicator", "rank", "axis", "sizes", "timeout_s")}
+def _backward(ctx, gradients, *_):
     if not gradients[0].is_complex():
-        return for_ranks(ctx, "reducescatter", gradients, **where), {}
+        return for_ranks(ctx, "reducescatter", gradients, **ctx.where), {}
     reals = [torch.view_as_real(x.resolve_conj()) for x in gradients]  # the ops do not add complex numbers
-    return [torch.view_as_complex(x) for x in for_ranks(ctx, "reducescatter", reals, **where)], {}
+    return [torch.view_as_complex(x) for x in for_ranks(ctx, "reducescatter", reals, **ctx.where)], {}
 
 
 OP = Op(NAME, ["x"], parts.AlongAxis, _run, _fake, check=_check, backward=_backward, saved=lambda arguments: ())
@@ -163,9 +161,9 @@ def _check_tuple(xs: tuple, axis: object, sizes: object) -> None:
     if isinstance(xs[0], (list, tuple)):
         if sizes is not None:
             raise ValueError(f"{NAME}: sizes is for calls with tensors; omit it for lists")
-        for ones in xs:
-            tensor_checks.check_one_each(NAME, "each list of a tuple", ones, xs[0], "the first list")
-            tensor_checks.check_list_to_join(NAME, ones, 0)
+        for of_ranks in xs:
+            tensor_checks.check_one_each(NAME, "each list of a tuple", of_ranks, xs[0], "the first list")
+            tensor_checks.check_list_to_join(NAME, of_ranks, 0)
     ranks = list(zip(*xs, strict=True)) if isinstance(xs[0], (list, tuple)) else [xs]
     for of_rank in ranks:
         first = of_rank[0]
@@ -184,18 +182,15 @@ def work_of(xs: Sequence[torch.Tensor], sizes: Sequence[int]) -> TensorTuple:
     return TensorTuple(tuple([x.dtype for x in xs]), tuple([tuple(x.shape[1:]) for x in xs]), tuple(sizes))
 
 
-def _of_ranks(xs, arguments: ArgumentsOfTuple) -> list[list[torch.Tensor]]:
-    """Returns the tensors of each rank of this process."""
+def _lists(xs, arguments: ArgumentsOfTuple) -> list[Sequence[torch.Tensor]]:
+    """Returns a list for each tensor of the tuple, with those of this process's ranks."""
     each = len(arguments.more) // len(xs)
-    return [[x, *arguments.more[rank * each : (rank + 1) * each]] for rank, x in enumerate(xs)]
+    return [xs, *[arguments.more[at::each] for at in range(each)]]
 
 
 def _run_tuple(engine: Engine, xs, outs, arguments: ArgumentsOfTuple):
     """Writes the tensors of all ranks into the results of each rank of this process."""
-    ranks = [
-        Operands(tuple([x.contiguous() for x in of_rank]), results)
-        for of_rank, results in zip(_of_ranks(xs, arguments), outs, strict=True)
-    ]
+    ranks = options.operands([[x.contiguous() for x in of_ranks] for of_ranks in _lists(xs, arguments)], outs)
     first = ranks[0].inputs
     call = Call(work_of(first, arguments.sizes), BYTE, first[0].get_device(), timeout_s=arguments.timeout_s)
     return engine.run(call, ranks), ranks
@@ -203,12 +198,13 @@ def _run_tuple(engine: Engine, xs, outs, arguments: ArgumentsOfTuple):
 
 def _fake_tuple(xs, arguments: ArgumentsOfTuple) -> list[tuple[torch.Tensor, ...]]:
     length = sum(arguments.sizes)
-    return [tuple([x.new_empty((length, *x.shape[1:])) for x in rank]) for rank in _of_ranks(xs, arguments)]
+    lists = [[x.new_empty((length, *x.shape[1:])) for x in of_ranks] for of_ranks in _lists(xs, arguments)]
+    return list(zip(*lists, strict=True))
 
 
 def _check_tuples(engine: Engine, xs, arguments: ArgumentsOfTuple) -> None:
-    for of_tensors in zip(*_of_ranks(xs, arguments), strict=True):
-        parts.check(NAME, engine, arguments, [len(x) for x in of_tensors])
+    for of_ranks in _lists(xs, arguments):
+        parts.check(NAME, engine, arguments, [len(x) for x in of_ranks])
 
 
 TUPLE_OP = Op(TUPLE, ["x"], ArgumentsOfTuple, _run_tuple, _fake_tuple, check=_check_tuples, has_several=True)

@@ -145,8 +145,7 @@ def fused_allgather_matmul(
 def _gather(a, w, bias, scales: tuple, sizes, epilogue, group: Group, arguments: Arguments, asked: Asked):
     """Checks a call's arguments, and makes it."""
     partition, has_scales = arguments.partition, any(scale is not None for scale in scales[:2])
-    if arguments.timeout_s is not None:
-        call_checks.check_timeout(NAME, arguments.timeout_s)
+    call_checks.check_call(NAME, "auto", arguments.timeout_s)
     served = PARTITIONS[:-1] if has_scales else PARTITIONS
     if partition not in served:
         of = "with scales partition" if has_scales else "partition"
@@ -155,7 +154,7 @@ def _gather(a, w, bias, scales: tuple, sizes, epilogue, group: Group, arguments:
     name = engine_name(group, NAME, alone and not in_list)
     scaled = matmul_operands.check(NAME, a, w, bias, scales, rows_differ=True)
     first, weight = (a[0], w[0]) if in_list else (a, w)
-    matmul_operands.check_has_rows(NAME, first)
+    parts.check_has_rows(NAME, "a", first)
     if partition == TP_INVARIANT:
         _check_invariant(a, arguments.gathered)
     if in_list and sizes is not None:
@@ -204,11 +203,10 @@ def _run(engine: Engine, a, w, outs, arguments):
         return None
     counts = tuple([size * in_one for size in arguments.sizes])
     form = followed and replace(followed.form, columns=1)  # ranks may differ in columns
-    how = {"partition": arguments.partition, "gathered": arguments.gathered}
-    how |= matmul_operands.multiplied(NAME, a, w, arguments)
+    how = {"gathered": arguments.gathered, **matmul_operands.multiplied(NAME, a, w, arguments)}
     work = Product(NAME, counts, a[0].shape[-1], bool(arguments.bias), epilogue=form, **how)
     wanted = outs if arguments.gathered else [results[:1] for results in outs]
-    ranks = matmul_operands.of_ranks(a, w, arguments, followed, wanted)
+    ranks = options.operands(matmul_operands.lists(a, w, arguments, arguments.bias), wanted, followed)
     return engine.run(Call.of(work, outs[0][0], timeout_s=arguments.timeout_s), ranks), ranks
 
 
@@ -216,36 +214,35 @@ def _check(engine: Engine, a, w, arguments) -> None:
     parts.check(NAME, engine, arguments, [len(x) for x in a])
 
 
-def _backward(ctx, gradients):
+def _backward(ctx, gradients, saved, tensors):
     """Returns the gradients: of ``a`` by a reduce-scatter, and of ``w`` from rows that are gathered again."""
-    where = {name: ctx.given[name] for name in ("communicator", "rank", "sizes", "timeout_s")}
-    (a, w), tensors = OP.saved(ctx)
+    a, w, *_ = saved
     of_products, of_rows = list(gradients[::2]), list(gradients[1::2])
     needs_a, needs_w = (ctx.in_list or need for need in ctx.needs_input_grad[:2])
     of_a, of_w, wholes, rest = [None] * len(a), [None] * len(w), None, {}
     if ctx.given["epilogue"]:
         again = {"gathered": needs_w, "partition": ctx.given["partition"], "after": in_backward(of_products)}
-        results = for_ranks(ctx, NAME, a, w, **again, **where)
+        results = for_ranks(ctx, NAME, a, w, **again, **ctx.where)
         products, wholes = [product.float() for product in results[::2]], results[1::2]
         of_products, rest = before_epilogue(ctx, products, of_products, tensors, a[0].dtype)
     if needs_a:
-        of_a = _of_rows(ctx, of_products, of_rows, w, where)
+        of_a = _of_rows(ctx, of_products, of_rows, w)
     if needs_w:
-        wholes = wholes or for_ranks(ctx, "allgather", a, **where)
+        wholes = wholes or for_ranks(ctx, "allgather", a, **ctx.where)
         of_w = [linear.of_weight(ctx.given["partition"], *pair) for pair in zip(of_products, wholes, strict=True)]
     wanted = zip(of_products, ctx.needs["bias"], strict=False)
     of_biases = [linear.of_bias(ctx.given["partition"], x) if need else None for x, need in wanted]
     return of_a, of_w, {"bias": of_biases} | rest
 
 
-def _of_rows(ctx, of_products, of_rows, w, where: dict) -> list[torch.Tensor]:
+def _of_rows(ctx, of_products, of_rows, w) -> list[torch.Tensor]:
     if not ctx.given["gathered"]:
         cut = {"partition": partitions.in_backward(ctx.given["partition"])}
-        return for_ranks(ctx, "fused_matmul_reducescatter", of_products, [x.t() for x in w], **cut, **where)
+        return for_ranks(ctx, "fused_matmul_reducescatter", of_products, [x.t() for x in w], **cut, **ctx.where)
     totals = [
         of_product @ weight + of_whole for of_product, of_whole, weight in zip(of_products, of_rows, w, strict=True)
     ]
-    return for_ranks(ctx, "reducescatter", totals, **where)
+    return for_ranks(ctx, "reducescatter", totals, **ctx.where)
 
 
 OP = Op(NAME, ["a", "w"], Arguments, _run, _fake, check=_check, backward=_backward, has_several=True)

@@ -226,12 +226,12 @@ def _run(engine: Engine, xs, outs, arguments: Arguments):
     row = tuple([1 if at in (scatter, gather) else length for at, length in enumerate(xs[0].shape)])
     sends, receives = (tuple(map(tuple, lengths)) for lengths in _lengths(arguments, len(xs)))
     work = Exchange(max(arguments.rank, 0), row, sends, receives, scatter, gather, arguments.known)
-    ranks, symmetric = options.operands_of_sum(xs, outs), engine.symmetric_sides(xs, outs)
+    ranks, symmetric = options.operands([xs], [(out,) for out in outs]), engine.symmetric_sides(xs, outs)
     call = Call.of(work, xs[0], algorithm=arguments.algorithm, timeout_s=arguments.timeout_s, symmetric=symmetric)
     return engine.run(call, ranks), ranks
 
 
-def _backward(ctx, gradients):
+def _backward(ctx, gradients, *_):
     arguments = ctx.given
     pairs = zip(*_lengths(Arguments(**arguments), ctx.ranks), strict=True)
     back = {

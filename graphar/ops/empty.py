@@ -18,11 +18,9 @@ from graphar.runtime.registry import Group, HasEngine, engine_of_either
 
 @overload
 def empty(
-    *size: int, dtype: torch.dtype | None = None, group: dist.ProcessGroup | DeviceMesh | None = None
-) -> torch.Tensor: ...
-@overload
-def empty(
-    size: Sequence[int], /, *, dtype: torch.dtype | None = None, group: dist.ProcessGroup | DeviceMesh | None = None
+    *size: int | Sequence[int],
+    dtype: torch.dtype | None = None,
+    group: dist.ProcessGroup | DeviceMesh | None = None,
 ) -> torch.Tensor: ...
 @overload
 def empty(
@@ -65,19 +63,13 @@ def _empty(engine: Engine, like: torch.Tensor) -> list[torch.Tensor]:
     with engine.keeping_failure("empty"):
         devices = engine.devices or (engine.first_device(),)
         check_not_capturing("empty", devices)
-        _agree(engine, like)
+        if not engine.devices:
+            mine = f"{list(like.shape)} of {like.dtype}"
+            words = engine.rendezvous().exchange("making a symmetric tensor", mine.encode())
+            if len(set(asked := [word.decode() for word in words])) > 1:
+                raise ValueError(f"empty: ranks must ask for the same shape and dtype, got, in rank order, {asked}")
         if not engine.find_runner(devices[0]):
             return [torch.empty_like(like, device=device) for device in devices]
         tensors = runner_of(engine).symmetric.empty(like)
         engine.symmetric = runner_of(engine).symmetric
         return tensors
-
-
-def _agree(engine: Engine, like: torch.Tensor) -> None:
-    """Raises ValueError, on every rank, if ranks ask for tensors of different shapes or dtypes."""
-    if engine.devices:
-        return
-    mine = f"{list(like.shape)} of {like.dtype}"
-    asked = [word.decode() for word in engine.rendezvous().exchange("making a symmetric tensor", mine.encode())]
-    if len(set(asked)) > 1:
-        raise ValueError(f"empty: ranks must ask for the same shape and dtype, got, in rank order, {asked}")

@@ -67,21 +67,15 @@ def before_epilogue(
     count, of_vs, of_tensors = len(tensors) // len(vs), [], []
     for rank, (v, gradient) in enumerate(zip(vs, gradients, strict=True)):
         places = slice(rank * count, (rank + 1) * count)
-        of_v, of_inputs = _of_rank(ctx.given, v, gradient, tensors[places], ctx.wanted[places])
+        wanted, call = ctx.wanted[places], (ctx.given["scalars"], ctx.given["epilogue"])
+        results = torch.ops.graphar.epilogue_backward(v, gradient, tensors[places], *call, [True, *wanted])
+        if torch.is_grad_enabled():  # the gradient itself may be differentiated
+            results = _WithoutDerivative.apply(*results)
+        of_v, *rest = results
         of_vs.append(of_v.to(dtype))
-        of_tensors += of_inputs
+        of_wanted = iter(rest)
+        of_tensors += [next(of_wanted) if is_wanted else None for is_wanted in wanted]
     return of_vs, {"tensors": of_tensors}
-
-
-def _of_rank(
-    arguments: dict, v: torch.Tensor, gradient: torch.Tensor, tensors: list[torch.Tensor], wanted: list[bool]
-) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
-    backward = torch.ops.graphar.epilogue_backward
-    gradients = backward(v, gradient, tensors, arguments["scalars"], arguments["epilogue"], [True, *wanted])
-    if torch.is_grad_enabled():  # the gradient itself may be differentiated
-        gradients = _WithoutDerivative.apply(*gradients)
-    rest = iter(gradients[1:])
-    return gradients[0], [next(rest) if is_wanted else None for is_wanted in wanted]
 
 
 class _WithoutDerivative(torch.autograd.Function):

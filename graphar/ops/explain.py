@@ -62,15 +62,12 @@ def explain(x, *operands, **options):
         try:
             call()
         except _Explained as end:
-            return end.explanation
+            return end.args[0]
     raise ValueError(f"explain: {getattr(x, '__name__', x)} made no call of graphar's with these tensors")
 
 
 class _Explained(Exception):
-    """Ends the call that is explained, before anything is sent."""
-
-    def __init__(self, explanation: Explanation) -> None:
-        self.explanation = explanation
+    """Ends the call that is explained, before anything is sent. It has the explanation."""
 
 
 def _explain(engine: Engine, call: Call, ranks: Sequence[Operands]) -> NoReturn:

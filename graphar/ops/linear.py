@@ -81,7 +81,7 @@ def _linear(
     a, w, bias, leaves: int = 1, out_dtype: torch.dtype | None = None, communicator="", a_scale=None, w_scale=None
 ) -> torch.Tensor:
     rows, out = operands.flat(a), a.new_empty((*a.shape[:-1], len(w)), dtype=out_dtype)
-    multiply, scales = Leaves(leaves, NAME), None
+    multiply, scales = Leaves(NAME, leaves), None
     if a_scale is not None and w_scale is not None:
         multiply, scales = Scaled(), checked_scales(NAME, rows, w, operands.flat_scale(a_scale), w_scale)
     multiply.make(Step(rows, w, operands.flat(out), scales, bias))
@@ -141,9 +141,8 @@ def _backward(ctx, dy):
     dy = dy.to(a.dtype)
     of_a = None
     if needs_a and ctx.communicator:
-        op = op_named(MATMUL_ALLREDUCE)
-        arguments = {"a": dy, "w": w.t(), "communicator": ctx.communicator, "partition": TP_INVARIANT}
-        of_a = op.one(*op.write(arguments))
+        call = {"communicator": ctx.communicator, "partition": TP_INVARIANT}
+        of_a = op_named(MATMUL_ALLREDUCE).dispatched(a=dy, w=w.t(), **call)
     elif needs_a:
         of_a = of_input(TP_INVARIANT, dy, w, LEAVES)
     of_w = of_weight(TP_INVARIANT, dy, a) if needs_w else None

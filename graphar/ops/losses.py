@@ -14,7 +14,7 @@ from graphar.ops import options
 from graphar.ops.options import T
 from graphar.ops.register import Op, define, library
 from graphar.ops.repeats import repeated
-from graphar.plan.call import Call, Operands
+from graphar.plan.call import Call
 from graphar.plan.work import Loss
 from graphar.runtime.bind import loss
 from graphar.runtime.checks import call_checks
@@ -105,14 +105,9 @@ def cross_entropy(
         raise ValueError(f"{NAME}: label_smoothing must be from 0 to 1, got {label_smoothing!r}")
     if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
         raise TypeError(f"{NAME}: ignore_index must be an int, got {ignore_index!r}")
-    terms = {
-        "vocab_size": vocab_size,
-        "result": reduction,
-        "ignore_index": ignore_index,
-        "label_smoothing": smoothing,
-        "lse_square_scale": options.check_number(NAME, "lse_square_scale", lse_square_scale),
-        "overwrite": bool(overwrite_logits),
-    }
+    terms = {"vocab_size": vocab_size, "result": reduction, "ignore_index": ignore_index, "label_smoothing": smoothing}
+    terms["lse_square_scale"] = options.check_number(NAME, "lse_square_scale", lse_square_scale)
+    terms["overwrite"] = bool(overwrite_logits)
     return _call(NAME, (logits, target), how, group, terms, timeout_s)[0]
 
 
@@ -194,9 +189,6 @@ def _detached(x: Any) -> Any:
     return [of_rank.detach() for of_rank in x] if isinstance(x, list) else x.detach()
 
 
-# ---- calls ----------------------------------------------------------------------------------------------------------
-
-
 def _call(op: str, tensors: tuple, how: tuple, group: Any, terms: dict[str, Any], timeout_s) -> tuple:
     """Makes a call, and returns its results as users get them, the state included."""
     call_checks.check_call(op, "auto", timeout_s)
@@ -263,10 +255,7 @@ def _empty(target: torch.Tensor, arguments: Arguments) -> tuple[torch.Tensor, ..
 
 def _run(engine: Engine, logits, targets, outs, arguments: Arguments):
     """Writes each rank's results."""
-    ranks = [
-        Operands((x.contiguous(), target.contiguous()), results)
-        for x, target, results in zip(logits, targets, outs, strict=True)
-    ]
+    ranks = options.operands([[x.contiguous() for x in logits], [target.contiguous() for target in targets]], outs)
     x = ranks[0].inputs[0]
     size = arguments.vocab_size or x.shape[-1] * engine.world_size
     terms = Terms(size, *[getattr(arguments, name) for name in Terms._fields[1:]])
@@ -276,8 +265,8 @@ def _run(engine: Engine, logits, targets, outs, arguments: Arguments):
 # ---- gradients ------------------------------------------------------------------------------------------------------
 
 
-def _backward(ctx, gradients):
-    (logits, targets, states), _ = OP.saved(ctx)
+def _backward(ctx, gradients, saved, _):
+    logits, targets, states = saved
     columns, results = logits[0].shape[-1], len(gradients) // ctx.ranks
     how = [ctx.given[name] for name in ("communicator", *Terms._fields[:-2])]
     if ctx.in_list:

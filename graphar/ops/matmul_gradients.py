@@ -6,6 +6,7 @@ torch multiplies; a call that is tensor-parallel invariant has invariant gradien
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -20,35 +21,32 @@ from graphar.runtime.registry import engine_of_group
 Tensors = Sequence[torch.Tensor]
 
 
-def of_products(ctx, gradients: Tensors, a: Tensors, w: Tensors) -> tuple[list, list]:
-    """Returns the gradients of each rank's ``a`` and ``w`` from the gradient of its product; None if not needed."""
-    needs_a, needs_w = (needs if isinstance(needs, (list, tuple)) else [needs] for needs in ctx.needs_input_grad[:2])
-    partition, of_a, of_w = ctx.given["partition"], [], []
-    for at, (gradient, x, weight) in enumerate(zip(gradients, a, w, strict=True)):
-        of_a.append(linear.of_input(partition, gradient, weight) if needs_a[at] else None)
-        of_w.append(linear.of_weight(partition, gradient, x) if needs_w[at] else None)
-    return of_a, of_w
-
-
-def of_parts(ctx, gradients: Tensors, a: Tensors, w: Tensors, where: dict) -> tuple[list, list]:
-    """Returns the gradients of each rank's ``a`` and ``w`` from that of its part of the sum; None if not needed.
-
-    ``where`` are the arguments of the collectives that gather parts.
-    """
-    needs_a, needs_w = (ctx.in_list or need for need in ctx.needs_input_grad[:2])
-    of_a, of_w, wholes = [None] * len(a), [None] * len(w), []
-    if needs_a:
-        how = {"gathered": needs_w, "partition": partitions.in_backward(ctx.given["partition"])}
-        results = for_ranks(ctx, "fused_allgather_matmul", gradients, [weight.t() for weight in w], **how, **where)
+def of_operands(ctx, gradients: Tensors, a: Tensors, w: Tensors) -> tuple[list, list]:
+    """Returns the gradients of each rank's ``a`` and ``w`` from those of its sum, or part of it; None if not needed."""
+    partition, (needs_a, needs_w) = ctx.given["partition"], ctx.needs_input_grad[:2]
+    of_a: list[Any] = [None] * len(a)
+    of_w: list[Any] = [None] * len(w)
+    if "sizes" not in ctx.where:
+        gradients = _of_equal_sums(ctx, gradients)
+        needed = list(zip(needs_a, needs_w, strict=True)) if ctx.in_list else [(needs_a, needs_w)]
+        for at, (gradient, needs) in enumerate(zip(gradients, needed, strict=True)):
+            of_a[at] = linear.of_input(partition, gradient, w[at]) if needs[0] else None
+            of_w[at] = linear.of_weight(partition, gradient, a[at]) if needs[1] else None
+        return of_a, of_w
+    wholes = []
+    if ctx.in_list or needs_a:
+        how = {"gathered": ctx.in_list or needs_w, "partition": partitions.in_backward(partition)}
+        by_columns = [weight.t() for weight in w]
+        results = for_ranks(ctx, "fused_allgather_matmul", gradients, by_columns, **how, **ctx.where)
         of_a, wholes = results[::2], results[1::2]
     elif needs_w:
-        wholes = for_ranks(ctx, "allgather", gradients, **where)
-    if needs_w:
-        of_w = [linear.of_weight(ctx.given["partition"], whole, x) for whole, x in zip(wholes, a, strict=True)]
+        wholes = for_ranks(ctx, "allgather", gradients, **ctx.where)
+    if ctx.in_list or needs_w:
+        of_w = [linear.of_weight(partition, whole, x) for whole, x in zip(wholes, a, strict=True)]
     return of_a, of_w
 
 
-def of_equal_sums(ctx, gradients: Tensors, call: dict) -> Tensors:
+def _of_equal_sums(ctx, gradients: Tensors) -> Tensors:
     """Returns the gradient of each rank's product from the gradients of sums that all ranks have.
 
     If ranks are processes, they compute the same loss, whose gradient each has. Otherwise the ranks' gradients add up.
@@ -56,23 +54,21 @@ def of_equal_sums(ctx, gradients: Tensors, call: dict) -> Tensors:
     if not ctx.in_list:
         return gradients
     if ctx.given["partition"] != TP_INVARIANT:
-        return for_ranks(ctx, "allreduce", gradients, **call)
-    how = {"order": "tree", "out_dtype": gradients[0].dtype}
-    return for_ranks(ctx, "allreduce", [gradient.float() for gradient in gradients], **how, **call)
+        return for_ranks(ctx, "allreduce", gradients, **ctx.where)
+    return _sums_as_tree(ctx, gradients, gradients[0].dtype)
 
 
-def of_sums(ctx, summing: str, call: dict, gradients, a: Tensors, w: Tensors, tensors) -> tuple[Tensors, dict]:
+def of_sums(ctx, gradients, a: Tensors, w: Tensors, tensors) -> tuple[Tensors, dict]:
     """Returns the gradients of each rank's sum before an epilogue, and of biases and the epilogue's tensors by name.
 
-    The op ``summing`` with the arguments ``call`` sums products. The gradient of a bias that was added to the rows of
-    this rank's part covers these rows only, unless a call of processes is to be invariant: then it is the sum over all
-    ranks' rows.
+    The gradient of a bias that was added to the rows of this rank's part covers these rows only, unless a call of
+    processes is to be invariant: then it is the sum over all ranks' rows.
     """
-    partition, of_biases = ctx.given["partition"], []
+    partition, of_biases, summing = ctx.given["partition"], [], "reducescatter" if "sizes" in ctx.where else "allreduce"
     of_all_rows = summing == "reducescatter" and partition == TP_INVARIANT and not ctx.in_list
     for gradient, wanted in zip(gradients, ctx.needs["bias"], strict=False):
         if wanted and of_all_rows:
-            of_biases += _sums_of_rows(ctx, [linear.bias_partial(gradient, _ranks(ctx))], gradient.dtype)
+            of_biases += _sums_as_tree(ctx, [linear.bias_partial(gradient, _ranks(ctx))], gradient.dtype)
         else:
             of_biases.append(linear.of_bias(partition, gradient) if wanted else None)
     products, more = [], {}
@@ -81,27 +77,26 @@ def of_sums(ctx, summing: str, call: dict, gradients, a: Tensors, w: Tensors, te
         products = [torch.ops.graphar.linear(*pair, None, leaves, torch.float32) for pair in zip(a, w, strict=True)]
     elif ctx.given["epilogue"]:
         products = [torch.nn.functional.linear(*pair) for pair in zip(a, w, strict=True)]
-    before, rest = of_sums_before_epilogue(ctx, summing, call | more, gradients, products, tensors)
+    before, rest = of_sums_before_epilogue(ctx, summing, ctx.where | more, gradients, products, tensors)
     return before, {"bias": of_biases} | rest
 
 
-def of_norms(ctx, saved: Sequence, gradients: Sequence[torch.Tensor | None], own_rows: bool) -> tuple[list, list]:
+def of_norms(ctx, saved: Sequence, gradients: Sequence[torch.Tensor | None]) -> tuple[list, list]:
     """Returns the gradients of each rank's rows that were normed, and of its norm's weight; None if not needed.
 
-    ``saved`` and ``gradients`` are as norm_gradients.of_rows_and_weights takes them. With ``own_rows`` each rank norms
-    its part of the rows. The weights' gradients cover these rows only, unless a call of processes is to be invariant.
+    ``saved`` and ``gradients`` are as norm_gradients.of_rows_and_weights takes them. If each rank norms its part of the
+    rows, the weights' gradients cover these rows only, unless a call of processes is to be invariant.
     """
     if ctx.given["partition"] != TP_INVARIANT:
         return norm_gradients.of_rows_and_weights(ctx, saved, gradients)
-    ranks, dtype = _ranks(ctx) if own_rows and not ctx.in_list else 1, saved[-1][0].dtype
-    of_rows, of_weights = norm_gradients.of_rows_and_weights(ctx, saved, gradients, ranks)
-    if own_rows and not ctx.in_list and of_weights[0] is not None:
-        of_weights = _sums_of_rows(ctx, of_weights, dtype)
+    of_all_rows, dtype = "sizes" in ctx.where and not ctx.in_list, saved[-1][0].dtype
+    of_rows, of_weights = norm_gradients.of_rows_and_weights(ctx, saved, gradients, _ranks(ctx) if of_all_rows else 1)
+    if of_all_rows and of_weights[0] is not None:
+        of_weights = _sums_as_tree(ctx, of_weights, dtype)
     return of_rows, [None if gradient is None else gradient.to(dtype) for gradient in of_weights]
 
 
-def _sums_of_rows(ctx, partials: Tensors, dtype: torch.dtype) -> list[torch.Tensor]:
-    """Returns the sums over the rows of all ranks. ``partials`` are sums over the rows of one rank."""
+def _sums_as_tree(ctx, partials: Tensors, dtype: torch.dtype) -> list[torch.Tensor]:
     how = {name: ctx.given[name] for name in ("communicator", "timeout_s")} | {"order": "tree", "out_dtype": dtype}
     return for_ranks(ctx, "allreduce", [partial.float() for partial in partials], **how)
 

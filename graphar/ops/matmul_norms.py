@@ -10,13 +10,11 @@ from typing import Any, Literal, Never, get_args
 import torch
 
 from graphar.numerics.partitions import TP_INVARIANT
-from graphar.ops import matmul_gradients, matmul_operands, matmul_sums, norms, options
-from graphar.ops.matmul_operands import Scaled
+from graphar.ops import matmul_gradients, matmul_operands, matmul_sums, norms, options, parts
 from graphar.ops.options import T
 from graphar.ops.register import Op
 from graphar.ops.repeats import Asked, repeated
-from graphar.plan.call import Call, Operands
-from graphar.plan.matmuls import owned_rows
+from graphar.plan.call import Call
 from graphar.plan.work import Product
 from graphar.runtime.checks import call_checks, tensor_checks
 from graphar.runtime.engine import Engine
@@ -181,65 +179,41 @@ def fused_matmul_reducescatter_residual_rmsnorm(
     return _call(SCATTERED_NORM, asked, group, eps, weight_offset, partition, timeout_s)
 
 
-# ---- checks ---------------------------------------------------------------------------------------------------------
-
-
-def _check(op: str, tensors: dict[str, Any], scales: Sequence, partition: object) -> tuple[list[tuple], Scaled]:
-    """Checks the tensors of a call, all but the shapes of its residuals.
-
-    Returns those of each rank, and the scales. With scales results have the dtype of the residuals.
-    """
+def _call(op: Op, asked: Asked, group: Group, eps, weight_offset, partition, timeout_s) -> Any:
+    """Makes a call as the user asked for it, and returns its results as users get them."""
+    (a, w, *scales, residual, weight), name, alone = asked[0], op.name, partition == TP_INVARIANT
+    call_checks.check_call(name, "auto", timeout_s)
     if partition not in PARTITIONS:
-        raise ValueError(f"{op}: partition must be one of {', '.join(PARTITIONS)}, got {partition!r}")
-    a, w = tensors["a"], tensors["w"]
-    scaled = Scaled() if scales else matmul_operands.check(op, a, w, None)
-    ranks = options.by_rank(op, **tensors)
-    if scales:
-        _check_beside_scaled(op, ranks)
-        scaled = matmul_operands.check(op, a, w, None, (*scales, ranks[0][2].dtype if ranks else None), partition)
-    for x, w_of_rank, residual, weight in ranks:
+        raise ValueError(f"{name}: partition must be one of {', '.join(PARTITIONS)}, got {partition!r}")
+    ranks = options.by_rank(name, a=a, w=w, residual=residual, weight=weight)
+    of_scales = (*scales, _dtype_beside_scaled(name, ranks)) if scales else (None, None, None)
+    scaled = matmul_operands.check(name, a, w, None, of_scales, partition)
+    numbers = options.check_numbers(name, eps=eps, weight_offset=weight_offset)
+    where, lengths = parts.of_rows(name, "a", a, group, alone) if op.takes("sizes") else ({}, None)
+    for at, (x, w_of_rank, residual_of_rank, weight_of_rank) in enumerate(ranks):
         if not scales:
-            options.check_float(op, "a", x)
+            options.check_float(name, "a", x)
         if not w_of_rank.shape[0]:
-            raise ValueError(f"{op}: w must have rows, got the shape {list(w_of_rank.shape)}")
-        options.check_beside(op, "weight", weight, w_of_rank.shape[:1], x, residual.dtype if scales else None)
-    return ranks, scaled
+            raise ValueError(f"{name}: w must have rows, got the shape {list(w_of_rank.shape)}")
+        rows = x.shape[:-1] if lengths is None else (lengths[at], *x.shape[1:-1])
+        shape, dtype = (*rows, w_of_rank.shape[0]), scaled.scaled_dtype
+        options.check_beside(name, "residual", residual_of_rank, shape, x, dtype)
+        options.check_beside(name, "weight", weight_of_rank, shape[-1:], x, dtype)
+    norms.prepare_gradients(name, ranks)
+    communicator = engine_name(group, name, alone=alone and not isinstance(a, (list, tuple)))
+    how = where | numbers | {"partition": partition, "timeout_s": timeout_s, "scales": list(scaled.scales)}
+    return op(a, w, residual, weight, given=op.given(communicator=communicator, **how), asked=asked)
 
 
-def _check_beside_scaled(op: str, ranks: Sequence[tuple]) -> None:
-    """Checks what goes with the operands of a call with scales, whose results have the dtype of the residuals."""
+def _dtype_beside_scaled(op: str, ranks: Sequence[tuple]) -> torch.dtype | None:
+    """Returns the dtype of the residuals of a call with scales, which its results have; None without ranks."""
     for _, _, residual, weight in ranks:
         for name, x in (("residual", residual), ("weight", weight)):
             tensor_checks.check_tensor(op, name, x)
             matmul_operands.check_no_gradient(op, name, x)
         if residual.dtype != ranks[0][2].dtype or residual.dtype not in matmul_operands.RESULT_DTYPES:
             raise ValueError(f"{op}: with scales residual must be bfloat16 or float16, got {residual.dtype}")
-
-
-def _check_parts(engine: Engine, *lists_and_given) -> None:
-    norms.check_parts(_SCATTERED, engine, *lists_and_given)
-    matmul_sums.check_leaves(_SCATTERED, engine, *lists_and_given)
-
-
-# ---- calls ----------------------------------------------------------------------------------------------------------
-
-
-def _call(op: Op, asked: Asked, group: Group, eps, weight_offset, partition, timeout_s) -> Any:
-    """Makes a call as the user asked for it, and returns its results as users get them."""
-    (a, w, *scales, residual, weight), name = asked[0], op.name
-    call_checks.check_call(name, "auto", timeout_s)
-    ranks, scaled = _check(name, {"a": a, "w": w, "residual": residual, "weight": weight}, scales, partition)
-    numbers = options.check_numbers(name, eps=eps, weight_offset=weight_offset)
-    alone = partition == TP_INVARIANT
-    where, lengths = norms.place(op, "a", a, group, alone)
-    for at, (x, w_of_rank, residual_of_rank, _) in enumerate(ranks):
-        rows = x.shape[:-1] if lengths is None else (lengths[at], *x.shape[1:-1])
-        shape = *rows, w_of_rank.shape[0]
-        options.check_beside(name, "residual", residual_of_rank, shape, x, scaled.scaled_dtype)
-    norms.prepare_gradients(name, ranks)
-    communicator = engine_name(group, name, alone=alone and not isinstance(a, (list, tuple)))
-    how = where | numbers | {"partition": partition, "timeout_s": timeout_s, "scales": list(scaled.scales)}
-    return op(a, w, residual, weight, given=op.given(communicator=communicator, **how), asked=asked)
+    return ranks[0][2].dtype if ranks else None
 
 
 def _fake(a, w, residual, weight, arguments: _Normed) -> list[tuple[torch.Tensor, ...]]:
@@ -249,45 +223,29 @@ def _fake(a, w, residual, weight, arguments: _Normed) -> list[tuple[torch.Tensor
 
 def _run(op: str, engine: Engine, a, w, residual, weight, outs, arguments: _Normed):
     """Writes each rank's results: normed rows, and the new residual."""
-    if isinstance(arguments, ArgumentsOfParts):
-        counts = [size * a[0].shape[1:-1].numel() for size in arguments.sizes]
-    else:
-        counts = owned_rows(a[0].shape[:-1].numel(), engine.world_size)
-    how = {"partition": arguments.partition, "norm": (arguments.eps, arguments.weight_offset)}
-    work = Product(op, tuple(counts), w[0].shape[0], **how, **matmul_operands.multiplied(op, a, w, arguments))
-    each = enumerate(zip(residual, weight, outs, strict=True))
-    ranks = [Operands((*matmul_operands.factors(a, w, arguments, at), *beside), out) for at, (*beside, out) in each]
+    counts = matmul_operands.summed_rows(engine, a, arguments)
+    norm, how = (arguments.eps, arguments.weight_offset), matmul_operands.multiplied(op, a, w, arguments)
+    work = Product(op, tuple(counts), w[0].shape[0], norm=norm, **how)
+    ranks = options.operands([*matmul_operands.lists(a, w, arguments), residual, weight], outs)
     return engine.run(Call.of(work, residual[0], timeout_s=arguments.timeout_s), ranks), ranks
 
 
-def _backward(ctx, gradients):
+def _check_op(op: str, engine: Engine, a, w, residual, weight, arguments: Arguments | ArgumentsOfParts) -> None:
+    matmul_sums.check_summed(op, engine, a, arguments)
+    if isinstance(arguments, ArgumentsOfParts):
+        parts.check(op, engine, arguments, [len(rows) for rows in residual])
+
+
+def _backward(ctx, gradients, saved, _):
     """Returns the gradients. Rounding is treated as the identity."""
-    call = {name: ctx.given[name] for name in ("communicator", "timeout_s")}
-    saved, _ = NORM.saved(ctx)
-    of_rows, of_weights = matmul_gradients.of_norms(ctx, saved, gradients, own_rows=False)
-    of_products = matmul_gradients.of_equal_sums(ctx, of_rows, call)
-    return *matmul_gradients.of_products(ctx, of_products, *saved[:2]), of_rows, of_weights, {}
+    of_rows, of_weights = matmul_gradients.of_norms(ctx, saved, gradients)
+    return *matmul_gradients.of_operands(ctx, of_rows, *saved[:2]), of_rows, of_weights, {}
 
 
-def _backward_of_parts(ctx, gradients):
-    """Returns the gradients. Rounding is treated as the identity."""
-    where = {name: ctx.given[name] for name in ("communicator", "rank", "sizes", "timeout_s")}
-    saved, _ = SCATTERED_NORM.saved(ctx)
-    of_rows, of_weights = matmul_gradients.of_norms(ctx, saved, gradients, own_rows=True)
-    return *matmul_gradients.of_parts(ctx, of_rows, saved[0], saved[1], where), of_rows, of_weights, {}
+def _op(name: str, arguments: type[Arguments] | type[ArgumentsOfParts]) -> Op:
+    how: dict[str, Any] = {"saved": lambda given: ("a", "w", "weight"), "saved_result": 1, "has_several": True}
+    how |= {"check": partial(_check_op, name), "backward": _backward}
+    return Op(name, ["a", "w", "residual", "weight"], arguments, partial(_run, name), _fake, **how)
 
 
-_HOW: dict[str, Any] = {"saved": lambda arguments: ("a", "w", "weight"), "saved_result": 1, "has_several": True}
-_TENSORS = ["a", "w", "residual", "weight"]
-_check_leaves = partial(matmul_sums.check_leaves, _SUMMED)
-NORM = Op(_SUMMED, _TENSORS, Arguments, partial(_run, _SUMMED), _fake, check=_check_leaves, backward=_backward, **_HOW)
-SCATTERED_NORM = Op(
-    _SCATTERED,
-    _TENSORS,
-    ArgumentsOfParts,
-    partial(_run, _SCATTERED),
-    _fake,
-    check=_check_parts,
-    backward=_backward_of_parts,
-    **_HOW,
-)
+NORM, SCATTERED_NORM = _op(_SUMMED, Arguments), _op(_SCATTERED, ArgumentsOfParts)

@@ -9,11 +9,10 @@ from typing import Any, NamedTuple
 import torch
 
 from graphar.numerics import fp8_products
-from graphar.numerics.epilogues.epilogue import AppliedEpilogue
 from graphar.numerics.fp8_products import FP8
 from graphar.numerics.partitions import BATCH_INVARIANT
 from graphar.ops import options
-from graphar.plan.call import Operands
+from graphar.plan.matmuls import owned_rows
 from graphar.product.operands import flat, flat_scale
 from graphar.runtime.checks.tensor_checks import (
     check_destination,
@@ -21,6 +20,7 @@ from graphar.runtime.checks.tensor_checks import (
     check_same_kind,
     check_strided,
 )
+from graphar.runtime.engine import Engine
 
 RESULT_DTYPES = (torch.bfloat16, torch.float16)
 _DTYPES = (*RESULT_DTYPES, torch.float32, torch.float64)  # of operands without scales
@@ -162,12 +162,22 @@ def format_of(op: str, a: Sequence[torch.Tensor], w: Sequence[torch.Tensor], sca
 def multiplied(op: str, a, w, arguments: Multiplied) -> dict[str, Any]:
     """Returns what a Product has of the factors of a call."""
     of = {"format": format_of(op, a, w, arguments.scales)} if arguments.scales else {}
-    return of | {"constant_weight": getattr(arguments, "constant_weight", False)}
+    return of | {"partition": arguments.partition, "constant_weight": getattr(arguments, "constant_weight", False)}
 
 
-def factors(a, w, arguments: Multiplied, rank: int) -> tuple[torch.Tensor, ...]:
-    """Returns the tensors of a rank's factors."""
-    return a[rank], w[rank], *arguments.scales[2 * rank : 2 * rank + 2]
+def summed_rows(engine: Engine, a, arguments: options.Given) -> list[int]:
+    """Returns how many rows of a sum each rank adds: those of its part, or its share of an all-reduce's."""
+    if isinstance(arguments, options.InParts):
+        in_one = a[0].shape[1:-1].numel()
+        return [size * in_one for size in arguments.sizes]
+    return list(owned_rows(a[0].shape[:-1].numel(), engine.world_size))
+
+
+def lists(a, w, arguments: Multiplied, bias: Sequence[torch.Tensor] = ()) -> list[Sequence[torch.Tensor]]:
+    """Returns the lists of the ranks' factors: a, w, perhaps their scales, and perhaps a bias."""
+    scales = [arguments.scales[::2], arguments.scales[1::2]] if arguments.scales else []
+    # Kernels read the raw memory of a bias.
+    return [a, w, *scales, *([[x.resolve_neg().contiguous() for x in bias]] if bias else [])]
 
 
 def added(op: str, a, bias, epilogue, shape: Sequence[int], scaled: Scaled, whole: int | None = None) -> dict[str, Any]:
@@ -180,26 +190,6 @@ def added(op: str, a, bias, epilogue, shape: Sequence[int], scaled: Scaled, whol
         return {"bias": [] if bias is None else list(bias) if in_list else [bias]}
     like = torch.empty(shape, dtype=scaled.scaled_dtype or (a[0] if in_list else a).dtype, device="meta")
     return options.epilogue_option(op, epilogue, like, len(a) if in_list else None, whole, bias)
-
-
-def of_ranks(a, w, arguments, followed: AppliedEpilogue | None, outs: Sequence[tuple]) -> list[Operands]:
-    """Returns each rank's operands: factors, bias and the epilogue's tensors, with the results ``outs``."""
-    ranks = []
-    for rank, results in enumerate(outs):
-        inputs = [*factors(a, w, arguments, rank)]
-        inputs += [arguments.bias[rank].resolve_neg().contiguous()] if arguments.bias else []  # kernels read raw memory
-        inputs += followed.inputs[rank].tensors if followed else []
-        numbers = tuple(followed.inputs[rank].scalars) if followed else ()
-        ranks.append(Operands(tuple(inputs), results, numbers))
-    return ranks
-
-
-# ---- results ---------------------------------------------------------------------------------------------------------
-
-
-def check_has_rows(op: str, a: torch.Tensor) -> None:
-    if a.ndim < 2:
-        raise ValueError(f"{op}: a must have 2 dimensions or more, since its rows are split, got {list(a.shape)}")
 
 
 def check_results(op: str, a, w, bias, outs: Any, out_dtype: torch.dtype | None = None) -> None:

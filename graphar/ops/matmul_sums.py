@@ -12,13 +12,12 @@ import torch
 from graphar.numerics import leaf_tree, partitions
 from graphar.numerics.codecs import Codec, CodecName
 from graphar.numerics.epilogues.epilogue import Epilogue
-from graphar.numerics.partitions import BATCH_INVARIANT, TP_INVARIANT, Partition, split
+from graphar.numerics.partitions import BATCH_INVARIANT, TP_INVARIANT, Partition
 from graphar.ops import matmul_gradients, matmul_operands, options, parts
 from graphar.ops.options import T
 from graphar.ops.register import Op
 from graphar.ops.repeats import Asked, repeated
 from graphar.plan.call import Call
-from graphar.plan.matmuls import owned_rows
 from graphar.plan.work import MATMUL_ALLREDUCE, MATMUL_REDUCESCATTER, Product
 from graphar.runtime.checks import call_checks, tensor_checks
 from graphar.runtime.engine import Engine
@@ -228,21 +227,17 @@ def _call(
 ) -> Any:
     """Checks a call's arguments, and makes it."""
     name, partition, in_list = op.name, arguments.partition, isinstance(a, (list, tuple))
-    if arguments.timeout_s is not None:
-        call_checks.check_timeout(name, arguments.timeout_s)
+    call_checks.check_call(name, "auto", arguments.timeout_s)
     communicator = engine_name(group, name, alone=partition == TP_INVARIANT and not in_list)
     options.check_together(name, codec, epilogue)
     if partition in (BATCH_INVARIANT, TP_INVARIANT) and codec is not None:
         raise ValueError(f"{name}: takes a codec or partition={partition!r}, not both")
     scaled = matmul_operands.check(name, a, w, bias, scales, partition)
     rows, weight = (a[0], w[0]) if in_list else (a, w)
-    where: dict[str, Any] = {}
+    where, whole = {}, None
     if isinstance(arguments, ArgumentsOfParts):
-        matmul_operands.check_has_rows(name, rows)
-        rank, world_size = (-1, len(a)) if in_list else parts.place(group, partition == TP_INVARIANT)
-        where = {"rank": rank, "sizes": split(rows.shape[0], world_size)}
-        rows = rows.narrow(0, 0, where["sizes"][max(rank, 0)]) if epilogue is not None else rows
-    whole = 0 if where else None
+        (where, lengths), whole = parts.of_rows(name, "a", a, group, partition == TP_INVARIANT), 0
+        rows = rows.narrow(0, 0, lengths[0]) if epilogue is not None else rows
     added = matmul_operands.added(name, a, bias, epilogue, (*rows.shape[:-1], weight.shape[0]), scaled, whole)
     where |= {"communicator": communicator, "codec": options.codec_option(name, codec)}
     arguments = replace(arguments, **where, **added, **scaled._asdict())
@@ -263,22 +258,18 @@ def _fake(a, w, arguments: _Summed) -> list[torch.Tensor]:
 
 def _run(op: str, engine: Engine, a, w, outs, arguments: _Summed):
     """Writes each rank's sum, or its part of it, into its tensor of ``outs``, which are contiguous."""
-    columns, in_one = w[0].shape[0], a[0].shape[1:-1].numel()
-    if isinstance(arguments, ArgumentsOfParts):
-        counts = cut = [size * in_one for size in arguments.sizes]
-    else:
-        cut = [outs[0].shape[:-1].numel()]
-        counts = owned_rows(cut[0], engine.world_size)
+    columns, counts = w[0].shape[0], matmul_operands.summed_rows(engine, a, arguments)
+    cut = counts if isinstance(arguments, ArgumentsOfParts) else [sum(counts)]
     partitions.panels(op, arguments.partition, arguments.num_partitions, cut, columns)  # raises
     followed = options.applied(op, arguments, outs)
     if arguments.codec:
         call_checks.check_quantized_call(op, arguments.codec, "auto", outs[0])
     if not sum(counts) or not columns:
         return None
-    how = {"partition": arguments.partition, "num_partitions": arguments.num_partitions}
-    how |= matmul_operands.multiplied(op, a, w, arguments)
+    how = {"num_partitions": arguments.num_partitions, **matmul_operands.multiplied(op, a, w, arguments)}
     work = Product(op, tuple(counts), columns, bool(arguments.bias), arguments.codec, followed and followed.form, **how)
-    ranks = matmul_operands.of_ranks(a, w, arguments, followed, [(out,) for out in outs])
+    lists = matmul_operands.lists(a, w, arguments, arguments.bias)
+    ranks = options.operands(lists, [(out,) for out in outs], followed)
     return engine.run(Call.of(work, outs[0], timeout_s=arguments.timeout_s), ranks), ranks
 
 
@@ -290,51 +281,28 @@ def _check_out(a, w, outs, arguments: Arguments) -> None:
     options.check_apart_from_epilogue(MATMUL_ALLREDUCE, outs, arguments.tensors)
 
 
-def check_leaves(op: str, engine: Engine, a: Sequence[torch.Tensor], *rest) -> None:
-    """Raises ValueError if a call is to be tensor-parallel invariant, and its ranks have no whole leaves of K."""
-    if rest[-1].partition != TP_INVARIANT:
-        return
-    leaf_tree.check_ranks(op, engine.world_size)
-    # Processes compare their columns when they sum.
-    leaf_tree.check_operands(op, a if engine.devices else list(a) * engine.world_size)
+def check_summed(op: str, engine: Engine, a: Sequence[torch.Tensor], *rest) -> None:
+    """Raises ValueError if the sizes of a call do not fit, or it is to be invariant without whole leaves of K."""
+    arguments: Any = rest[-1]
+    if isinstance(arguments, options.InParts):
+        parts.check(op, engine, arguments, [len(x) for x in a], whole=True)
+    if rest[-1].partition == TP_INVARIANT:
+        leaf_tree.check_ranks(op, engine.world_size)
+        # Processes compare their columns when they sum.
+        leaf_tree.check_operands(op, a if engine.devices else list(a) * engine.world_size)
 
 
-def _check_parts(engine: Engine, a, w, arguments: ArgumentsOfParts) -> None:
-    parts.check(MATMUL_REDUCESCATTER, engine, arguments, [len(x) for x in a], [sum(arguments.sizes)] * len(a))
-    check_leaves(MATMUL_REDUCESCATTER, engine, a, w, arguments)
-
-
-def _backward(ctx, gradients):
-    call = {name: ctx.given[name] for name in ("communicator", "timeout_s")}
-    (a, w), tensors = SUM.saved(ctx)
-    of_sums, rest = matmul_gradients.of_sums(ctx, "allreduce", call, gradients, a, w, tensors)
-    return *matmul_gradients.of_products(ctx, matmul_gradients.of_equal_sums(ctx, of_sums, call), a, w), rest
-
-
-def _backward_of_parts(ctx, gradients):
+def _backward(ctx, gradients, saved, tensors):
     """Returns the gradients. The rounding of a codec is treated as the identity."""
-    where = {name: ctx.given[name] for name in ("communicator", "rank", "sizes", "timeout_s")}
-    (a, w), tensors = SCATTER.saved(ctx)
-    of_sums, rest = matmul_gradients.of_sums(ctx, "reducescatter", where, gradients, a, w, tensors)
-    return *matmul_gradients.of_parts(ctx, of_sums, a, w, where), rest
+    a, w, *_ = saved
+    of_sums, rest = matmul_gradients.of_sums(ctx, gradients, a, w, tensors)
+    return *matmul_gradients.of_operands(ctx, of_sums, a, w), rest
 
 
-SUM = Op(
-    MATMUL_ALLREDUCE,
-    ["a", "w"],
-    Arguments,
-    partial(_run, MATMUL_ALLREDUCE),
-    _fake,
-    check=partial(check_leaves, MATMUL_ALLREDUCE),
-    check_out=_check_out,
-    backward=_backward,
-)
-SCATTER = Op(
-    MATMUL_REDUCESCATTER,
-    ["a", "w"],
-    ArgumentsOfParts,
-    partial(_run, MATMUL_REDUCESCATTER),
-    _fake,
-    check=_check_parts,
-    backward=_backward_of_parts,
-)
+def _op(name: str, arguments: type[_Summed], check_out: Callable | None = None) -> Op:
+    check = partial(check_summed, name)
+    how = {"check": check, "check_out": check_out, "backward": _backward}
+    return Op(name, ["a", "w"], arguments, partial(_run, name), _fake, **how)
+
+
+SUM, SCATTER = _op(MATMUL_ALLREDUCE, Arguments, _check_out), _op(MATMUL_REDUCESCATTER, ArgumentsOfParts)

@@ -10,12 +10,11 @@ from typing import Any
 import torch
 
 from graphar.numerics.norms import ALLREDUCE_NORM, FP8, REDUCESCATTER_NORM, output_of, scales_of
-from graphar.numerics.partitions import split
 from graphar.ops import norm_gradients, options, parts
 from graphar.ops.options import T
 from graphar.ops.register import Op, for_ranks
 from graphar.ops.repeats import Asked, repeated
-from graphar.plan.call import Call, Operands
+from graphar.plan.call import Call
 from graphar.plan.work import Norm
 from graphar.runtime.checks import call_checks, tensor_checks
 from graphar.runtime.engine import Engine
@@ -148,35 +147,6 @@ def reducescatter_residual_rmsnorm(
     return _call(SCATTERED_NORM, (tensors, how, None), group, eps, weight_offset, out_dtype, group_size, timeout_s)
 
 
-# ---- checks ---------------------------------------------------------------------------------------------------------
-
-
-def _check(
-    op: str, ranks: Sequence[tuple], lengths: Sequence[int] | None, out_dtype: object, group_size: object
-) -> str:
-    """Checks the tensors of each rank beside ``x``, and returns the format of the normed rows.
-
-    ``lengths`` are the ranks' numbers of rows in the first dimension of ``x``; None: all rows are normed.
-    """
-    output = ""
-    for at, (x, residual, weight, *scales) in enumerate(ranks):
-        shape = x.shape if lengths is None else (lengths[at], *x.shape[1:])
-        options.check_beside(op, "residual", residual, shape, x)
-        options.check_beside(op, "weight", weight, x.shape[-1:], x)
-        for scale in scales:
-            tensor_checks.check_tensor(op, "scale", scale)
-            if (scale.numel(), scale.dtype, scale.device) != (1, torch.float32, x.device):
-                raise ValueError(
-                    f"{op}: scale must be one element, torch.float32, on {x.device}, got {list(scale.shape)} "
-                    f"{scale.dtype} on {scale.device}"
-                )
-        output = output_of(op, x.dtype, x.shape[-1], out_dtype, scales[0] if scales else None, group_size)
-    return output
-
-
-# ---- calls that need gradients --------------------------------------------------------------------------------------
-
-
 def prepare_gradients(op: str, ranks: Sequence[Sequence[torch.Tensor]], output: str = "like_input") -> None:
     """Loads what the backward pass of a call needs, if it needs one; ValueError if the call's ``output`` has none."""
     if not torch.is_grad_enabled() or not any(tensor.requires_grad for of_rank in ranks for tensor in of_rank):
@@ -188,9 +158,6 @@ def prepare_gradients(op: str, ranks: Sequence[Sequence[torch.Tensor]], output: 
             norm_gradients.load(of_rank[-1])
 
 
-# ---- calls ----------------------------------------------------------------------------------------------------------
-
-
 def _call(op: Op, asked: Asked, group: Group, eps, weight_offset, out_dtype, group_size, timeout_s) -> Any:
     """Makes a call as the user asked for it, and returns its results as users get them."""
     tensors, name = asked[0], op.name
@@ -200,34 +167,28 @@ def _call(op: Op, asked: Asked, group: Group, eps, weight_offset, out_dtype, gro
     ranks = options.by_rank(name, **dict(zip(_TENSORS, tensors, strict=False)))
     for x, *_ in ranks:
         options.check_rows(name, "x", x)
-    where, lengths = place(op, "x", tensors[0], group)
-    output = _check(name, ranks, lengths, out_dtype, group_size)
+    where, lengths = parts.of_rows(name, "x", tensors[0], group) if op.takes("sizes") else ({}, None)
+    output = ""
+    for at, (x, residual, weight, *scales) in enumerate(ranks):
+        shape = x.shape if lengths is None else (lengths[at], *x.shape[1:])
+        options.check_beside(name, "residual", residual, shape, x)
+        options.check_beside(name, "weight", weight, x.shape[-1:], x)
+        for scale in scales:
+            tensor_checks.check_tensor(name, "scale", scale)
+            if (scale.numel(), scale.dtype, scale.device) != (1, torch.float32, x.device):
+                raise ValueError(
+                    f"{name}: scale must be one element, torch.float32, on {x.device}, got {list(scale.shape)} "
+                    f"{scale.dtype} on {scale.device}"
+                )
+        output = output_of(name, x.dtype, x.shape[-1], out_dtype, scales[0] if scales else None, group_size)
     prepare_gradients(name, ranks, output)
     scales = [scale for _, _, _, *of_rank in ranks for scale in of_rank]
     how = where | numbers | {"output": output, "scales": scales, "timeout_s": timeout_s}
     return op(*tensors[:3], given=op.given(communicator=engine_name(group, name), **how), asked=asked)
 
 
-def place(op: Op, name: str, x, group: Group, alone: bool = False) -> tuple[dict[str, object], list[int] | None]:
-    """Returns the arguments ``rank`` and ``sizes`` of an op that splits the rows of ``x``, and this process's lengths.
-
-    For other ops they are {} and None. With ``alone``, a process without a group is the only rank.
-    """
-    if not op.takes("sizes"):
-        return {}, None
-    in_list = isinstance(x, (list, tuple))
-    shape = list(x[0].shape if in_list else x.shape)
-    if len(shape) < 2:
-        raise ValueError(f"{op.name}: {name} must have 2 dimensions or more, since its rows are split, got {shape}")
-    rank, world_size = (-1, len(x)) if in_list else parts.place(group, alone)
-    sizes = split(shape[0], world_size)
-    return {"rank": rank, "sizes": sizes}, sizes if in_list else [sizes[rank]]
-
-
-def check_parts(op: str, engine: Engine, xs, *rest) -> None:
-    """Checks the sizes of an op that splits rows: its ``sizes`` must fit the first tensors and the residuals."""
-    *_, residuals, _, arguments = rest
-    parts.check(op, engine, arguments, [len(x) for x in xs], [sum(arguments.sizes)] * len(xs))
+def _check_parts(op: str, engine: Engine, xs, residuals, weights, arguments: ArgumentsOfParts) -> None:
+    parts.check(op, engine, arguments, [len(x) for x in xs], whole=True)
     parts.check(op, engine, arguments, [len(rows) for rows in residuals])
 
 
@@ -239,10 +200,7 @@ def _fake(xs, residuals, weights, arguments) -> list[tuple[torch.Tensor, ...]]:
 def _run(op: str, engine: Engine, xs, residuals, weights, outs, arguments: Arguments):
     """Writes each rank's results: normed rows, the new residual, and scales if the output has some."""
     lists = [xs, residuals, weights, *([arguments.scales] if arguments.scales else [])]
-    ranks = [
-        Operands(tuple([tensor.contiguous() for tensor in of_rank]), results)
-        for of_rank, results in zip(zip(*lists, strict=True), outs, strict=True)
-    ]
+    ranks = options.operands([[tensor.contiguous() for tensor in tensors] for tensors in lists], outs)
     x = ranks[0].inputs[0]
     counts = parts.counts_of(x, arguments.sizes) if isinstance(arguments, ArgumentsOfParts) else (x.numel(),)
     numbers = arguments.eps, arguments.weight_offset
@@ -259,29 +217,17 @@ def empty(output: str, residual: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return tuple(made)
 
 
-def _backward(ctx, gradients):
+def _backward(ctx, gradients, saved, _):
     """Returns the gradients. Rounding is treated as the identity."""
-    call = {name: ctx.given[name] for name in ("communicator", "timeout_s")}
-    of_rows, of_weights = norm_gradients.of_rows_and_weights(ctx, NORM.saved(ctx)[0], gradients)
-    return for_ranks(ctx, "allreduce", of_rows, **call), of_rows, of_weights, {}
+    of_rows, of_weights = norm_gradients.of_rows_and_weights(ctx, saved, gradients)
+    op = "allgather" if "sizes" in ctx.where else "allreduce"
+    return for_ranks(ctx, op, of_rows, **ctx.where), of_rows, of_weights, {}
 
 
-def _backward_of_parts(ctx, gradients):
-    """Returns the gradients. Rounding is treated as the identity."""
-    call = {name: ctx.given[name] for name in ("communicator", "rank", "sizes", "timeout_s")}
-    of_rows, of_weights = norm_gradients.of_rows_and_weights(ctx, SCATTERED_NORM.saved(ctx)[0], gradients)
-    return for_ranks(ctx, "allgather", of_rows, **call), of_rows, of_weights, {}
+def _op(name: str, arguments: type[Arguments], **check: Any) -> Op:
+    how = {"saved": lambda given: ("weight",), "saved_result": 1, "has_several": True, **check}
+    return Op(name, _TENSORS[:3], arguments, partial(_run, name), _fake, backward=_backward, **how)
 
 
-_HOW: dict[str, Any] = {"saved": lambda arguments: ("weight",), "saved_result": 1, "has_several": True}
-NORM = Op(ALLREDUCE_NORM, _TENSORS[:3], Arguments, partial(_run, ALLREDUCE_NORM), _fake, backward=_backward, **_HOW)
-SCATTERED_NORM = Op(
-    REDUCESCATTER_NORM,
-    _TENSORS[:3],
-    ArgumentsOfParts,
-    partial(_run, REDUCESCATTER_NORM),
-    _fake,
-    check=partial(check_parts, REDUCESCATTER_NORM),
-    backward=_backward_of_parts,
-    **_HOW,
-)
+NORM = _op(ALLREDUCE_NORM, Arguments)
+SCATTERED_NORM = _op(REDUCESCATTER_NORM, ArgumentsOfParts, check=partial(_check_parts, REDUCESCATTER_NORM))

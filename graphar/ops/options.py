@@ -9,8 +9,8 @@ An option that is not used is an empty string or list.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
 import torch
@@ -19,7 +19,7 @@ from graphar.numerics.codecs import Codec, as_codec
 from graphar.numerics.dtypes import TYPE_NAMES
 from graphar.numerics.epilogues.epilogue import AppliedEpilogue, as_epilogue, bind
 from graphar.plan.call import Operands
-from graphar.runtime.checks import call_checks, tensor_checks
+from graphar.runtime.checks import tensor_checks
 
 T = TypeVar("T", torch.Tensor, list[torch.Tensor])  # of this rank, or one for each device of this process
 Tensors = Sequence[torch.Tensor]
@@ -226,23 +226,14 @@ def _tensors(op: str, inputs: list, ranks: int | None) -> list[torch.Tensor]:
     return tensors
 
 
-def codec_with_feedback(op: str, codec: str, algorithm: str, xs, residuals, outs) -> str:
-    """Checks a call's residuals, and returns the text of its codec with feedback, which stores errors in them."""
-    checked = call_checks.check_quantized_call(op, codec, algorithm, xs[0])
-    for x, residual, out in zip(xs, residuals, outs, strict=True):
-        tensor_checks.check_residual(op, residual, x=x, out=out)
-    tensor_checks.check_distinct(op, "residual", residuals)
-    return replace(checked, feedback=True).text
-
-
-def applied(op: str, arguments, outs: Tensors, bind_one: Callable = bind) -> AppliedEpilogue | None:
+def applied(op: str, arguments, outs: Tensors) -> AppliedEpilogue | None:
     """Returns the epilogue of a call for the ranks' results ``outs``; None if the call has no epilogue."""
     if not arguments.epilogue:
         return None
     tensors, count = arguments.tensors, len(arguments.tensors) // len(outs)
     forms, inputs = [], []
     for rank, out in enumerate(outs):
-        form, of_rank = bind_one(op, arguments.epilogue, out, tensors[rank * count :][:count], arguments.scalars)
+        form, of_rank = bind(op, arguments.epilogue, out, tensors[rank * count :][:count], arguments.scalars)
         forms.append(form)
         inputs.append(of_rank)
     if len({form.dtypes for form in forms}) > 1:
@@ -250,15 +241,17 @@ def applied(op: str, arguments, outs: Tensors, bind_one: Callable = bind) -> App
     return AppliedEpilogue(forms[0], inputs)
 
 
-def operands_of_sum(
-    xs: Tensors, outs: Tensors, followed: AppliedEpilogue | None = None, residuals: Tensors = ()
+def operands(
+    lists: Sequence[Sequence[torch.Tensor]], outs: Sequence[tuple], followed: AppliedEpilogue | None = None
 ) -> list[Operands]:
-    """Returns the operands of a collective for each rank of this process. ``residuals`` are a codec's, one a rank."""
-    if followed:
-        ranks = zip(xs, outs, followed.inputs, strict=True)
-        return [Operands((x, *more.tensors), (out,), tuple(more.scalars), more.corner) for x, out, more in ranks]
-    inputs = zip(xs, residuals, strict=True) if residuals else zip(xs, strict=True)
-    return [Operands(of_rank, (out,)) for of_rank, out in zip(inputs, outs, strict=True)]
+    """Returns the operands of each rank of this process: its tensor of every list, its results, and the epilogue's."""
+    ranks = list(zip(*lists, strict=True))
+    if not followed:
+        return [Operands(of_rank, results) for of_rank, results in zip(ranks, outs, strict=True)]
+    return [
+        Operands((*of_rank, *more.tensors), results, tuple(more.scalars), more.corner)
+        for of_rank, results, more in zip(ranks, outs, followed.inputs, strict=True)
+    ]
 
 
 def check_results_apart(op: str, xs: Tensors, outs: Tensors, arguments: Given) -> None:

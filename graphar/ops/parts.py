@@ -10,11 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from graphar.numerics.partitions import split
 from graphar.ops.options import InParts
 from graphar.ranks.groups import group_of_mesh
 from graphar.runtime.engine import Engine
@@ -43,6 +45,24 @@ def place(group: Group, alone: bool = False) -> tuple[int, int]:
     engine = engine_of_either(group)
     check_takes_tensors(engine)
     return engine.rank or 0, engine.world_size
+
+
+def check_has_rows(op: str, name: str, x: torch.Tensor) -> None:
+    if x.ndim < 2:
+        raise ValueError(f"{op}: {name} must have 2 dimensions or more, since its rows are split, got {list(x.shape)}")
+
+
+def of_rows(op: str, name: str, x, group: Group, alone: bool = False) -> tuple[dict[str, Any], list[int]]:
+    """Returns the arguments ``rank`` and ``sizes`` of an op that splits the rows of ``x``, and this process's lengths.
+
+    With ``alone``, a process without a group is the only rank.
+    """
+    in_list = isinstance(x, (list, tuple))
+    first = x[0] if in_list else x
+    check_has_rows(op, name, first)
+    rank, world_size = (-1, len(x)) if in_list else place(group, alone)
+    sizes = split(first.shape[0], world_size)
+    return {"rank": rank, "sizes": sizes}, sizes if in_list else [sizes[rank]]
 
 
 def rows_of(x: torch.Tensor, axis: int) -> torch.Tensor:
@@ -77,14 +97,15 @@ def with_length(x: torch.Tensor, axis: int, length: int, dtype: torch.dtype | No
     return x.new_empty((*x.shape[:axis], length, *x.shape[axis + 1 :]), dtype=dtype)
 
 
-def check(op: str, engine: Engine, arguments: InParts, lengths: list[int], expected: list[int] | None = None) -> None:
+def check(op: str, engine: Engine, arguments: InParts, lengths: list[int], whole: bool = False) -> None:
     """Raises ValueError if a call was made for another rank or other ranks, or its sizes do not fit the tensors.
 
-    ``expected`` are the ``lengths`` of the tensors of this process that fit. None: those of its parts.
+    ``lengths`` are those of this process's tensors, which have its ranks' parts, or all parts if they are ``whole``.
     """
     # The public functions ensure this, but compiled graphs and torch.ops do not. Kernels compute addresses from it.
     check_place(op, engine, arguments.rank, len(arguments.sizes))
-    if min(arguments.sizes) < 0 or lengths != (expected or own_sizes(arguments)):
+    expected = [sum(arguments.sizes)] * len(lengths) if whole else own_sizes(arguments)
+    if min(arguments.sizes) < 0 or lengths != expected:
         got = ", ".join(map(str, lengths))
         raise ValueError(f"{op}: sizes {list(arguments.sizes)} do not fit a length of {got}")
 

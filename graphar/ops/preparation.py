@@ -54,7 +54,10 @@ def prepare(
         if engine.group and engine.world_size > 1:
             said = f"prepare of {ops} for {added}, max_nbytes {max_nbytes}{named}"
             engine.rendezvous().exchange(without_seeds(said), b"")
-        of_losses = _of_losses(engine, added) if {*ops} & {*softmax.PREPARED} else {}
+        of_losses: dict[int, list[KernelSource]] = {}  # by GPU of this process
+        if {*ops} & {*softmax.PREPARED}:
+            devices = [device.index for device in engine.devices or [engine.first_device()] if device.type == "cuda"]
+            of_losses = {device: loss.sources(device, added) for device in devices if loss.runs_on(device)}
         ops = [*dict.fromkeys("allgather" if op in softmax.PREPARED else op for op in ops)]
         if not engine.find_runner(engine.first_device()):
             for device, sources in of_losses.items():
@@ -79,12 +82,6 @@ def prepare(
             load_tile(runner_of(engine), *tile)
         for call in calls:
             by_copies.load(runner_of(engine), *call)
-
-
-def _of_losses(engine: Engine, dtypes: Sequence[torch.dtype]) -> dict[int, list[KernelSource]]:
-    """Returns the kernels of losses and log-probabilities by GPU of this process."""
-    devices = [device.index for device in engine.devices or [engine.first_device()] if device.type == "cuda"]
-    return {device: loss.sources(device, dtypes) for device in devices if loss.runs_on(device)}
 
 
 def _load_losses(of_losses: dict[int, list[KernelSource]]) -> None:
@@ -114,14 +111,8 @@ def _needed_tiles(
         works = [work, *[work._replace(codec=codec.text) for codec in codecs if adds and not epilogue]]
         if tp_invariant and adds and engine.table.matmul.tiles_from(engine.world_size, codec=False) < math.inf:
             works.append(work._replace(partition=TP_INVARIANT))
-        yield from _tiles(engine, algorithm, works, results)
-        if FP8 in dtypes:
-            yield from _tiles(engine, algorithm, work.in_8_bits, results or [torch.bfloat16])
-
-
-def _tiles(
-    engine: Engine, algorithm: Algorithm, works: Sequence[Product], results: Sequence[torch.dtype]
-) -> Iterator[NeededTile]:
-    for work, dtype in itertools.product(works, results):
-        for tile in tiles_that_serve(algorithm, work, engine.world_size).tiles:
-            yield algorithm, dtype, tile, work
+        wanted = [*itertools.product(works, results)]
+        wanted += itertools.product(work.in_8_bits, results or [torch.bfloat16]) if FP8 in dtypes else []
+        for of_tile, dtype in wanted:
+            for tile in tiles_that_serve(algorithm, of_tile, engine.world_size).tiles:
+                yield algorithm, dtype, tile, of_tile

@@ -14,6 +14,7 @@ have no defaults, because torch's autograd of lists does not allow them.
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
@@ -47,7 +48,7 @@ when_traced: list[Callable[[], None]] = []  # functions to call when an op is gi
 
 G = TypeVar("G", bound=Given)
 Lists = list[list[torch.Tensor]]  # of each of an op's tensors, those of this process's ranks
-Saved = tuple[list[Sequence[torch.Tensor]], list[torch.Tensor]]
+_WHERE = ("communicator", "rank", "axis", "sizes", "timeout_s")
 
 # Looked up once: each look-up in a module costs a call 30 ns.
 _is_compiling = torch.compiler.is_compiling
@@ -105,9 +106,11 @@ class Op(Generic[G]):
             has no ``out=`` forms. Without ``with_out`` they have no schemas, and a compiler sees a copy.
         residual: ``residual(xs, residuals, outs, arguments)`` raises if residuals do not fit. It returns the arguments
             of a call that overwrites them with its rounding errors. None: the op takes no residual.
-        backward: ``backward(ctx, gradients)`` returns the gradients of the tensors, as lists, and a dict with the
-            gradients of other arguments by name. ``gradients`` are those of the results, rank by rank. ``ctx.given``
-            has the arguments by name, and ``ctx.needs`` says by name what needs a gradient.
+        backward: ``backward(ctx, gradients, saved, tensors)`` returns the gradients of the tensors, as lists, and a
+            dict with the gradients of other arguments by name. ``gradients`` are those of the results, rank by rank.
+            ``saved`` has a list of the ranks' tensors for each name in ``tensors``, empty if it was not saved, and one
+            for ``saved_result``; ``tensors`` are those of the epilogue. ``ctx.given`` has the arguments by name,
+            ``ctx.where`` those of them that say which ranks have which parts, and ``ctx.needs`` what needs a gradient.
         saved: ``saved(arguments by name)`` returns the names of the tensors that the backward pass needs. None: all.
         saved_result: which result of each rank it needs, counted from 0. The gradient of an unused result is None then,
             and zeros otherwise. None: no result.
@@ -203,6 +206,10 @@ class Op(Generic[G]):
         """Returns tensors and arguments in order: the inverse of :meth:`read`, with defaults for missing ones."""
         rest = {name: value for name, value in named.items() if name not in self.tensors}
         return *[named[name] for name in self.tensors], *self.arguments(**rest)
+
+    def dispatched(self, **named: Any) -> Any:
+        """Calls the first form through torch's dispatcher, with tensors and arguments by name."""
+        return self.one(*self.write(named))
 
     # ---- schemas ----------------------------------------------------------------------------------------------------
 
@@ -313,36 +320,25 @@ class Op(Generic[G]):
         ctx.in_list, ctx.ranks = in_list, len(lists[0])
         ctx.none = [_no_gradient(value) for value in values]
         ctx.wanted = [tensor.requires_grad for tensor in tensors]
-        saved = [x for at in self._places_saved(ctx) for x in lists[at]]
-        if self._saved_result is not None:
-            saved += output[self._saved_result :: len(output) // ctx.ranks]
+        needed, result = self._names_saved(ctx.given), self._saved_result
+        ctx.places = [at for at, name in enumerate(self.tensors) if name in needed]
+        saved = [x for at in ctx.places for x in lists[at]]
+        if result is not None:
+            saved += output[result :: len(output) // ctx.ranks]
+            ctx.places.append(len(self.tensors))
         ctx.save_for_backward(*saved, *tensors)
-        ctx.set_materialize_grads(self._saved_result is None)
+        ctx.set_materialize_grads(result is None)
 
     def _rule(self, ctx, gradient, *, in_list: bool) -> tuple:
         assert self._backward
         ctx.needs = dict(zip((*self.tensors, *self._kinds), ctx.needs_input_grad, strict=True))
-        *of_lists, of_named = self._backward(ctx, list(gradient) if in_list or self.has_several else [gradient])
+        ctx.where = {name: ctx.given[name] for name in _WHERE if name in ctx.given}
+        left, places = iter(ctx.saved_tensors), range(len(self.tensors) + 1)
+        saved = [[*itertools.islice(left, ctx.ranks)] if at in ctx.places else [] for at in places]
+        gradients = list(gradient) if in_list or self.has_several else [gradient]
+        *of_lists, of_named = self._backward(ctx, gradients, saved, [*left])
         of_lists = of_lists if in_list else [gradients[0] for gradients in of_lists]
         return *of_lists, *[of_named.get(name, none) for name, none in zip(self._kinds, ctx.none, strict=True)]
-
-    def saved(self, ctx) -> Saved:
-        """Returns in a backward pass what it needs of the forward pass.
-
-        First a list for each of the op's tensors, and one for ``saved_result`` if there is one. Each has a tensor for
-        each rank of this process, or none if it is not saved. Then the tensors of the epilogue.
-        """
-        places, left, ranks = self._places_saved(ctx), list(ctx.saved_tensors), ctx.ranks
-        lists: list[Sequence[torch.Tensor]] = [()] * len(self.tensors)
-        if self._saved_result is not None:
-            places, lists = [*places, len(lists)], [*lists, ()]
-        for at in places:
-            lists[at], left = left[:ranks], left[ranks:]
-        return lists, left
-
-    def _places_saved(self, ctx) -> list[int]:
-        needed = self._names_saved(ctx.given)
-        return [at for at, name in enumerate(self.tensors) if name in needed]
 
 
 def define(schema: str, implement: Callable, fake: Callable) -> None:

@@ -106,7 +106,7 @@ def keep(
     if type(epilogue) is Epilogue:
         tensors, epilogue = (*of_rank, *epilogue.tensors.values()), epilogue.key
     order = [at for operand in operands.inputs for at, tensor in enumerate(tensors) if tensor is operand]
-    if not can_repeat or len(order) != len(operands.inputs):
+    if not can_repeat or not len(order) == len(operands.inputs) == len(tensors):
         return  # an operand is a copy of what the user gave
     sides = engine.symmetric_sides(tensors[0], operands.outputs[0])
     key = (op, len(tensors), options, epilogue, sides), tensors[0].shape, tensors[0].dtype
@@ -116,9 +116,8 @@ def keep(
     if key in repeats and warm.unrepeated % _REPLACED_EACH:
         return
     if launch := plan.launch_like(operands):
-        select = None if order == list(range(len(tensors))) else _selected(order)
+        select = None if order == list(range(len(tensors))) else operator.itemgetter(*order)
         wire = codec_of_text(codec) if codec else None
-        launch = _telling_of_residual(launch) if wire and wire.feedback else launch
         repeats.keep(key, _repeat(launch, plan.served, engine.runner is None, tensors, operands.outputs, select, wire))
 
 
@@ -175,21 +174,13 @@ def _repeat(
         result = new(*result_like) if out is None else out
         results = (result, *[new(*layout) for layout in others]) if others else (result,)
         launch(tensors if select is None else select(tensors), results, numbers)
+        if feeds_back:
+            _tell_of_change(tensors[1:2])
         if out is not None:
             _tell_of_change(results)
         return results if others else result
 
     return repeat
-
-
-def _telling_of_residual(launch: Launch) -> Launch:
-    """Returns a launch that also tells autograd that the second input, a residual, has changed."""
-
-    def launch_and_tell(inputs: Tensors, outputs: Tensors, numbers: tuple[float, ...]) -> None:
-        launch(inputs, outputs, numbers)
-        _tell_of_change(inputs[1:2])
-
-    return launch_and_tell
 
 
 def _forbidden(tensors: Tensors, wire: Codec | None) -> Callable[[], bool] | None:
@@ -209,8 +200,3 @@ def _spanned_nbytes(x: torch.Tensor) -> int:
     """Returns how many bytes lie between the first and the last address of a tensor."""
     begin, end = span(x)
     return end - begin if x.numel() else 0
-
-
-def _selected(order: Sequence[int]) -> Callable[[Tensors], Tensors]:
-    """Returns a function that returns the tensors with these numbers, in this order."""
-    return operator.itemgetter(*order) if len(order) > 1 else operator.itemgetter(slice(order[0], order[0] + 1))

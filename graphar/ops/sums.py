@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Never
@@ -12,7 +12,7 @@ import torch
 from graphar.numerics import leaf_tree
 from graphar.numerics.codecs import Codec, CodecName
 from graphar.numerics.dtypes import TYPE_NAMES
-from graphar.numerics.epilogues.epilogue import AppliedEpilogue, Epilogue, EpilogueInputs, Pointwise, bind
+from graphar.numerics.epilogues.epilogue import AppliedEpilogue, Epilogue
 from graphar.numerics.epilogues.syntax import parse
 from graphar.numerics.partitions import split
 from graphar.ops import options, parts
@@ -158,9 +158,6 @@ def reducescatter(
     return _call(SCATTER, x, group, arguments, codec, residual, epilogue, (tensors, how, epilogue))
 
 
-# ---- calls ----------------------------------------------------------------------------------------------------------
-
-
 def _call(
     op: Op, x, group: Group, arguments: Arguments | ArgumentsOfParts, codec, residual, epilogue, asked: Asked, out=None
 ) -> Any:
@@ -186,7 +183,7 @@ def _call(
         return op(x, given=arguments, asked=asked)
     residuals = [] if residual is None else _destinations(name, x, residual, "residual")
     if out is None:
-        made = _fake_parts(xs, arguments) if isinstance(arguments, ArgumentsOfParts) else _fake(xs, arguments)
+        made = _fake(xs, arguments)
         out = made if in_list else made[0]
     else:
         _destinations(name, x, out, "out")
@@ -202,44 +199,36 @@ def _destinations(op: str, x, outs, name: str) -> list[torch.Tensor]:
     return [out for _, out in ranks]
 
 
-def _fake(xs, arguments: Arguments) -> list[torch.Tensor]:
+def _fake(xs, arguments: Arguments | ArgumentsOfParts) -> list[torch.Tensor]:
+    if isinstance(arguments, ArgumentsOfParts):
+        axis, pairs = arguments.axis, zip(xs, parts.own_sizes(arguments), strict=True)
+        return [parts.with_length(x, axis, size, arguments.out_dtype) for x, size in pairs]
     return [torch.empty_like(x, dtype=arguments.out_dtype, memory_format=torch.contiguous_format) for x in xs]
 
 
-def _fake_parts(xs, arguments: ArgumentsOfParts) -> list[torch.Tensor]:
-    sizes = parts.own_sizes(arguments)
-    return [parts.with_length(x, arguments.axis, size, arguments.out_dtype) for x, size in zip(xs, sizes, strict=True)]
-
-
-def _run_sum(engine: Engine, xs, outs, arguments: Arguments, residuals=()):
-    """Writes the sum into every tensor of ``outs``, which are contiguous."""
-    xs, codec = [x.contiguous() for x in xs], arguments.codec
+def _run(op: str, engine: Engine, xs, outs, arguments: Arguments | ArgumentsOfParts, residuals=()):
+    """Writes each rank's sum, or its part of it, into its tensor of ``outs``, which are contiguous."""
+    codec, order, axis = arguments.codec, (arguments.order, arguments.out_dtype), 0
     if codec:
-        call_checks.check_quantized_call(ALLREDUCE, codec, arguments.algorithm, xs[0])
-    followed = options.applied(ALLREDUCE, arguments, xs)
-    order, symmetric = (arguments.order, arguments.out_dtype), () if codec else engine.symmetric_sides(xs, outs)
-    work = Sum(xs[0].numel(), codec, followed and followed.form, tuple(xs[0].shape), *order)
-    call = Call.of(work, xs[0], algorithm=arguments.algorithm, timeout_s=arguments.timeout_s, symmetric=symmetric)
-    ranks = options.operands_of_sum(xs, outs, followed, residuals)
-    return engine.run(call, ranks), ranks
-
-
-def _run_parts(engine: Engine, xs, outs, arguments: ArgumentsOfParts, residuals=()):
-    """Writes each rank's part of the sum into its tensor of ``outs``, which are contiguous."""
-    axis, codec = arguments.axis, arguments.codec
-    if codec:
-        call_checks.check_quantized_call(REDUCESCATTER, codec, "auto", xs[0])
-    rows, rooms = [parts.rows_of(x, axis) for x in xs], [parts.room_for(out, axis) for out in outs]
-    errors = [parts.rows_of(residual, axis) for residual in residuals]
-    followed = _applied(arguments, rooms)
-    counts, order = parts.counts_of(rows[0], arguments.sizes), (arguments.order, arguments.out_dtype)
-    work = Parts(REDUCESCATTER, counts, codec, followed and followed.form, axis, "", tuple(rows[0].shape[1:]), *order)
-    call = Call.of(work, rows[0], algorithm=arguments.algorithm, timeout_s=arguments.timeout_s)
-    ranks = options.operands_of_sum(rows, rooms, followed, errors)
-    plan = engine.run(call, ranks)
+        call_checks.check_quantized_call(op, codec, arguments.algorithm, xs[0])
+    if isinstance(arguments, ArgumentsOfParts):
+        axis = arguments.axis
+        rows, rooms = [parts.rows_of(x, axis) for x in xs], [parts.room_for(out, axis) for out in outs]
+        errors, followed, symmetric = [parts.rows_of(x, axis) for x in residuals], _applied(arguments, rooms), ()
+        counts, row = parts.counts_of(rows[0], arguments.sizes), tuple(rows[0].shape[1:])
+        work = Parts(op, counts, codec, followed and followed.form, axis, "", row, *order)
+    else:
+        rows, rooms, errors = [x.contiguous() for x in xs], outs, residuals
+        followed, symmetric = options.applied(op, arguments, rows), () if codec else engine.symmetric_sides(rows, rooms)
+        work = Sum(rows[0].numel(), codec, followed and followed.form, tuple(rows[0].shape), *order)
+    how = {"algorithm": arguments.algorithm, "timeout_s": arguments.timeout_s, "symmetric": symmetric}
+    ranks = options.operands([rows, *([errors] if errors else [])], [(room,) for room in rooms], followed)
+    plan = engine.run(Call.of(work, rows[0], **how), ranks)
+    if not axis:
+        return plan, ranks
     for written, to in zip((*rooms, *errors), (*outs, *residuals), strict=True):
         parts.put_back(written, to, axis)
-    return None if axis else (plan, ranks)
+    return None
 
 
 def _applied(arguments: ArgumentsOfParts, rooms: list[torch.Tensor]) -> AppliedEpilogue | None:
@@ -253,19 +242,16 @@ def _applied(arguments: ArgumentsOfParts, rooms: list[torch.Tensor]) -> AppliedE
             f"{REDUCESCATTER}: along axis {axis} an epilogue cannot use {min(unknown)}; move axis to the front"
         )
 
-    def bind_part(op: str, text: str, room: torch.Tensor, tensors, scalars) -> tuple[Pointwise, EpilogueInputs]:
-        form, inputs = bind(op, text, room, tensors, scalars)
-        # With a single row any number of columns is right, but it must be equal on all ranks.
-        return replace(form, columns=max(1, *arguments.sizes)) if room.ndim == 1 else form, inputs
-
-    return options.applied(REDUCESCATTER, arguments, rooms, bind_part)
+    followed = options.applied(REDUCESCATTER, arguments, rooms)
+    if followed and rooms[0].ndim == 1:  # any number of columns is right for a row, but ranks must have the same
+        return followed._replace(form=replace(followed.form, columns=max(1, *arguments.sizes)))
+    return followed
 
 
-# ---- checks ---------------------------------------------------------------------------------------------------------
-
-
-def _check_order(op: str, engine: Engine, xs, arguments: options.Ordered) -> None:
+def _check(op: str, engine: Engine, xs, arguments: Arguments | ArgumentsOfParts) -> None:
     """Raises ValueError unless ``xs`` can be added in the order of the call: a tree adds partials in fp32."""
+    if isinstance(arguments, ArgumentsOfParts):
+        parts.check(op, engine, arguments, [x.shape[arguments.axis] for x in xs], whole=True)
     order, out_dtype = arguments.order, arguments.out_dtype
     if order == "rank" and out_dtype is None:
         return
@@ -282,76 +268,52 @@ def _check_order(op: str, engine: Engine, xs, arguments: options.Ordered) -> Non
     leaf_tree.check_ranks(op, engine.world_size)
 
 
-def _check_parts(engine: Engine, xs, arguments: ArgumentsOfParts) -> None:
-    lengths = [x.shape[arguments.axis] for x in xs]
-    parts.check(REDUCESCATTER, engine, arguments, lengths, [sum(arguments.sizes)] * len(xs))
-    _check_order(REDUCESCATTER, engine, xs, arguments)
-
-
-def _check_out(xs, outs, arguments: Arguments) -> None:
+def _check_out(op: str, xs, outs, arguments: Arguments | ArgumentsOfParts) -> None:
     for x, out in zip(xs, outs, strict=True):
-        if arguments.out_dtype is None:
-            tensor_checks.check_memory(ALLREDUCE, x, out)
+        if op == ALLREDUCE and arguments.out_dtype is None:
+            tensor_checks.check_memory(op, x, out)
         else:
-            tensor_checks.check_apart(ALLREDUCE, out, x=x)
-    options.check_apart_from_epilogue(ALLREDUCE, outs, arguments.tensors)
+            tensor_checks.check_apart(op, out, x=x)
+    options.check_apart_from_epilogue(op, outs, arguments.tensors)
 
 
 def _with_feedback(op: str, xs, residuals, outs, arguments):
-    algorithm = arguments.algorithm if op == ALLREDUCE else "auto"
-    return replace(arguments, codec=options.codec_with_feedback(op, arguments.codec, algorithm, xs, residuals, outs))
+    """Checks a call's residuals, and returns its arguments with a codec that stores rounding errors in them."""
+    checked = call_checks.check_quantized_call(op, arguments.codec, arguments.algorithm, xs[0])
+    for x, residual, out in zip(xs, residuals, outs, strict=True):
+        tensor_checks.check_residual(op, residual, x=x, out=out)
+    tensor_checks.check_distinct(op, "residual", residuals)
+    return replace(arguments, codec=replace(checked, feedback=True).text)
 
 
 # ---- gradients ------------------------------------------------------------------------------------------------------
 
 
-def _backward_of_sum(ctx, gradients):
+def _backward(op: str, ctx, gradients, saved, tensors):
     """Returns the gradients. Rounding is treated as the identity."""
-    call = {name: ctx.given[name] for name in ("communicator", "algorithm", "timeout_s", "codec", "order")}
-    (xs,), tensors = SUM.saved(ctx)
-    of_sums, rest = of_sums_before_epilogue(ctx, ALLREDUCE, call, gradients, xs, tensors)
-    return for_ranks(ctx, ALLREDUCE, _like_summands(call["order"], of_sums), **call), rest
+    order, call = ctx.given["order"], ctx.where
+    again = call | {name: ctx.given[name] for name in ("order", *(("algorithm", "codec") if op == ALLREDUCE else ()))}
+    of_sums, rest = of_sums_before_epilogue(ctx, op, again, gradients, saved[0], tensors)
+    if op == REDUCESCATTER:
+        of_sums = for_ranks(ctx, "allgather", of_sums, **call)
+    if order == "tree":  # the summands were in fp32
+        of_sums = [gradient.float() for gradient in of_sums]
+    return for_ranks(ctx, op, of_sums, **again) if op == ALLREDUCE else of_sums, rest
 
 
-def _backward_of_parts(ctx, gradients):
-    """Returns the gradients. Rounding is treated as the identity."""
-    where = {name: ctx.given[name] for name in ("communicator", "rank", "axis", "sizes", "timeout_s")}
-    (xs,), tensors = SCATTER.saved(ctx)
-    order = ctx.given["order"]
-    of_sums, rest = of_sums_before_epilogue(ctx, REDUCESCATTER, where | {"order": order}, gradients, xs, tensors)
-    return _like_summands(order, for_ranks(ctx, "allgather", of_sums, **where)), rest
+def _op(name: str, arguments: type[Arguments] | type[ArgumentsOfParts]) -> Op:
+    return Op(
+        name,
+        ["x"],
+        arguments,
+        partial(_run, name),
+        _fake,
+        check=partial(_check, name),
+        check_out=partial(_check_out, name),
+        residual=partial(_with_feedback, name),
+        backward=partial(_backward, name),
+        saved=lambda given: ("x",) if given["epilogue"] else (),
+    )
 
 
-def _like_summands(order: str, gradients: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """Returns ``gradients`` of sums that were added in ``order``, in the dtype of the summands."""
-    return [gradient.float() for gradient in gradients] if order == "tree" else gradients
-
-
-def _saved(arguments: dict) -> tuple[str, ...]:
-    return ("x",) if arguments["epilogue"] else ()
-
-
-SUM = Op(
-    ALLREDUCE,
-    ["x"],
-    Arguments,
-    _run_sum,
-    _fake,
-    check=partial(_check_order, ALLREDUCE),
-    check_out=_check_out,
-    residual=partial(_with_feedback, ALLREDUCE),
-    backward=_backward_of_sum,
-    saved=_saved,
-)
-SCATTER = Op(
-    REDUCESCATTER,
-    ["x"],
-    ArgumentsOfParts,
-    _run_parts,
-    _fake_parts,
-    check=_check_parts,
-    check_out=partial(options.check_results_apart, REDUCESCATTER),
-    residual=partial(_with_feedback, REDUCESCATTER),
-    backward=_backward_of_parts,
-    saved=_saved,
-)
+SUM, SCATTER = _op(ALLREDUCE, Arguments), _op(REDUCESCATTER, ArgumentsOfParts)

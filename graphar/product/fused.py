@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections import ChainMap
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 import torch
 
-from graphar.errors import Reason, UnsupportedError
+from graphar.errors import UnsupportedError
 from graphar.numerics.codecs import codec as codec_of_text
 from graphar.numerics.epilogues.code import Corner
 from graphar.plan.algorithms import Algorithm
@@ -22,13 +20,12 @@ from graphar.plan.policy import Chip
 from graphar.plan.scratch import PACK_NBYTES, gathered_slot_offset
 from graphar.plan.slices import Slice, gathered_rows_a_launch, row_slices
 from graphar.plan.tiles import MatmulTile, SkinnyTile
-from graphar.plan.work import Product
+from graphar.plan.work import ALLGATHER_MATMUL, Product
 from graphar.product.gemm import (
     GROUP_ROWS,
     STORE_COLUMNS,
     STORE_ROWS,
     layout_of,
-    operand_maps,
     rows_map,
     weight_map,
     weight_of,
@@ -113,7 +110,8 @@ def summed_tiles(
     sizes, grid = _arguments(matrices, matrices.a.rows, group_rows=GROUP_ROWS), _grid(tile, matrices, piece, chip)
     # A rank without rows writes nothing, but the kernel needs a valid tensor map.
     out = matrix_of(matrices.out[rows]) or matrices.a
-    return [*operand_maps(tile, matrices.layout, matrices.a, matrices.w), tensor_map(out, STORE_ROWS), sizes], grid
+    maps = [rows_map(tile, matrices.a), weight_map(tile, matrices.layout, matrices.w), tensor_map(out, STORE_ROWS)]
+    return [*maps, sizes], grid
 
 
 def skinny(
@@ -184,26 +182,21 @@ def sources_of_tile(
 
 
 def fused_matmul(engine: Engine, call: Call[Product], algorithm: Algorithm, tile: Tile | None = None) -> FusedMatmul:
-    """Returns the launches of one call by a fused kernel. Collective.
+    """Returns the launches of one call by a fused kernel, with a ``tile`` or the one that plans choose. Collective.
 
-    Args:
-        engine: an engine that has a runner.
-        algorithm: the fused algorithm.
-        tile: the tile, of gathered tiles one of GATHERED_TILES that serves the weight; None: the one that plans choose.
-
-    Raises:
-        UnsupportedError: no kernel serves the call; the message says why.
+    The engine has a runner. UnsupportedError says why no kernel serves the call.
     """
-    row = algorithm.row
-    kind = Skinny if row.is_skinny else Summed if row.sends_tiles else Gathered
+    kind = Gathered if call.op == ALLGATHER_MATMUL else FusedMatmul
     return kind(engine, call, algorithm, tile)
 
 
-class FusedMatmul(ABC):
-    """The launches of one call by a fused kernel, bound to the addresses of the operands."""
+class FusedMatmul:
+    """The launches of one call by a kernel that sums products, bound to the addresses of the operands.
 
-    # Returns the parameters of a launch, without the collective arguments, and its grid.
-    _parameters: ClassVar[Callable[..., tuple[list, Grid]]]
+    Each finished tile is pushed to the rank that owns its rows. A rank computes its own rows last, and gathers the
+    summed tiles of its peers meanwhile. The rows of a skinny result, at most 64, are not divided: either every rank
+    pushes its whole product to all ranks (one-shot), or each rank sums a shard (two-shot).
+    """
 
     def __init__(self, engine: Engine, call: Call[Product], algorithm: Algorithm, tile: Tile | None) -> None:
         self._engine, self._runner, self._call, self.algorithm = engine, runner_of(engine), call, algorithm
@@ -220,22 +213,26 @@ class FusedMatmul(ABC):
         """Returns the plan of a call by these launches, with the ``reason`` for them."""
         return Plan(self.run, Config(self.algorithm, 0, self.tiles[0].threads), reason, self.launch_like)
 
-    # ---- what kinds differ in ----------------------------------------------------------------------------------------
+    # ---- what all-gathers do otherwise -------------------------------------------------------------------------------
 
-    @abstractmethod
     def _cut(self, work: Product) -> list[Slice]:
         """Returns the slices of the call, each of one launch."""
+        if self.algorithm.row.is_skinny:  # chosen only for results that fit its scratch (plan.matmuls.is_skinny)
+            return [Slice(sum(work.parts) * work.columns)]
+        if reason := why_not_columns(work, self._runner.chip, self._engine.world_size):
+            raise UnsupportedError(f"{work.op}: {reason}")
+        return row_slices(work.parts, summed_rows_a_launch(work, self._engine.world_size))
 
-    @abstractmethod
     def _tile_of(self, operands: MatmulOperands, piece: Slice, layout: str) -> Tile:
-        """Returns the tile that a rank takes."""
+        return tile_for(self._engine.table.matmul, self.tiles, operands.a.shape[1])
 
-    @abstractmethod
-    def _place(self, operands: MatmulOperands) -> MatmulOperands:
-        """Returns operands as kernels take them: the same ones, or copies where their alignment requires it."""
+    def _parameters(self, *launch) -> tuple[list, Grid]:
+        """Returns the parameters of a launch, without the collective arguments, and its grid."""
+        return (skinny if self.algorithm.row.is_skinny else summed_tiles)(*launch)
 
     def _first_row(self, member: Member, piece: Slice) -> int:
-        return 0
+        # A skinny result is not divided.
+        return piece.offset if self._call.work.scattered or not piece.begin else piece.begin[member.rank]
 
     def _matrix_of_a(self, a: torch.Tensor) -> Matrix:
         return loaded(a)
@@ -243,15 +240,32 @@ class FusedMatmul(ABC):
     def _chip(self, member: Member) -> Chip:
         return self._runner.chip
 
-    def _words(self, operands: MatmulOperands, piece: Slice) -> str:
-        return agreement.words_of_matmul_launch(self._call, self.algorithm, piece)
-
     def _tensors(self, member: Member, operands: MatmulOperands, piece: Slice) -> tuple:
         return (operands.a, *operands.tensors), (operands.out,), operands.numbers, self._corner(member, operands, piece)
 
     def _again(self, a: torch.Tensor) -> tuple[int, Tensors]:
         """Returns the outputs of a repeated launch: the index of the call's first that it takes, or fixed tensors."""
         return 0, ()
+
+    def _place(self, operands: MatmulOperands) -> MatmulOperands:
+        """Returns operands as kernels take them: the same ones, or copies where their alignment requires it."""
+        whole, leaves, out = operands.with_columns(), self._call.work.leaves(self._engine.world_size), operands.out
+        a, w = in_whole_loads(whole.a, leaves), in_whole_loads(whole.w, leaves)
+        given_k = None if a.shape[1] == operands.a.shape[1] else operands.a.shape[1]
+        if not self._call.work.scattered and out.data_ptr() % PACK_NBYTES:
+            out = torch.empty_like(out)
+        w = w if layout_of(w) in operands.layouts else aligned_copy(w)
+        placed = replace(
+            whole,
+            a=a if matrix_of(a) else aligned_copy(a),
+            w=w,
+            out=out,
+            constant_weight=operands.constant_weight and w is operands.w,  # the kernel before writes a copy
+            given_k=given_k,
+        )
+        if reason := why_not(placed.a, placed.w, placed.out):  # ranks may differ in alignment
+            raise UnsupportedError(f"{self._call.op}: {reason}")
+        return _placed_or_same(placed, operands)
 
     # ---- launching --------------------------------------------------------------------------------------------------
 
@@ -310,12 +324,10 @@ class FusedMatmul(ABC):
         key = (member.rank, piece, tile, matrices.key, operands.given_k)
         if (launch := self._launches.get(key)) is not None:
             return launch
-        return self._launches.keep(key, self._bind(at, member, tile, matrices, operands, piece))
-
-    def _bind(
-        self, at: int, member: Member, tile: Tile, matrices: Matrices, operands: MatmulOperands, piece: Slice
-    ) -> Launch:
-        words, seconds = self._words(operands, piece), self._engine.deadline(self._call)
+        k = operands.a.shape[1] if operands.given_k is None else operands.given_k
+        told = k if self._call.work.factors.as_tree and self._call.op != ALLGATHER_MATMUL else None
+        words = agreement.words_of_matmul_launch(self._call, self.algorithm, piece, told)
+        seconds = self._engine.deadline(self._call)
         arguments = self._runner.arguments(member, self.algorithm, piece, seconds, words)
         first = self._first_row(member, piece)
         rows = slice(first, first + piece.count[member.rank]) if piece.count else slice(None)
@@ -323,72 +335,14 @@ class FusedMatmul(ABC):
         launch = KernelLaunch(self._functions[at][tile, matrices.layout], [*parameters, arguments], grid)
         epilogue = self._call.work.epilogue
         put = epilogue and put_agreed(self._runner, arguments, words, epilogue, arguments.epilogue.put)
-        return bind_launch(self._runner, member, launch, arguments, put)
-
-
-class Summed(FusedMatmul):
-    """Each finished tile is pushed to the rank that owns its rows.
-
-    A rank computes its own rows last, and gathers the summed tiles of its peers meanwhile.
-    """
-
-    _parameters = staticmethod(summed_tiles)
-
-    def _cut(self, work: Product) -> list[Slice]:
-        if reason := why_not_columns(work, self._runner.chip, self._engine.world_size):
-            raise UnsupportedError(f"{work.op}: {reason}")
-        return row_slices(work.parts, summed_rows_a_launch(work, self._engine.world_size))
-
-    def _tile_of(self, operands: MatmulOperands, piece: Slice, layout: str) -> Tile:
-        return tile_for(self._engine.table.matmul, self.tiles, operands.a.shape[1])
-
-    def _first_row(self, member: Member, piece: Slice) -> int:
-        # A skinny result is not divided.
-        return piece.offset if self._call.work.scattered or not piece.begin else piece.begin[member.rank]
-
-    def _words(self, operands: MatmulOperands, piece: Slice) -> str:
-        k = operands.a.shape[1] if operands.given_k is None else operands.given_k
-        as_tree = self._call.work.factors.as_tree
-        return agreement.words_of_matmul_launch(self._call, self.algorithm, piece, k if as_tree else None)
-
-    def _place(self, operands: MatmulOperands) -> MatmulOperands:
-        whole, leaves, out = operands.with_columns(), self._call.work.leaves(self._engine.world_size), operands.out
-        a, w = in_whole_loads(whole.a, leaves), in_whole_loads(whole.w, leaves)
-        given_k = None if a.shape[1] == operands.a.shape[1] else operands.a.shape[1]
-        if not self._call.work.scattered and out.data_ptr() % PACK_NBYTES:
-            out = torch.empty_like(out)
-        w = w if layout_of(w) in operands.layouts else aligned_copy(w)
-        placed = replace(
-            whole,
-            a=a if matrix_of(a) else aligned_copy(a),
-            w=w,
-            bias=None if operands.bias is None else operands.bias.contiguous(),
-            out=out,
-            constant_weight=operands.constant_weight and w is operands.w,  # the kernel before writes a copy
-            given_k=given_k,
-        )
-        if reason := _why_not(placed):
-            raise UnsupportedError(f"{self._call.op}: {reason}")
-        return _placed_or_same(placed, operands)
-
-
-class Skinny(Summed):
-    """For at most 64 rows, which are not divided between ranks.
-
-    Either every rank pushes its whole product to all ranks (one-shot), or each rank sums a shard (two-shot).
-    """
-
-    _parameters = staticmethod(skinny)
-
-    def _cut(self, work: Product) -> list[Slice]:
-        # It is chosen only for results that fit its scratch (plan.matmuls.is_skinny).
-        return [Slice(sum(work.parts) * work.columns)]
+        return self._launches.keep(key, bind_launch(self._runner, member, launch, arguments, put))
 
 
 class Gathered(FusedMatmul):
     """Each tile begins when its rows have arrived."""
 
-    _parameters = staticmethod(gathered_tiles)
+    def _parameters(self, *launch) -> tuple[list, Grid]:
+        return gathered_tiles(*launch)
 
     def _cut(self, work: Product) -> list[Slice]:
         step = gathered_rows_a_launch(self.algorithm, self._engine.world_size, work.columns, work.factors)
@@ -435,19 +389,13 @@ def place_gathering(operands: MatmulOperands) -> MatmulOperands:
         operands,
         a=operands.a if whole else aligned_copy(operands.a),
         w=operands.w if layout_of(operands.w) in operands.layouts else aligned_copy(operands.w),
-        bias=None if operands.bias is None else operands.bias.contiguous(),
         out=operands.out if len(operands.w) % STORE_COLUMNS == 0 else aligned_like(operands.out),
         gathered=rows if rows is None or in_packs else aligned_like(rows),
     )
 
 
-_PLACED = ("a", "w", "bias", "out", "gathered", "tensors")  # the fields that may be copies
+_PLACED = ("a", "w", "out", "gathered", "tensors")  # the fields that may be copies
 
 
 def _placed_or_same(placed: MatmulOperands, operands: MatmulOperands) -> MatmulOperands:
     return placed if any(getattr(placed, name) is not getattr(operands, name) for name in _PLACED) else operands
-
-
-def _why_not(operands: MatmulOperands) -> Reason | None:
-    """Returns why a kernel cannot take one rank's operands. Ranks may differ in alignment."""
-    return "a rank has nothing to add" if operands.a.numel() == 0 else why_not(operands.a, operands.w, operands.out)

@@ -22,6 +22,7 @@ from graphar.plan.call import Call, Operands
 from graphar.plan.scratch import gathered_slot_offset
 from graphar.plan.slices import Slice, gathered_rows_a_launch, row_slices
 from graphar.plan.work import Product
+from graphar.product.multiply import multiply
 from graphar.product.operands import MatmulOperands, operands_of
 from graphar.product.then import streams_of
 from graphar.ranks import agreement
@@ -35,22 +36,7 @@ from graphar.runtime.memory.symmetric_tensors import tensor_at
 
 @dataclass
 class _Lane(Lane):
-    """A rank of this process in one call, with its operands."""
-
     mine: MatmulOperands
-
-    def multiply(self, rows: torch.Tensor, begin: int) -> None:
-        """Multiplies ``rows``, which begin at row ``begin`` of all ranks' rows, on the caller's stream."""
-        out = self.mine.out[begin : begin + len(rows)]
-        if self.mine.bias is None:
-            torch.mm(rows, self.mine.w.t(), out=out)
-        else:
-            torch.addmm(self.mine.bias, rows, self.mine.w.t(), out=out)
-
-    def keep(self, rows: torch.Tensor, begin: int) -> None:
-        """Copies rows that are here, by the caller's stream, to the gathered rows, if they are wanted."""
-        if self.mine.gathered is not None:
-            self.copy([(self.mine.gathered[begin].data_ptr(), rows.data_ptr(), rows.nbytes)])
 
 
 class GatheredChunks:
@@ -59,7 +45,10 @@ class GatheredChunks:
     def __init__(self, engine: Engine, call: Call[Product], algorithm: Algorithm) -> None:
         self._engine, self._runner, self._call, self._algorithm = engine, runner_of(engine), call, algorithm
         self._slots: BoundedCache[torch.Tensor] = BoundedCache()
-        self._meet = self._meeting()
+        kernels = runner_of(engine).kernels
+        kernels.prepare_all((algorithm, "chunks"), algorithm, f"{algorithm.value} for chunks", lambda member: None)
+        # Lets the current streams wait until all ranks have come.
+        self._meet: Callable[..., None] = meetings(engine, call, algorithm, f"{agreement.words(call)}, in chunks")
 
     def run(self, ranks: Sequence[Operands]) -> None:
         """Enqueues the call on the members' current streams, for the operands of each rank of this process."""
@@ -73,21 +62,19 @@ class GatheredChunks:
             rows, work = [mine.a.contiguous() for mine in members], self._call.work
             step = gathered_rows_a_launch(self._algorithm, self._engine.world_size, work.columns)
             for piece in row_slices(work.parts, step):
-                self._run_slice(lanes, rows, piece, self._meet)
+                self._run_slice(lanes, rows, piece)
 
-    def _run_slice(
-        self, lanes: Sequence[_Lane], rows: Sequence[torch.Tensor], piece: Slice, meet: Callable[..., None]
-    ) -> None:
+    def _run_slice(self, lanes: Sequence[_Lane], rows: Sequence[torch.Tensor], piece: Slice) -> None:
         world_size = self._engine.world_size
         parts = [x[piece.offset :][: piece.count[lane.member.rank]] for lane, x in zip(lanes, rows, strict=True)]
-        meet()
+        self._meet()
         try:
             sent = [self._send(lane, x) for lane, x in zip(lanes, parts, strict=True)]
             for hop in range(world_size):
                 if hop:
                     for lane, ends in zip(lanes, sent, strict=True):
                         lane.wait(ends[hop - 1])
-                    meet()
+                    self._meet()
                 for lane, x in zip(lanes, parts, strict=True):
                     self._take(lane, x, hop, piece)
         finally:  # copies read the rows, also after an error
@@ -100,8 +87,10 @@ class GatheredChunks:
         source = (lane.member.rank - hop) % self._engine.world_size
         if count := piece.count[source]:
             here = self._slot(lane.member, hop, (count, rows.shape[1]), rows.dtype) if hop else rows
-            lane.keep(here, piece.begin[source])
-            lane.multiply(here, piece.begin[source])
+            begin, mine = piece.begin[source], lane.mine
+            if mine.gathered is not None:
+                lane.copy([(mine.gathered[begin].data_ptr(), here.data_ptr(), here.nbytes)])
+            multiply(here, mine.w, mine.out[begin : begin + count], mine.bias)
 
     def _send(self, lane: _Lane, rows: torch.Tensor) -> list[Event | None]:
         """Copies own rows to the peers, the next rank first; returns the end of each copy."""
@@ -123,9 +112,3 @@ class GatheredChunks:
             like = torch.empty(shape, dtype=dtype, device="meta")
             slot = self._slots.keep(key, tensor_at(self._address(member.rank, hop), member.device, like))
         return slot
-
-    def _meeting(self) -> Callable[..., None]:
-        """Returns a function that lets the current streams wait until all ranks have come. Collective."""
-        engine, runner, call, scratch = self._engine, self._runner, self._call, self._algorithm
-        runner.kernels.prepare_all((scratch, "chunks"), scratch, f"{scratch.value} for chunks", lambda member: None)
-        return meetings(engine, call, scratch, f"{agreement.words(call)}, in chunks")

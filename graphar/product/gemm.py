@@ -46,27 +46,17 @@ def matmul(
     out_dtype: torch.dtype | None = None,
     scales: Scales | None = None,
 ) -> torch.Tensor:
-    """Returns ``a @ w.T + bias``: accumulated in fp32 in the order of K, and rounded once.
+    """Returns ``a @ w.T + bias``, accumulated in fp32 in the order of K and rounded once; on torch's current stream.
 
-    With several leaves K is cut into as many, of equal length. Each is accumulated in the order of K, and they are
-    added in fp32 as a binary tree: a node of the tree of :mod:`graphar.numerics.leaf_tree`. With scales the order is
-    that of :func:`graphar.numerics.fp8_products.scaled_linear`. It is queued on torch's current stream. The caller has
-    checked that dtypes, devices and shapes fit together, as the ops do.
+    With several ``leaves`` K is cut into as many, of equal length, multiples of 64 columns. They are added in fp32 as a
+    binary tree: a node of :mod:`graphar.numerics.leaf_tree`. With ``scales`` of e4m3 operands the order is that of
+    :func:`graphar.numerics.fp8_products.scaled_linear`. The caller has checked that dtypes, devices and shapes fit.
 
     Args:
-        a: [M, K], bf16 or fp16, or with scales torch.float8_e4m3fn, on a device of sm_90a.
-        w: [N, K], of the same dtype and device. Its rows are contiguous, as in ``torch.nn.Linear``, or its columns, as
-            in the transpose of a [K, N] tensor. With scales its rows.
-        out: [M, N] of ``out_dtype``, takes the result; overlaps no operand. None: a new tensor.
-        bias: [N], contiguous, of the dtype of the result. Not with fp32 results.
+        w: with contiguous rows, as in ``torch.nn.Linear``, or columns, as a transpose has them. With scales its rows.
         sms: how many SMs to take; None: all.
-        tile: a tile for this number of ``leaves``, of LEAF_TILES or another; None: the tile with the least estimated
-            time. With a ``tail_split`` two kernels are launched, the second for the last round.
-        leaves: 1, 2, 4 or 8: all leaves of a rank, of 8, 4, 2 or 1 ranks. If there are several, each must be a multiple
-            of 64 columns of ``a``.
-        out_dtype: the dtype of the result: 16 bits, or torch.float32 for the sum that is not rounded, such as a rank's
-            partial. None: that of ``a``.
-        scales: those of e4m3 operands.
+        tile: None: the tile with the least estimated time. With a ``tail_split`` two kernels are launched.
+        out_dtype: 16 bits, or torch.float32 for a sum that is not rounded and has no bias. None: that of ``a``.
 
     Raises:
         ValueError: ``tile`` does not serve the layout of ``w``.
@@ -121,7 +111,7 @@ def bind(step: Step, sms: int | None = None, tile: MatmulTile | None = None, lea
 
 def why_not(a: torch.Tensor, w: torch.Tensor, out: torch.Tensor, leaves: int = 1) -> Reason | None:
     """Returns why the kernel cannot compute ``out`` from ``a`` and ``w`` in ``leaves``; in e4m3 they have scales."""
-    if reason := why_none_like(a):
+    if reason := why_none_like(a) or ("" if a.shape[1] else "K is 0"):
         return reason
     for name, x in {"a": a, **({"w": w} if a.dtype == FP8 else {}), "out": out}.items():
         if x.numel() and matrix_of(x) is None:
@@ -182,11 +172,6 @@ def weight_of(w: torch.Tensor) -> tuple[str, Matrix]:
     return ("by_rows", by_rows) if by_rows else ("by_columns", loaded(w.t()))
 
 
-def operand_maps(tile: MatmulTile, layout: str, a: Matrix, w: Matrix) -> list[TensorMap]:
-    """Returns the tensor maps of A and W for the boxes that the kernels load; ``w`` is as it lies in memory."""
-    return [rows_map(tile, a), weight_map(tile, layout, w)]
-
-
 def rows_map(tile: MatmulTile, a: Matrix) -> TensorMap:
     """Returns the tensor map of rows of A for the boxes that the kernels load: no higher than the rows need."""
     return tensor_map(a, min(tile.rows, -(-a.rows // 8) * 8))
@@ -235,7 +220,7 @@ def _bind(
     n = w.rows if layout == "by_rows" else w.columns
     rows, columns = -(-a.rows // (tile.rows * tile.cluster)), -(-n // tile.columns)
     sizes = bias, a.rows, n, a.columns, min(GROUP_ROWS, rows)
-    maps = [*operand_maps(tile, layout, a, w), tensor_map(c, STORE_ROWS)]
+    maps = [rows_map(tile, a), weight_map(tile, layout, w), tensor_map(c, STORE_ROWS)]
 
     def launch_of(tile: MatmulTile, first: int, end: int) -> Launch:
         """Returns the launch of some of the tiles, numbered in their order."""

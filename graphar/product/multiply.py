@@ -19,15 +19,17 @@ from torch.nn.functional import pad
 
 from graphar.errors import Reason, UnsupportedError
 from graphar.numerics import leaf_tree
+from graphar.numerics.fp8_products import rounded_product
 from graphar.numerics.leaf_tree import LEAF_UNIT
 from graphar.numerics.nan import with_canonical_nan
 from graphar.numerics.partitions import Panel
 from graphar.plan.best_tile import Shape, Sms, alone, best_tile
+from graphar.plan.call import Operands
 from graphar.plan.matmuls import choose_matmul
 from graphar.plan.policy import TileCost
 from graphar.plan.work import ALLGATHER_MATMUL, Product
 from graphar.product import gemm
-from graphar.product.operands import MatmulOperands, Step
+from graphar.product.operands import MatmulOperands, Step, operands_of
 from graphar.product.tensor_maps import aligned_copy, matrix_of
 from graphar.reference import products as reference
 from graphar.runtime import launcher
@@ -36,29 +38,27 @@ from graphar.runtime.bounded_cache import BoundedCache
 from graphar.runtime.engine import Engine
 
 Enqueue = Callable[[int], object]  # takes a stream's handle, for a caller that has made the device the current one
-StepOf = Callable[[tuple[torch.Tensor, ...], torch.Tensor], Step]
 _address = torch.Tensor.data_ptr
+lacks_software = functools.cache(missing_software)
 
 
 class Multiply(ABC):
-    """What makes steps."""
+    """What makes steps: a kernel of graphar's, and something else where the kernel cannot make them."""
 
-    @property
-    def beyond(self) -> str:
-        """What makes steps that its kernel cannot make, in words; an empty string if nothing does."""
-        return ""
+    leaves = 1  # into which the kernel cuts K
+    beyond = ""  # what makes steps that the kernel cannot make, in words; an empty string if nothing does
 
-    @abstractmethod
     def why_not(self, step: Step) -> Reason | None:
-        """Returns why its kernel cannot make a step."""
+        """Returns why the kernel cannot make a step."""
+        return lacks_software() or gemm.why_not(step.a, step.w, step.out, self.leaves)
 
-    @abstractmethod
     def bind(self, step: Step, sms: int) -> Enqueue:
-        """Loads its kernel, and returns what launches it on this number of SMs; :meth:`why_not` has no reason."""
+        """Loads the kernel, and returns what launches it on this number of SMs; :meth:`why_not` has no reason."""
+        return gemm.bind(step, sms, leaves=self.leaves)
 
     @abstractmethod
     def instead(self, step: Step, sms: int, why_not: Reason) -> Enqueue:
-        """Returns what makes a step that its kernel cannot make, for the reason ``why_not``, or that is on the CPU.
+        """Returns what makes a step that the kernel cannot make, for the reason ``why_not``, or that is on the CPU.
 
         Raises:
             UnsupportedError: nothing else has the bits that were asked for.
@@ -82,12 +82,12 @@ class Multiply(ABC):
         with torch.cuda.device(step.a.device):
             enqueue(torch.cuda.current_stream().cuda_stream)
 
-    def repeating(self, example: Step, step_of: StepOf, sms: int) -> Callable[..., torch.Tensor]:
-        """Returns a function of a later call's inputs that returns their product.
+    def repeating(self, work: Product, example: Step) -> Callable[..., torch.Tensor]:
+        """Returns a function of a later call's inputs that returns their product. The device must be current.
 
-        The tensors of later calls differ from those of ``example`` in their addresses only. ``step_of`` makes a step of
-        the inputs and the result. The device must be current.
+        The tensors of later calls differ from those of ``example`` in their addresses only.
         """
+        sms = launcher.sm_count(example.a.device.index)
         columns, dtype, bound = len(example.w), example.out.dtype, BoundedCache[Enqueue]()
 
         def multiply(*inputs: torch.Tensor) -> torch.Tensor:
@@ -96,22 +96,13 @@ class Multiply(ABC):
             key = (*map(_address, inputs), out.data_ptr())
             enqueue = bound.get(key)
             if enqueue is None:
-                step = step_of(inputs, out)
+                step = operands_of(work, Operands(inputs, (out,))).step
                 why_not = self.why_not(step)  # its addresses may not be aligned as the others are
                 enqueue = self.instead(step, sms, why_not) if why_not else bound.keep(key, self.bind(step, sms))
             enqueue(torch.cuda.current_stream().cuda_stream)
             return out
 
         return multiply
-
-
-@functools.cache
-def lacks_software() -> Reason | None:
-    """Returns which software graphar's matmul lacks."""
-    return missing_software()
-
-
-# ---- torch's matmul --------------------------------------------------------------------------------------------------
 
 
 class ByTorch(Multiply):
@@ -121,19 +112,16 @@ class ByTorch(Multiply):
         return None
 
     def bind(self, step: Step, sms: int) -> Enqueue:
-        return lambda stream: multiply(step.a, step.w, step.out, step.bias)
+        return lambda stream: self.make(step)
 
     def instead(self, step: Step, sms: int, why_not: Reason) -> Enqueue:
         return self.bind(step, sms)
 
-    def repeating(self, example: Step, step_of: StepOf, sms: int) -> Callable[..., torch.Tensor]:
-        return torch.nn.functional.linear  # has the bits of torch.mm, and takes one call where views take four
-
-
-def multiply_all(steps: Sequence[Step]) -> None:
-    """Makes steps on the current streams; needs no current device."""
-    for step in steps:
+    def make(self, step: Step) -> None:  # needs no current device
         multiply(step.a, step.w, step.out, step.bias)
+
+    def repeating(self, work: Product, example: Step) -> Callable[..., torch.Tensor]:
+        return torch.nn.functional.linear  # has the bits of torch.mm, and takes one call where views take four
 
 
 def multiply(a: torch.Tensor, w: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None = None) -> None:
@@ -148,9 +136,6 @@ def multiply(a: torch.Tensor, w: torch.Tensor, out: torch.Tensor, bias: torch.Te
         torch.mm(a, w.t(), out=out)
     else:
         torch.addmm(bias, a, w.t(), out=out)
-
-
-# ---- graphar's matmul ------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -169,13 +154,9 @@ class Own(Multiply):
     def beyond(self) -> str:
         return "" if self.is_invariant else "torch's matmul"
 
-    def why_not(self, step: Step) -> Reason | None:
-        return lacks_software() or gemm.why_not(step.a, step.w, step.out)
-
     def bind(self, step: Step, sms: int) -> Enqueue:
         (m, n), k, layout = step.out.shape, step.a.shape[1], gemm.weight_of(step.w)[0]
-        tile = best_tile(alone(), Shape((m,), n, k, layout), self.cost, Sms(sms))
-        return gemm.bind(step, sms, tile)
+        return gemm.bind(step, sms, best_tile(alone(), Shape((m,), n, k, layout), self.cost, Sms(sms)))
 
     def instead(self, step: Step, sms: int, why_not: Reason) -> Enqueue:
         if self.is_invariant and step.a.shape[1]:
@@ -184,9 +165,8 @@ class Own(Multiply):
             raise UnsupportedError(f"matmul: no batch-invariant kernel: {reason}")
         return ByTorch().bind(step, sms)
 
-    def repeating(self, example: Step, step_of: StepOf, sms: int) -> Callable[..., torch.Tensor]:
-        multiply = ByTorch() if self.beyond and self.why_not(example) else super()
-        return multiply.repeating(example, step_of, sms)
+    def repeating(self, work: Product, example: Step) -> Callable[..., torch.Tensor]:
+        return (ByTorch() if self.beyond and self.why_not(example) else super()).repeating(work, example)
 
 
 def _aligned(step: Step) -> Step:
@@ -196,19 +176,8 @@ def _aligned(step: Step) -> Step:
     return step._replace(a=a, w=w)
 
 
-class _OfWholeSums(Multiply):
-    """Adds the bias before it rounds, and needs columns to multiply."""
-
-    count: int  # the leaves of K
-
-    def why_not(self, step: Step) -> Reason | None:
-        if not step.a.shape[1]:
-            return "K is 0"
-        return lacks_software() or gemm.why_not(step.a, step.w, step.out, self.count)
-
-
 @dataclass(frozen=True)
-class Scaled(_OfWholeSums):
+class Scaled(Multiply):
     """Makes steps of e4m3 operands.
 
     Elsewhere than on sm_90a, and for operands that it cannot load, the specification multiplies:
@@ -220,54 +189,46 @@ class Scaled(_OfWholeSums):
     """
 
     is_invariant: bool = False
-    count = 1
-
-    @property
-    def beyond(self) -> str:
-        return "torch's operations, as the specification of scaled products"
-
-    def bind(self, step: Step, sms: int) -> Enqueue:
-        return gemm.bind(step, sms)
+    beyond = "torch's operations, as the specification of scaled products"
 
     def instead(self, step: Step, sms: int, why_not: Reason) -> Enqueue:
         if self.is_invariant and step.a.is_cuda and step.a.shape[1]:
             raise UnsupportedError(f"matmul: no batch-invariant kernel: {why_not}")
-        return lambda stream: step.out.copy_(step.specified())
+        a, w, out, scales, bias = step
+        assert scales
+        return lambda stream: out.copy_(rounded_product(a, w, scales, out.dtype, bias))
 
 
 @dataclass(frozen=True)
-class Leaves(_OfWholeSums):
+class Leaves(Multiply):
     """Makes steps with bits that depend on nothing but a row of A and a row of W: K in leaves, as a binary tree.
 
     Operands are in bf16, fp16 or, on a CPU, fp32; results may be in fp32. On a GPU the kernel makes them, and on a CPU
     graphar.numerics.leaf_tree.
 
     Attributes:
-        count: 1, 2, 4 or 8: the leaves of K, each added in the order of K. Their lengths differ by at most one column.
         op: the op that errors name.
+        leaves: 1, 2, 4 or 8: each is added in the order of K. Their lengths differ by at most one column.
     """
 
-    count: int
     op: str
-
-    def bind(self, step: Step, sms: int) -> Enqueue:
-        return gemm.bind(step, leaves=self.count)  # on all SMs
+    leaves: int = 1
 
     def instead(self, step: Step, sms: int, why_not: Reason) -> Enqueue:
         """Raises UnsupportedError for fp32 on a GPU, and for another GPU than sm_90."""
         a, w, out, _, bias = step
         if not a.is_cuda:
-            total = leaf_tree.in_leaves(a, w, self.count)
+            total = leaf_tree.in_leaves(a, w, self.leaves)
             total = total if bias is None else total + bias.float()
             return lambda stream: out.copy_(with_canonical_nan(total.to(out.dtype)))
         if reason := lacks_software() or gemm.why_none_like(a):
             raise UnsupportedError(f"{self.op}: no kernel adds in this order: {reason}")
-        rows, columns = in_whole_loads(a, self.count), in_whole_loads(w, self.count)
+        rows, columns = in_whole_loads(a, self.leaves), in_whole_loads(w, self.leaves)
         if short := -len(w) % gemm.STORE_COLUMNS:
             columns, bias = pad(columns, (0, 0, 0, short)), None if bias is None else pad(bias, (0, short))
         placed = _aligned(step._replace(a=rows, w=columns))
         bias = None if bias is None else bias.contiguous()
-        product = gemm.matmul(placed.a, placed.w, bias=bias, leaves=self.count, out_dtype=out.dtype)
+        product = gemm.matmul(placed.a, placed.w, bias=bias, leaves=self.leaves, out_dtype=out.dtype)
         return lambda stream: out.copy_(product[:, : len(w)])
 
 
@@ -281,9 +242,6 @@ def in_whole_loads(x: torch.Tensor, leaves: int) -> torch.Tensor:
     parts = x.tensor_split(leaves, 1)
     length = -(-parts[0].shape[1] // LEAF_UNIT) * LEAF_UNIT
     return torch.cat([pad(part, (0, length - part.shape[1])) for part in parts], 1)
-
-
-# ---- which of them ---------------------------------------------------------------------------------------------------
 
 
 class Chosen(NamedTuple):
@@ -311,7 +269,7 @@ def choose(engine: Engine, work: Product, matmul: MatmulOperands, panels: int = 
     """
     cost, factors = engine.table.matmul.cost, work.factors
     if factors.as_tree:
-        return Chosen(Leaves(work.leaves(engine.world_size), work.op))
+        return Chosen(Leaves(work.op, work.leaves(engine.world_size)))
     if not factors.is_plain:
         return Chosen(Scaled(factors.own), factors.multiplied_by)
     if factors.own:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from graphar.numerics.fp8_products import Scales, known_scales, rounded_product
+from graphar.numerics.fp8_products import Scales, known_scales
 from graphar.numerics.partitions import Panel, length
 from graphar.plan.call import Operands
 from graphar.plan.factors import Factors
@@ -29,11 +29,6 @@ class Step(NamedTuple):
     out: torch.Tensor  # [M, N], of the dtype to which results are rounded
     scales: Scales | None = None  # of e4m3 operands
     bias: torch.Tensor | None = None  # [N], for results that are rounded
-
-    def specified(self) -> torch.Tensor:
-        """Returns the product of operands in e4m3 by its specification."""
-        assert self.scales
-        return rounded_product(self.a, self.w, self.scales, self.out.dtype, self.bias)
 
     def in_panel(self, panel: Panel, product: torch.Tensor) -> list[Step]:
         """Returns the steps, without a bias, that make a panel of the result: one for each run of adjacent rows."""
@@ -131,10 +126,6 @@ class MatmulOperands:
             return (whole,)
         to, of_a = self.gathered_scales, self.scales.a
         return whole, of_a.new_empty(len(self.out), of_a.shape[1]) if to is None else to
-
-    def with_rows(self, a: torch.Tensor, *scales: torch.Tensor) -> Step:
-        """Returns the matmul of gathered rows, which lie where :meth:`room_for_rows` says."""
-        return self.step._replace(a=a, scales=self.scales and replace(self.scales, a=scales[0]))
 
     def with_columns(self) -> MatmulOperands:
         """Returns operands with columns that a kernel can load: columns of zeros if there are none."""

@@ -155,7 +155,8 @@ def _gathered_then_multiplied(engine: Engine, call: Call[Product], ranks: Sequen
             multiply(made[0], inputs[1], flat(outputs[0]), *inputs[2:])
             return
         matmul = of(Operands(inputs, outputs, numbers))
-        step = matmul.with_rows(*made)
+        scales = matmul.scales and replace(matmul.scales, a=made[1])
+        step = matmul.step._replace(a=made[0], scales=scales)
         if not work.epilogue:
             chosen.multiply.make(step)
             return

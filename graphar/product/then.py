@@ -26,8 +26,8 @@ from graphar.numerics.dtypes import ACCUMULATION_DTYPES
 from graphar.numerics.partitions import Panel, length
 from graphar.plan.call import Call, Operands
 from graphar.plan.work import Product
-from graphar.product.multiply import ByTorch, choose, multiply_all
-from graphar.product.operands import MatmulOperands, Step, operands_of
+from graphar.product.multiply import ByTorch, choose
+from graphar.product.operands import MatmulOperands, operands_of
 from graphar.runtime import launcher
 from graphar.runtime.engine import Engine
 from graphar.runtime.plan import Launch, Plan, Tensors
@@ -79,11 +79,8 @@ class Then:
     def plan(self, ranks: Sequence[Operands]) -> Plan:
         """Returns the plan of the call. Collective."""
         engine, work, panel = self._engine, self._work, self._panels[0]
-        taken = []
-        for at, operands in enumerate(ranks):
-            matmul = operands_of(work, operands)
-            product = reference.widened(self._room(matmul, panel), matmul.bias)
-            taken.append(self._to_take(panel, at, operands, matmul, product))
+        of_ranks = [operands_of(work, operands) for operands in ranks]
+        taken = self._taken(panel, ranks, of_ranks, [self._room(matmul, panel) for matmul in of_ranks])
         if work.norm or self._as_tree:
             plan = engine.plan(self._whole, taken)
             config, reason = plan.config, plan.reason
@@ -104,34 +101,48 @@ class Then:
         products = [[self._room(matmul, panel) for matmul in of_ranks] for panel in panels]
         multiplies = [self._bind(*pair) for pair in zip(of_ranks, zip(*products, strict=True), strict=True)]
 
-        def take(at: int, is_beside: bool) -> None:
-            self._take(at, is_beside, ranks, of_ranks, products[at])
-
-        if len(panels) > 1 and of_ranks[0].a.is_cuda:
-            in_turn(len(panels), [matmul.a.device for matmul in of_ranks], multiplies, take)
+        if len(panels) == 1 or not of_ranks[0].a.is_cuda:
+            for at in range(len(panels)):
+                for multiply in multiplies:
+                    multiply(at)
+                self._take(at, False, ranks, of_ranks, products[at])
             return
-        for at in range(len(panels)):
-            for multiply in multiplies:
-                multiply(at)
-            take(at, False)
+        streams = [streams_of(matmul.a.device) for matmul in of_ranks]
+        try:
+            for at in range(len(panels)):
+                for multiply, (main, side) in zip(multiplies, streams, strict=True):
+                    with torch.cuda.stream(side if at else main):
+                        multiply(at)
+                    # The caller's stream waits for the panel. The side stream starts after the first multiplication.
+                    if at:
+                        main.wait_stream(side)
+                    else:
+                        side.wait_stream(main)
+                self._take(at, at < len(panels) - 1, ranks, of_ranks, products[at])
+        finally:
+            for main, side in streams:
+                main.wait_stream(side)
 
     def _room(self, matmul: MatmulOperands, panel: Panel) -> torch.Tensor:
         if self._in_place:
             return self._place(matmul, panel, 0, panel.shape)
         return matmul.out.new_empty(panel.shape, dtype=self._dtype)
 
-    def _bind(self, matmul: MatmulOperands, products: Sequence[torch.Tensor]) -> Callable[[int], None]:
+    def _bind(self, matmul: MatmulOperands, products: Sequence[torch.Tensor]) -> Callable[[int], object]:
         """Returns a function of a panel's number that multiplies a rank's panel, on the current stream."""
         multiply, _ = choose(self._engine, self._work, matmul, len(products))
         whole, pairs = matmul.step, list(zip(self._panels, products, strict=True))
         if not matmul.a.is_cuda:  # smaller matmuls would give other bits
-            several = len(pairs) > 1
-            product = matmul.out.new_empty(len(matmul.a), len(matmul.w), dtype=self._dtype) if several else products[0]
+            if len(pairs) == 1:
+                multiply.make(whole._replace(out=products[0], bias=None))
+                return lambda at: None
+            product = matmul.out.new_empty(len(matmul.a), len(matmul.w), dtype=self._dtype)
             multiply.make(whole._replace(out=product, bias=None))
-            return lambda at: _copy_rows(product, *pairs[at]) if several else None
+            of_panels = [[product[rows, panel.columns] for rows in panel.rows] for panel in self._panels]
+            return lambda at: torch.cat(of_panels[at], out=products[at])
         steps = [whole.in_panel(*pair) for pair in pairs]
         if isinstance(multiply, ByTorch):
-            return lambda at: multiply_all(steps[at])
+            return lambda at: [multiply.make(step) for step in steps[at]]
         sms = launcher.sm_count(matmul.a.device.index)
         few = max(sms - self._blocks, 1)
         # Load all kernels before the first launch: loading beside a kernel that waits for other ranks could hang.
@@ -148,27 +159,34 @@ class Then:
     def _take(self, at: int, is_beside: bool, ranks: Sequence[Operands], of_ranks, products) -> None:
         """Sums the products of a panel in one call, which may also norm the sums."""
         panel, engine, work = self._panels[at], self._engine, self._work
-        products = [reference.widened(product, matmul.bias) for matmul, product in zip(of_ranks, products, strict=True)]
-        triples = enumerate(zip(ranks, of_ranks, products, strict=True))
-        taken = [self._to_take(panel, index, *triple) for index, triple in triples]
+        taken = self._taken(panel, ranks, of_ranks, products)
         call = (self._beside if is_beside else self._alone)[at]
         if self._in_place and not work.codec:
-            call = call._replace(symmetric=engine.symmetric_sides(products, products))
+            summed = [of_rank.inputs[0] for of_rank in taken]
+            call = call._replace(symmetric=engine.symmetric_sides(summed, summed))
         engine.plan(call, taken).run(taken)
         if not work.norm:
             for index, (matmul, of_rank) in enumerate(zip(of_ranks, taken, strict=True)):
-                _keep(matmul, of_rank.outputs[0], self._rows_of_out(panel, index), panel.columns)
+                total, place = of_rank.outputs[0], matmul.out[self._rows_of_out(panel, index), panel.columns]
+                if matmul.bias is not None:
+                    total = reference.with_bias(total, matmul.bias[panel.columns], matmul.out.dtype)
+                if total.data_ptr() != place.data_ptr():
+                    place.copy_(total)
 
-    def _to_take(
-        self, panel: Panel, index: int, operands: Operands, matmul: MatmulOperands, product: torch.Tensor
-    ) -> Operands:
-        rows, epilogue, outputs = self._rows_of_out(panel, index), self._work.epilogue, operands.outputs
-        if not self._work.norm:
-            dtype = None if self._as_tree else product.dtype
-            shape = length(rows), length(panel.columns)
-            outputs = (product if self._in_place else self._place(matmul, panel, index, shape, dtype),)
-        corner = epilogue and (rows.start, panel.columns.start, epilogue.columns)
-        return Operands((product, *[x.contiguous() for x in matmul.tensors]), outputs, matmul.numbers, corner)
+    def _taken(self, panel: Panel, ranks: Sequence[Operands], of_ranks, products) -> list[Operands]:
+        """Returns the operands of the call that sums a panel, for each rank of this process."""
+        taken, epilogue = [], self._work.epilogue
+        for index, (operands, matmul, product) in enumerate(zip(ranks, of_ranks, products, strict=True)):
+            rows, outputs = self._rows_of_out(panel, index), operands.outputs
+            product = reference.widened(product, matmul.bias)
+            if not self._work.norm:
+                dtype = None if self._as_tree else product.dtype
+                shape = length(rows), length(panel.columns)
+                outputs = (product if self._in_place else self._place(matmul, panel, index, shape, dtype),)
+            corner = epilogue and (rows.start, panel.columns.start, epilogue.columns)
+            inputs = product, *[x.contiguous() for x in matmul.tensors]
+            taken.append(Operands(inputs, outputs, matmul.numbers, corner))
+        return taken
 
     # ---- later calls -------------------------------------------------------------------------------------------------
 
@@ -181,21 +199,17 @@ class Then:
         if not all(x.is_contiguous() for x in operands.inputs[count:]):
             return None
         product = matmul.out.new_empty(panel.shape, dtype=self._dtype)
-        example = self._to_take(panel, 0, operands, matmul, product)
+        (example,) = self._taken(panel, [operands], [matmul], [product])
         launch, corner = self._engine.plan(self._alone[0], [example]).launch_like(example), example.corner
         if launch is None:
             return None
         multiply, _ = choose(self._engine, work, matmul)
-        sms = launcher.sm_count(matmul.a.device.index)
-        repeated = multiply.repeating(matmul.step._replace(out=product), self._step, sms)
+        repeated = multiply.repeating(work, matmul.step._replace(out=product))
 
         def multiply_and_take(inputs: Tensors, outputs: Tensors, numbers: tuple[float, ...], _=None) -> None:
             launch((repeated(*inputs[:count]), *inputs[count:]), outputs, numbers, corner)
 
         return multiply_and_take
-
-    def _step(self, inputs: Tensors, out: torch.Tensor) -> Step:
-        return operands_of(self._work, Operands(inputs, (out,))).step
 
     # ---- where panels and their sums lie -----------------------------------------------------------------------------
 
@@ -215,48 +229,6 @@ class Then:
         if matmul.bias is None and shape[1] == matmul.out.shape[1] and matmul.out.data_ptr() % 16 == 0:
             return matmul.out[self._rows_of_out(panel, index)]
         return matmul.out.new_empty(shape, dtype=dtype)
-
-
-def _copy_rows(whole: torch.Tensor, panel: Panel, product: torch.Tensor) -> None:
-    torch.cat([whole[rows, panel.columns] for rows in panel.rows], out=product)
-
-
-def _keep(matmul: MatmulOperands, total: torch.Tensor, rows: slice, columns: slice) -> None:
-    """Adds the bias to a sum and copies it to ``out``, unless it already lies there."""
-    if matmul.bias is not None:
-        total = reference.with_bias(total, matmul.bias[columns], matmul.out.dtype)
-    place = matmul.out[rows, columns]
-    if total.data_ptr() != place.data_ptr():
-        place.copy_(total)
-
-
-def in_turn(
-    panels: int,
-    devices: Sequence[torch.device],
-    multiplies: Sequence[Callable[[int], None]],
-    sum_panel: Callable[[int, bool], None],
-) -> None:
-    """Multiplies and sums panels in turn, on the caller's stream and on the side stream of each device.
-
-    Args:
-        multiplies: of each device, multiplies the panel with a number, on the current stream.
-        sum_panel: sums the panel with a number; it is also told whether the next panel is multiplied meanwhile.
-    """
-    streams = [streams_of(device) for device in devices]
-    try:
-        for at in range(panels):
-            for multiply, (main, side) in zip(multiplies, streams, strict=True):
-                with torch.cuda.stream(side if at else main):
-                    multiply(at)
-                # The caller's stream waits for the panel. The side stream starts after the first multiplication.
-                if at:
-                    main.wait_stream(side)
-                else:
-                    side.wait_stream(main)
-            sum_panel(at, at < panels - 1)
-    finally:
-        for main, side in streams:
-            main.wait_stream(side)
 
 
 def streams_of(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:

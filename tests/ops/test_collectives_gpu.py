@@ -1,6 +1,7 @@
 """Collectives on real GPUs, one process with a tensor a device: every kernel gives its specification's bits."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -88,6 +89,21 @@ def test_matmuls_of_integers_of_any_size_give_the_specification(ranks: Ranks, ca
 @pytest.mark.parametrize("shape", [(4095, 4096, 264), (4095, 4095, 129), (1024, 4104, 520)], ids=str)
 def test_large_partitions_that_do_not_divide_give_the_specification(ranks: Ranks, case, shape):
     case.check(ranks, shape, BF16)
+
+
+@pytest.mark.usefixtures("as_many_as_trees")
+@every(
+    *[case for case in TREES if not case.kernels],
+    *[case for case in SCATTERED_TREES if case.form.options["axis"] == 0],
+)
+def test_large_sums_as_trees_give_the_specification(ranks: Ranks, case):
+    case.check(ranks, ((40 << 20) + 5,))  # 160 MB, more than the scratch of two_shot_push takes
+
+
+@pytest.mark.usefixtures("as_many_as_trees")
+@every(*TREES)
+def test_an_epilogue_works_on_the_sum_of_a_tree_before_it_is_rounded(ranks: Ranks, case):
+    replace(case, form=replace(case.form, epilogue="max(v * 3, -1)")).check(ranks, (8199,))
 
 
 @pytest.mark.promise("NaN, infinities, -0.0 and subnormals come out as that sum gives them.")

@@ -143,13 +143,13 @@ def gpus(monkeypatch, request):
         monkeypatch.setattr(module, "bind_launch", bind_launch)
     for module in (launches, fused):
         monkeypatch.setattr(module, "on_own_device", lambda device, launch: launch)
-    for kind in (fused.Summed, fused.Skinny, fused.Gathered):
+    for kind in (fused.FusedMatmul, fused.Gathered):
         monkeypatch.setattr(kind, "_parameters", lambda *given: ([], None))
     monkeypatch.setattr(fused, "load_tile", load_tile)
-    monkeypatch.setattr(fused, "_why_not", lambda own: "")
+    monkeypatch.setattr(fused, "why_not", lambda *given: "")
     monkeypatch.setattr(launcher, "sm_count", lambda device: 132)
     monkeypatch.setattr(launcher, "can_overlap", lambda device: True)
-    monkeypatch.setattr(GatheredChunks, "_run_slice", lambda self, lanes, rows, one, meet: meet())
+    monkeypatch.setattr(GatheredChunks, "_run_slice", lambda self, lanes, rows, one: self._meet())
     for module in (gathered_chunks, then):
         monkeypatch.setattr(module, "streams_of", lambda device: (None, None))
     monkeypatch.setattr(copies, "tensor_at", lambda pointer, device, like: torch.zeros_like(like, device="cpu"))

@@ -7,8 +7,9 @@ import torch
 
 import graphar
 from graphar.plan.scratch import Sizes
-from tests.cases import bit_patterns, integers, normal, same_bits
+from tests.cases import bit_patterns, normal, same_bits
 from tests.gpu import DTYPES, Ranks, parts_of, poison
+from tests.ops.gpu_cases import SCATTER
 
 pytestmark = pytest.mark.gpu
 
@@ -17,31 +18,16 @@ SHAPES = ((16, 128), (15, 128), (9, 7168), (32, 256), (5, 3, 7), (3, 1), (1, 5),
 LARGE = (16777216, 16777224, 16777240, 67108864)
 
 
-def scatter(ranks: Ranks, xs, axis=0):
-    poison([x.tensor_split(ranks.world_size, axis)[rank].nbytes for rank, x in enumerate(xs)])
-    ys = ranks.communicator.reducescatter(xs, axis=axis)
-    ranks.communicator.synchronize()
-    return ys
-
-
-def assert_parts(ys, parts, axis=0, what=""):
-    for rank, (y, expected) in enumerate(zip(ys, graphar.reference.reducescatter(parts, axis), strict=True)):
-        assert same_bits(y.cpu(), expected) == 0, f"rank {rank} {what}"
-
-
-def check(ranks: Ranks, fill, shape, dtype, axis=0):
-    parts = parts_of(ranks, fill, shape, dtype)
-    assert_parts(scatter(ranks, ranks.place(parts), axis), parts, axis, f"{shape} {dtype} axis {axis}")
-
-
 def check_on_gpu(ranks: Ranks, numel, dtype):
     """Random data whose expected parts are made on the GPU, in windows."""
     xs = [
         torch.randn(numel, dtype=dtype, device=f"cuda:{r}", generator=torch.Generator(f"cuda:{r}").manual_seed(r))
         for r in range(ranks.world_size)
     ]
-    start = 0
-    for rank, y in enumerate(scatter(ranks, xs)):
+    poison([part.nbytes for part in xs[0].tensor_split(ranks.world_size)])
+    ys, start = ranks.communicator.reducescatter(xs), 0
+    ranks.communicator.synchronize()
+    for rank, y in enumerate(ys):
         assert len(y) == len(range(rank, numel, ranks.world_size))
         for at in range(0, len(y), 1 << 26):
             mine = y[at : at + (1 << 26)].to("cuda:0")
@@ -104,9 +90,9 @@ def test_gathering_the_parts_is_the_all_reduce_bit_for_bit(ranks: Ranks):
     ids=["one element", "small", "as much as fits", "three slices"],
 )
 def test_the_kernel_runs_once_for_each_slice(ranks: Ranks, numel, launches):
-    scatter(ranks, ranks.place(parts_of(ranks, integers, (8,), torch.bfloat16)))
+    SCATTER.check(ranks, (8,))
     before = ranks.calls_of(KERNEL)
-    check(ranks, normal, (numel,), torch.bfloat16)
+    SCATTER.check(ranks, (numel,), torch.bfloat16, normal)
     assert ranks.calls_of(KERNEL) == before + launches
     assert ranks.grid_is_idle(KERNEL)
 

@@ -10,6 +10,7 @@ from graphar import reference
 from graphar.numerics import leaf_tree, norm_gradients
 from graphar.numerics.leaf_tree import LEAVES
 from graphar.reference import linear_gradients
+from tests import inside
 from tests.cases import normal, same_bits
 from tests.processes import run_ranks
 
@@ -167,6 +168,31 @@ def test_one_rank_has_the_specifications_bits(dtype, on_one_rank):
             assert [same_bits(*both) for both in zip(results, pair, strict=True)] == [0, 0]
             weight = norm_gradients.weight_partial(x.dy, pair[1], EPS, 1).to(dtype)
             assert same_bits(gradients[3], weight) == 0
+
+
+# ---- sums as trees --------------------------------------------------------------------------------------------------
+
+
+def partials():
+    return [drawn(rank, 16, 33, dtype=torch.float32) for rank in range(4)]
+
+
+def test_later_calls_keep_order_and_dtype():
+    xs = partials()
+    with graphar.Communicator(devices=["cpu"] * 4) as communicator:
+        for _ in range(3):
+            in_order, as_tree = communicator.allreduce(xs), inside.allreduce(xs, communicator, order="tree")
+            narrow = inside.allreduce(xs, communicator, order="tree", out_dtype=torch.bfloat16)
+            assert same_bits(in_order[0], reference.allreduce(xs)) == 0
+            assert same_bits(as_tree[0], reference.allreduce(xs, order="tree")) == 0
+            assert same_bits(narrow[0], as_tree[0].bfloat16()) == 0
+
+
+def test_explain_says_that_a_sum_is_added_as_a_tree():
+    for op in (inside.allreduce, inside.reducescatter):
+        assert "added as a tree" in str(graphar.explain(op, partials(), order="tree"))
+        assert "added as a tree" not in str(graphar.explain(op, partials()))
+    assert "added as a tree" not in str(graphar.explain(partials()))
 
 
 # ---- each addition is seen ------------------------------------------------------------------------------------------

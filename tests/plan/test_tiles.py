@@ -252,14 +252,13 @@ def test_operands_that_lie_well_are_not_copied(place):
 
 
 def test_a_rank_without_k_adds_zeros(place):
-    bias = torch.randn(16).bfloat16()[::2]
+    bias = torch.randn(8).bfloat16()
 
     found = place(MatmulOperands(ALIGNED[:, :0], ALIGNED.t()[:8, :0], bias, torch.empty(6, 8).bfloat16()))
 
     assert found.a.shape[1] == found.w.shape[1] > 0
     assert (found.a @ found.w.t()).count_nonzero() == 0
-    assert found.bias.is_contiguous()
-    assert torch.equal(found.bias, bias)
+    assert found.bias is bias
 
 
 def algorithm_of(counts, columns, world_size=4, **options):

@@ -227,7 +227,7 @@ def test_ranks_with_another_k_are_told(bound, monkeypatch):
     launches = bound(rows=6, columns=8)
     launches._runner.arguments = arguments
     launches._engine.deadline = lambda call: 1.0
-    monkeypatch.setattr(fused.Summed, "_parameters", lambda *given: ([], None))
+    monkeypatch.setattr(fused.FusedMatmul, "_parameters", lambda *given: ([], None))
     for name in ("KernelLaunch", "bind_launch"):
         monkeypatch.setattr(fused, name, lambda *given: ([], None))
     launches._functions = [{(launches.tiles[0], "by_rows"): None}]

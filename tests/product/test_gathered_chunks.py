@@ -15,6 +15,7 @@ from graphar.plan.call import Call, Operands
 from graphar.plan.work import Product
 from graphar.product import gathered_chunks
 from graphar.product.gathered_chunks import GatheredChunks
+from graphar.product.multiply import multiply
 from graphar.product.operands import MatmulOperands
 from graphar.runtime.bind import copies
 from tests.cases import same_bits
@@ -48,23 +49,25 @@ class Ranks:
 
     def __init__(self, world_size: int, monkeypatch) -> None:
         self.world_size, self.steps, self._device = world_size, [], 0
-        self._scratch, self._multiply = Algorithm.ALLGATHER_MATMUL.row.scratch(world_size), torch.mm
+        self._scratch = Algorithm.ALLGATHER_MATMUL.row.scratch(world_size)
         self._memory = [torch.empty(self._scratch.nbytes, dtype=torch.uint8) for _ in range(world_size)]
         self.runner = SimpleNamespace(
             lock=threading.Lock(),
             members=[SimpleNamespace(rank=rank, device=rank, leave=lambda: None) for rank in range(world_size)],
             raise_failure=lambda: self.steps.append(("host", "raise an earlier failure")),
-            kernels=SimpleNamespace(scratch=lambda algorithm: [one.data_ptr() for one in self._memory]),
+            kernels=SimpleNamespace(
+                scratch=lambda algorithm: [one.data_ptr() for one in self._memory], prepare_all=lambda *given: None
+            ),
         )
         pairs = [(Stream(f"main {rank}", self.steps), Stream(f"side {rank}", self.steps)) for rank in range(world_size)]
         in_turn = itertools.cycle(pairs)
-        monkeypatch.setattr(GatheredChunks, "_meeting", lambda *_: lambda: self.steps.append(("all", "meet")))
+        monkeypatch.setattr(gathered_chunks, "meetings", lambda *_: lambda: self.steps.append(("all", "meet")))
         monkeypatch.setattr(gathered_chunks, "streams_of", lambda device: next(in_turn))
         monkeypatch.setattr(copies, "here", self._on_device)
         monkeypatch.setattr(copies, "_functions", lambda: (self._copy, None))
         monkeypatch.setattr(gathered_chunks, "tensor_at", self._tensor_at)
         monkeypatch.setattr(gathered_chunks, "gathered_rows_a_launch", lambda algorithm, world_size, k: ROWS_A_LAUNCH)
-        monkeypatch.setattr(torch, "mm", self._mm)
+        monkeypatch.setattr(gathered_chunks, "multiply", self._multiply)
 
     @contextlib.contextmanager
     def _on_device(self, device):
@@ -81,9 +84,9 @@ class Ranks:
         owners = [rank for rank, one in enumerate(self._memory) if 0 <= address - one.data_ptr() < one.nbytes]
         return f"rank {owners[0]}" if owners else "the gathered rows"
 
-    def _mm(self, *args, **how):
+    def _multiply(self, *step):
         self.steps.append(("current", "multiply"))
-        return self._multiply(*args, **how)
+        multiply(*step)
 
     @staticmethod
     def _tensor_at(pointer, device, like):
@@ -139,7 +142,7 @@ def test_rows_that_lie_apart_are_sent_as_well(monkeypatch):
 
 def test_after_an_error_the_callers_streams_wait_for_the_copies(monkeypatch):
     ranks, members = Ranks(2, monkeypatch), operands([2, 2])
-    monkeypatch.setattr(torch, "mm", lambda *args, **how: 1 / 0)
+    monkeypatch.setattr(gathered_chunks, "multiply", lambda *step: 1 / 0)
 
     with pytest.raises(ZeroDivisionError):
         run(ranks, members)

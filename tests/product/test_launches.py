@@ -53,11 +53,11 @@ class Bound:
 @pytest.fixture
 def engine(monkeypatch):
     """An engine of two ranks whose launches are recorded, and bound to nothing."""
-    for kind in (fused.Summed, fused.Gathered):
+    for kind in (fused.FusedMatmul, fused.Gathered):
         monkeypatch.setattr(kind, "_parameters", lambda *given: ([], None))
     monkeypatch.setattr(fused, "KernelLaunch", lambda *given: given)
     monkeypatch.setattr(fused, "bind_launch", lambda *given: given)
-    monkeypatch.setattr(fused, "_why_not", lambda own: "")  # the operands are on the CPU
+    monkeypatch.setattr(fused, "why_not", lambda *given: "")  # the operands are on the CPU
     monkeypatch.setattr(launcher, "sm_count", lambda device: 132)
     table = shipped_table("nvidia_h200")
     return SimpleNamespace(runner=Bound(), world_size=2, devices=None, table=table, deadline=lambda call: 1.0)
@@ -204,7 +204,6 @@ KINDS += [(gathered_tiles, tile) for tile in GATHERED_TILES] + [(skinny, tile) f
 def grid_of(monkeypatch, kind, tile, sms, columns, communicators=2):
     """The grid of a launch whose result has so many columns."""
     monkeypatch.setattr(fused, "tensor_map", lambda *given: fused.TensorMap())
-    monkeypatch.setattr(fused, "operand_maps", lambda *given: [fused.TensorMap()])
     monkeypatch.setattr(fused, "rows_map", lambda *given: fused.TensorMap())
     monkeypatch.setattr(fused, "weight_map", lambda *given: None)
     rows = tile.rows if kind is skinny else 64 * tile.rows

@@ -103,7 +103,7 @@ def launches_of(monkeypatch):
     """The fused matmul of a work; its launches are recorded, and bound to nothing."""
     monkeypatch.setattr(fused, "KernelLaunch", lambda function, parameters, grid: parameters)
     monkeypatch.setattr(fused, "bind_launch", lambda runner, member, launch, *rest: launch)
-    monkeypatch.setattr(fused, "_why_not", lambda own: "")  # the operands are on the CPU
+    monkeypatch.setattr(fused, "why_not", lambda *given: "")  # the operands are on the CPU
     monkeypatch.setattr(fused, "tensor_map", lambda *given: given)
     monkeypatch.setattr(fused, "load_tile", lambda runner, algorithm, dtype, tile, work: [{(tile, "by_rows"): None}])
     engine = Ranks()
@@ -200,19 +200,19 @@ def test_zeros_stand_in_place_of_no_columns_have_scales_and_are_not_constant(lau
 
 
 @every_format
-def test_a_repeated_launch_is_bound_to_the_scales_of_its_call(launches_of, scales):
-    work = product(format=scales)
-    launches, first = launches_of(work), operands(scales)
-    second = operands(scales)
-    launches._bind = lambda at, member, tile, matrices, own, one: lambda *given: given_scales.append(matrices.beside)
-    given_scales = []
+def test_a_repeated_launch_is_bound_to_the_scales_of_its_call(launches_of, scales, monkeypatch):
+    launches, first, second, given_sizes = launches_of(product(format=scales)), operands(scales), operands(scales), []
 
+    def bind_launch(runner, member, parameters, *rest):
+        return lambda *given: given_sizes.append(parameters[2])
+
+    monkeypatch.setattr(fused, "bind_launch", bind_launch)
     launch = launches.launch_like(first)
     for own in (first, second, first):
         launch(own.inputs, own.outputs, ())
 
     addresses = [own.inputs[2].data_ptr() for own in (first, second, first)]
-    assert [one.a_scale for one in given_scales] == addresses
+    assert [sizes.a_scale for sizes in given_sizes] == addresses
 
 
 def test_operands_that_are_flattened_into_copies_are_not_repeated(launches_of):
