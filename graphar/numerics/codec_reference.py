@@ -1,4 +1,4 @@
-"""The codecs in torch: their specification, with the exact bits of the kernels, and what encodes and decodes on the CPU.
+"""The codecs in torch: their specification, with the bits of the kernels, and what encodes and decodes on the CPU.
 
 Arithmetic. All arithmetic is fp32. Each operation is rounded once, to nearest with ties to even, unless stated
 otherwise. Subnormals are preserved. `r` is the fp32 number nearest to 1 / largest_code.

@@ -13,6 +13,7 @@ from graphar.plan.sources import files_of
 from graphar.runtime.catalogue import KernelSource
 from graphar.runtime.compiler import source_directory
 from graphar.simulator.compiler import check_libraries, compile_file, has_library
+from graphar.simulator.simulation import structures
 
 HERE = Path(__file__).parent
 WARNINGS = ("-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-Wno-sign-compare", "-Wno-clobbered")
@@ -126,7 +127,7 @@ def _files(mutations: tuple[Mutation, ...], folder: Path | None, own: Mapping[st
     files |= {f"device/{path.relative_to(HERE / 'twin')}": path.read_text() for path in (HERE / "twin").rglob("*.cuh")}
     for one in (HERE / "sources", folder) if folder else (HERE / "sources",):
         files |= {path.name: path.read_text() for path in one.iterdir()}
-    files |= own
+    files |= own | {"case.hpp": structures()}
     for change in mutations:
         if change.file not in files:
             raise ValueError(f"there is no {change.file} in {cuda_src}, nor beside the kernel")

@@ -67,7 +67,7 @@ class Call:
     in_place: bool = False
     # Ranks that do not take part. All ranks end this call before any of them begins the next one.
     absent: tuple[int, ...] = ()
-    twice: tuple[int, ...] = ()  # ranks that launch it on a second stream, too. There it has no predecessor.
+    twice: tuple[int, ...] = ()  # ranks that also launch it on a second stream, too. There it has no predecessor.
     timeout_ns: int = ENOUGH_NS  # of the simulated clock
     late_ns: int = 0  # how much later than the others the last rank begins, on that clock
     seed: int = 0  # of stochastic rounding
@@ -278,9 +278,10 @@ def _included(file: Path) -> set[str]:
     return direct.union(*map(_included, found))
 
 
-class _Case(ctypes.Structure):
-    """Mirrors Case in sources/run.cpp."""
+# ---- the files of a case; Simulation, Call and Outcome say what the fields mean --------------------------------------
 
+
+class _Case(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_uint32) for name in ("world_size", "calls", "fill", "epoch", "has_pad")),
         *((name, ctypes.c_uint32) for name in ("busy", "aborted", "suspended", "room", "communicators")),
@@ -289,8 +290,6 @@ class _Case(ctypes.Structure):
 
 
 class _Outcome(ctypes.Structure):
-    """Mirrors the first bytes of a rank that write_results in sources/run.cpp writes."""
-
     _fields_ = [
         *((name, Record) for name in ("record", "seen")),
         *((name, ctypes.c_uint32) for name in ("broken_guards", "unmarked_polls", "released_polls", "sent_nbytes")),
@@ -304,8 +303,6 @@ _SAME += ("seed", "columns", "skipped")
 
 
 class _Call(ctypes.Structure):
-    """Mirrors Call in sources/run.cpp."""
-
     _fields_ = [
         *((name, ctypes.c_uint32) for name in ("kernel", "threads", "shared_nbytes", "capacity", "chunk")),
         *((name, ctypes.c_uint32) for name in ("cluster", "waits", "in_place", "absent", "twice")),
@@ -320,3 +317,18 @@ class _Call(ctypes.Structure):
         ("scalar", ctypes.c_float * MAX_ARGUMENTS),
         *((name, ctypes.c_uint32 * MAX_RANKS) for name in ("input_offset", "output_offset", "fingerprint")),
     ]
+
+
+_IN_CPP = {ctypes.c_uint32: "u32", ctypes.c_uint64: "u64", ctypes.c_float: "float", Record: "Record"}
+
+
+def structures() -> str:
+    """Returns the C++ text of Case, Call and Outcome: the file case.hpp."""
+    text = ""
+    for structure in (_Case, _Call, _Outcome):
+        text += f"struct {structure.__name__.removeprefix('_')} {{\n"
+        for name, kind in structure._fields_:
+            count = getattr(kind, "_length_", 0)
+            text += f"  {_IN_CPP[kind._type_ if count else kind]} {name}{f'[{count}]' if count else ''}{{}};\n"
+        text += "};\n"
+    return f'#pragma once\n#include "device/arguments.cuh"\nnamespace simulator {{\n{text}}}\n'

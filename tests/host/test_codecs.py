@@ -107,8 +107,7 @@ def test_the_wire_what_it_decodes_to_and_the_error_are_the_specifications(codec,
     numels = [x.numel() for x in xs]
     values = [decode(wire, codec)[:n].to(dtype) for wire, n in zip(wires, numels, strict=True)]
     encodings = [
-        Call(0, warp, [x], (n,), (wire.numel(),), seed=SEED)
-        for x, n, wire in zip(xs, numels, wires, strict=True)
+        Call(0, warp, [x], (n,), (wire.numel(),), seed=SEED) for x, n, wire in zip(xs, numels, wires, strict=True)
     ]
     decodings = [Call(1, warp, [wire], (n,), (n * dtype.itemsize,)) for wire, n in zip(wires, numels, strict=True)]
     differences = [Call(2, warp, [x], (n,), (x.nbytes,), seed=SEED) for x, n in zip(xs, numels, strict=True)]
