@@ -24,7 +24,7 @@ from graphar.plan.scratch import MAX_RANKS, Scratch
 from graphar.runtime.arguments import Record
 from graphar.runtime.catalogue import file_of
 from graphar.runtime.compiler import source_directory
-from graphar.simulator.sanitizer_report import Regions, named, shortened
+from graphar.simulator.sanitizer_report import Regions, in_words, shortened
 
 ENOUGH_NS = 2_000_000_000  # of the simulated clock; far longer than ranks are apart
 TIMEOUT_S = 300.0  # of ours
@@ -154,9 +154,9 @@ class Simulation:
         """
         done, _, (_, *addresses) = self._execute(calls, str(step))
         everywhere = {"every rank's scratch": (addresses[-1], self.scratch.nbytes)}
-        return named(done.stderr, {**self._regions(addresses, calls), **everywhere})
+        return in_words(done.stderr, self.world_size, self._regions(addresses, calls) | everywhere)
 
-    def _regions(self, addresses: Sequence[int], calls: Sequence[Call]) -> Regions:
+    def _regions(self, addresses: Sequence[int], calls: Sequence[Call]) -> dict[str, tuple[int, int]]:
         """Returns the ranks' memory. ``addresses`` are what a run's third file shows of it."""
         whose = [f"rank {rank}'s {what}" for rank in range(self.world_size) for what in ("scratch", "input", "output")]
         sizes = [self.scratch.nbytes, *[_largest_nbytes(calls)] * 2] * self.world_size

@@ -311,7 +311,7 @@ void look() {
   shown[0] = simulator::step_number();
   look_at_records();
   if (last_step == 0 || simulator::step_number() < last_step) return;
-  std::fputs(simulator::last_steps(the_case.world_size).c_str(), stderr);
+  std::fputs(simulator::last_steps().c_str(), stderr);
   std::_Exit(0);
 }
 
