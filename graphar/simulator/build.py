@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from graphar.plan.algorithms import TUPLE_VARIANT
 from graphar.plan.sources import files_of
 from graphar.runtime.catalogue import KernelSource
 from graphar.runtime.compiler import source_directory
@@ -97,21 +96,8 @@ def _options_of_fibers() -> tuple[str, ...]:
 def _table(sources: tuple[KernelSource, ...]) -> str:
     """The C++ text of the kernels' epilogues, and a table of the kernels."""
     generated = "".join(dict.fromkeys(source.generated for source in sources))
-    names = ", ".join(f"&{_in_table(source)}" for source in sources)
+    names = ", ".join(f"simulator::entry<{source.name}>" for source in sources)
     return f"{generated}void (*const kernels[])(Arguments) = {{{names}}};\n"
-
-
-def _in_table(source: KernelSource) -> str:
-    """The name of a kernel, or of a function of Arguments that gives it the arguments it takes (kernels.hpp)."""
-    if source.file == "norm/residual_rmsnorm_backward.cu":
-        return f"with_norm_gradients<{source.name}>"
-    if source.file.startswith("loss/"):
-        return f"with_loss<{source.name}>"
-    if source.file.startswith("norm/"):
-        return f"with_norm<{source.name}, {str('static_fp8' in source.name).lower()}>"
-    if "/alltoall_" in source.file:
-        return f"with_exchange<{source.name}>"
-    return f"with_tuple<{source.name}>" if str(TUPLE_VARIANT) in source.name else source.name
 
 
 def _files_from_outside(file: Path) -> dict[str, str]:
