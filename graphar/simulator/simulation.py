@@ -195,34 +195,34 @@ class Simulation:
         return bytes(header) + b"".join(bytes(self._encode_call(call)) for call in calls) + data
 
     def _encode_call(self, call: Call) -> _Call:
-        whole = len(call.counts) == 1
-        encoded = _Call(
-            **{name: getattr(call, name) for name in _SAME},
-            kernel=self.first_kernel + call.kernel,
-            threads=call.shape.threads,
-            chunk=call.shape.chunk,
-            shared_nbytes=self.scratch.shared_nbytes,
-            capacity=self.scratch.capacity,
-            absent=sum(1 << rank for rank in call.absent),
-            twice=sum(1 << rank for rank in call.twice),
-            numel=sum(call.counts),
-            operand_nbytes=sum(len(_padded(x)) for x in call.operands),
-        )
-        ends = accumulate((len(_padded(x)) for x in call.operands), initial=0)
-        for at, (operand, offset) in enumerate(zip(call.operands, ends, strict=False)):
-            encoded.operand_offset[at] = offset if isinstance(operand, torch.Tensor) else _place(operand)
-        for at, scalar in enumerate(call.scalars):
-            encoded.scalar[at] = scalar
-        for rank, x in enumerate(call.inputs):
-            encoded.blocks[rank] = call.blocks[rank] if call.blocks else call.shape.blocks
-            encoded.input_nbytes[rank], encoded.output_nbytes[rank] = x.nbytes, call.output_nbytes[rank]
-            encoded.input_offset[rank] = encoded.output_offset[rank] = call.offset
-            encoded.fingerprint[rank] = call.fingerprints[rank] if call.fingerprints else 1
-        for rank, begin in enumerate(() if whole else tuple(accumulate(call.counts, initial=0))[:-1]):
-            encoded.begin[rank], encoded.count[rank] = begin, call.counts[rank]
-            if call.in_place and self.algorithm.op == "allgather":
-                encoded.input_offset[rank] += begin * call.inputs[rank].itemsize
-        return encoded
+        alike = {name: getattr(call, name) for name, _ in _Call._fields_ if hasattr(call, name)}
+        ranks, nbytes = len(call.inputs), [len(_padded(x)) for x in call.operands]
+        operands = zip(call.operands, accumulate(nbytes, initial=0), strict=False)
+        parts = call.counts if len(call.counts) > 1 else ()
+        begin = tuple(accumulate(parts, initial=0))[: len(parts)]
+        is_part = call.in_place and self.algorithm.op == "allgather"
+        skipped = [at * x.itemsize for at, x in zip(begin, call.inputs, strict=False)] if is_part else [0] * ranks
+        own = {
+            "kernel": self.first_kernel + call.kernel,
+            "threads": call.shape.threads,
+            "chunk": call.shape.chunk,
+            "shared_nbytes": self.scratch.shared_nbytes,
+            "capacity": self.scratch.capacity,
+            "absent": sum(1 << rank for rank in call.absent),
+            "twice": sum(1 << rank for rank in call.twice),
+            "blocks": call.blocks or (call.shape.blocks,) * ranks,
+            "numel": sum(call.counts),
+            "begin": begin,
+            "count": parts,
+            "input_nbytes": tuple(x.nbytes for x in call.inputs),
+            "operand_nbytes": sum(nbytes),
+            "operand_offset": tuple(at if isinstance(x, torch.Tensor) else _place(x) for x, at in operands),
+            "scalar": call.scalars,
+            "input_offset": tuple(call.offset + nbytes for nbytes in skipped),
+            "output_offset": (call.offset,) * ranks,
+            "fingerprint": call.fingerprints or (1,) * ranks,
+        }
+        return _Call(**alike | own)
 
     def _decode(self, raw: bytes, calls: Sequence[Call]) -> list[Outcome]:
         outcomes, at, failing = [], 0, sum(bool(call.absent) for call in calls)
@@ -295,11 +295,6 @@ class _Outcome(ctypes.Structure):
         *((name, ctypes.c_uint32) for name in ("broken_guards", "unmarked_polls", "released_polls", "sent_nbytes")),
         ("gave_up_at", ctypes.c_uint64),
     ]
-
-
-# What Call and _Call have alike.
-_SAME = ("cluster", "waits", "in_place", "feeds_back", "errors_at", "places", "next_blocks", "timeout_ns", "late_ns")
-_SAME += ("seed", "columns", "skipped")
 
 
 class _Call(ctypes.Structure):
