@@ -72,9 +72,9 @@ def build(
     """
     check_libraries(LIBRARIES[sanitizer])
     (file,) = {source.file for source in sources}
-    own = _files_from_outside(Path(file)) if sources[0].digest else {}
-    files = _files(mutations, folder, own)
-    included = Path(file).name if own else file
+    outside = _files_from_outside(Path(file)) if sources[0].digest else {}
+    files = _files(mutations, folder, outside)
+    included = Path(file).name if outside else file
     files["kernels.cpp"] = f'#include "first.hpp"\n#include "{included}"\n#include "kernels.hpp"\n{_table(sources)}'
     flags = (*FLAGS, *SANITIZERS[sanitizer])
     unobserved = ("scheduler", "steps", "views")
@@ -106,14 +106,14 @@ def _files_from_outside(file: Path) -> dict[str, str]:
     return {str(path.relative_to(file.parent)): text for path, text in beside.items() if file.parent in path.parents}
 
 
-def _files(mutations: tuple[Mutation, ...], folder: Path | None, own: Mapping[str, str]) -> dict[str, str]:
-    """The texts of the simulator and of cuda_src by file name, and ``own``. Twins replace their originals."""
+def _files(mutations: tuple[Mutation, ...], folder: Path | None, outside: Mapping[str, str]) -> dict[str, str]:
+    """The texts of the simulator and of cuda_src by file name, and ``outside``. Twins replace their originals."""
     cuda_src = source_directory()
     files = {str(path.relative_to(cuda_src)): path.read_text() for path in cuda_src.rglob("*.cu*")}
     files |= {f"device/{path.relative_to(HERE / 'twin')}": path.read_text() for path in (HERE / "twin").rglob("*.cuh")}
-    for one in (HERE / "sources", folder) if folder else (HERE / "sources",):
-        files |= {path.name: path.read_text() for path in one.iterdir()}
-    files |= own | {"case.hpp": structures()}
+    for beside in (HERE / "sources", folder) if folder else (HERE / "sources",):
+        files |= {path.name: path.read_text() for path in beside.iterdir()}
+    files |= outside | {"case.hpp": structures()}
     for change in mutations:
         if change.file not in files:
             raise ValueError(f"there is no {change.file} in {cuda_src}, nor beside the kernel")

@@ -26,10 +26,10 @@ Regions = Mapping[str, tuple[int, int]]  # by name, the first address and the by
 def shortened(report: str, regions: Regions) -> str:
     """Returns a report without frames of the simulator, in which addresses in ``regions`` or near are in words."""
     names = {number: name for number, name in _CREATED.findall(report) if name}
-    for own in (_CREATED, _FRAME_OF_SIMULATOR, _PLACE, _OF_PROCESS):
-        report = own.sub("", report)
-    report = re.sub(r"\bthread (T\d+)\b", lambda found: names.get(found[1], found[0]), report)
-    return _ADDRESS.sub(lambda found: _name(int(found[0], 16), regions) or found[0], report).strip()
+    for needless in (_CREATED, _FRAME_OF_SIMULATOR, _PLACE, _OF_PROCESS):
+        report = needless.sub("", report)
+    report = re.sub(r"\bthread (T\d+)\b", lambda match: names.get(match[1], match[0]), report)
+    return _ADDRESS.sub(lambda match: _name(int(match[0], 16), regions) or match[0], report).strip()
 
 
 # ---- the last steps of threads --------------------------------------------------------------------------------------
