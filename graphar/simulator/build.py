@@ -113,7 +113,7 @@ def _files(mutations: tuple[Mutation, ...], folder: Path | None, outside: Mappin
     files |= {f"device/{path.relative_to(HERE / 'twin')}": path.read_text() for path in (HERE / "twin").rglob("*.cuh")}
     for beside in (HERE / "sources", folder) if folder else (HERE / "sources",):
         files |= {path.name: path.read_text() for path in beside.iterdir()}
-    files |= outside | {"case.hpp": structures()}
+    files |= {**outside, "case.hpp": structures()}
     for change in mutations:
         if change.file not in files:
             raise ValueError(f"there is no {change.file} in {cuda_src}, nor beside the kernel")

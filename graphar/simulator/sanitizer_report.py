@@ -57,7 +57,8 @@ def in_words(steps: str, ranks: int, regions: Regions) -> str:
     done: dict[_Step, list[tuple[int, ...]]] = {}  # by which thread, the number of the scheduler's step, and how often
     for line in steps.splitlines():
         numbers, shared, what, by = line.split("\t")
-        done.setdefault(_Step(*map(int, numbers.split()), shared, what), []).append(tuple(map(int, by.split())))
+        step = _Step._make([*map(int, numbers.split()), shared, what])
+        done.setdefault(step, []).append(tuple(map(int, by.split())))
     in_order = sorted(done, key=lambda step: max(number for _, number, _ in done[step]))
     lines = []
     for rank in range(ranks):

@@ -10,9 +10,10 @@ import struct
 import subprocess
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 
@@ -30,7 +31,7 @@ ENOUGH_NS = 2_000_000_000  # of the simulated clock; far longer than ranks are a
 TIMEOUT_S = 300.0  # of ours
 _BAD_CASE = 3  # the exit status with which sources/run.cpp says so
 _MOST_TEXT = 6000  # of a failure
-ENVIRONMENT = {
+_ENVIRONMENT = {
     "TSAN_OPTIONS": "halt_on_error=1:exitcode=66:history_size=4",
     "ASAN_OPTIONS": "detect_stack_use_after_return=0:exitcode=66:detect_leaks=0",
     "UBSAN_OPTIONS": "print_stacktrace=1",
@@ -126,7 +127,6 @@ class Simulation:
     # Of the same ranks, each of which makes the calls. A rank launches them in an order of its own, rotated by its
     # number. The outcomes are those of the first one's ranks, then of the next one's.
     communicators: int = 1
-    environment: dict[str, str] = field(default_factory=lambda: os.environ | ENVIRONMENT)
 
     def run(self, calls: Sequence[Call]) -> list[Outcome]:
         """Returns the outcome of every rank.
@@ -177,8 +177,9 @@ class Simulation:
             case.write_bytes(self._encode(calls))
             command = [str(self.program), str(case), str(found), str(shown), *arguments]
             try:
+                environment = os.environ | _ENVIRONMENT
                 done = subprocess.run(
-                    command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False, env=self.environment
+                    command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False, env=environment
                 )
             except subprocess.TimeoutExpired:
                 done = subprocess.CompletedProcess(command, -1, "", f"stuck: no end within {TIMEOUT_S:g} s\n")
@@ -195,7 +196,7 @@ class Simulation:
         return bytes(header) + b"".join(bytes(self._encode_call(call)) for call in calls) + data
 
     def _encode_call(self, call: Call) -> _Call:
-        alike = {name: getattr(call, name) for name, _ in _Call._fields_ if hasattr(call, name)}
+        alike = {name: getattr(call, name) for name, *_ in _Call._fields_ if hasattr(call, name)}
         ranks, nbytes = len(call.inputs), [len(_padded(x)) for x in call.operands]
         operands = zip(call.operands, accumulate(nbytes, initial=0), strict=False)
         parts = call.counts if len(call.counts) > 1 else ()
@@ -322,7 +323,7 @@ def structures() -> str:
     text = ""
     for structure in (_Case, _Call, _Outcome):
         text += f"struct {structure.__name__.removeprefix('_')} {{\n"
-        for name, kind in structure._fields_:
+        for name, kind in cast("Any", structure)._fields_:
             count = getattr(kind, "_length_", 0)
             text += f"  {_IN_CPP[kind._type_ if count else kind]} {name}{f'[{count}]' if count else ''}{{}};\n"
         text += "};\n"
