@@ -56,6 +56,8 @@ def in_words(steps: str, ranks: int, regions: Regions) -> str:
     """Returns the last steps of threads, as sources/steps.cpp writes them, by rank. Threads that wait come last."""
     done: dict[_Step, list[tuple[int, ...]]] = {}  # by which thread, the number of the scheduler's step, and how often
     for line in steps.splitlines():
+        if line.count("\t") != 3:
+            continue  # a sanitizer's warning
         numbers, shared, what, by = line.split("\t")
         step = _Step._make([*map(int, numbers.split()), shared, what])
         done.setdefault(step, []).append(tuple(map(int, by.split())))
