@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from graphar.numerics import leaf_tree
-from graphar.numerics.leaf_tree import LEAVES, partial, product, tree_sum
+from graphar.numerics.leaf_tree import LEAVES, partial, tree_sum
 from graphar.numerics.nan import with_canonical_nan
 from graphar.reference.products import linear
 
@@ -65,8 +65,7 @@ def bias_partial(dy: torch.Tensor, world_size: int) -> torch.Tensor:
         ValueError: 3, 5, 6 or 7 ranks, or several with rows that are no multiple of 8 / world_size.
     """
     leaf_tree.check_rows("bias_partial", len(dy), world_size)
-    leaves = dy.tensor_split(LEAVES // world_size)
-    return tree_sum([product(tokens.new_ones(1, len(tokens)), tokens.t()) for tokens in leaves]).squeeze(0)
+    return leaf_tree.in_leaves(dy.new_ones(1, len(dy)), dy.t(), LEAVES // world_size).squeeze(0)
 
 
 def _of_weight(dy: torch.Tensor, a: torch.Tensor) -> torch.Tensor:

@@ -131,8 +131,8 @@ def hierarchical_reducescatter(
     sums = [_sum([parts[rank] for rank in sorted(ranks)]) for ranks in hosts]
     owned = sums[0].tensor_split(len(parts))
     if len(hosts) > 1:
-        owned = quantized_reducescatter(sums, codec, sizes=[len(one) for one in owned])
-    return [with_canonical_nan(one.to(parts[0].dtype)).contiguous() for one in owned]
+        owned = quantized_reducescatter(sums, codec, sizes=list(map(len, owned)))
+    return [with_canonical_nan(part.to(parts[0].dtype)).contiguous() for part in owned]
 
 
 def reducescatter(
@@ -158,8 +158,10 @@ def reducescatter(
     """
     if epilogue is not None:
         of_ranks = zip(*(part.tensor_split(len(parts), axis) for part in parts), strict=True)
-        owned = [as_epilogue(epilogue).of_rank(rank) for rank in range(len(parts))]
-        return [allreduce(summands, own, order, out_dtype) for summands, own in zip(of_ranks, owned, strict=True)]
+        return [
+            allreduce(summands, as_epilogue(epilogue).of_rank(rank), order, out_dtype)
+            for rank, summands in enumerate(of_ranks)
+        ]
     total = allreduce(parts, order=order, out_dtype=out_dtype)
     return [part.contiguous() for part in total.tensor_split(len(parts), axis)]
 
@@ -192,7 +194,7 @@ def alltoall(
         A new, contiguous tensor per rank, in rank order.
     """
     sizes = sizes or [[x.shape[scatter_dim] // len(parts)] * len(parts) for x in parts]
-    sent = [x.split(list(own), scatter_dim) for x, own in zip(parts, sizes, strict=True)]  # [sender][receiver]
+    sent = [x.split(list(lengths), scatter_dim) for x, lengths in zip(parts, sizes, strict=True)]  # [sender][receiver]
     return [torch.cat(received, gather_dim) for received in zip(*sent, strict=True)]
 
 
@@ -257,7 +259,7 @@ def quantized_reducescatter(
     for owner, first in enumerate(firsts):
         sent = [message[owner] for message in messages]
         noises = [Noise(seed, call, rank, first) for rank in range(len(parts))]
-        wires = [encode(one.reshape(-1), codec, noise) for one, noise in zip(sent, noises, strict=True)]
+        wires = [encode(part.reshape(-1), codec, noise) for part, noise in zip(sent, noises, strict=True)]
         received.append(part_of_wires(wires, codec, sent[0]).movedim(0, axis).contiguous())
     return received
 

@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from graphar.plan.algorithms import TUPLE_VARIANT
 from graphar.plan.sources import files_of
 from graphar.runtime.catalogue import KernelSource
 from graphar.runtime.compiler import source_directory
 from graphar.simulator.compiler import check_libraries, compile_file, has_library
+from graphar.simulator.simulation import structures
 
 HERE = Path(__file__).parent
 WARNINGS = ("-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-Wno-sign-compare", "-Wno-clobbered")
@@ -72,9 +72,9 @@ def build(
     """
     check_libraries(LIBRARIES[sanitizer])
     (file,) = {source.file for source in sources}
-    own = _files_from_outside(Path(file)) if sources[0].digest else {}
-    files = _files(mutations, folder, own)
-    included = Path(file).name if own else file
+    outside = _files_from_outside(Path(file)) if sources[0].digest else {}
+    files = _files(mutations, folder, outside)
+    included = Path(file).name if outside else file
     files["kernels.cpp"] = f'#include "first.hpp"\n#include "{included}"\n#include "kernels.hpp"\n{_table(sources)}'
     flags = (*FLAGS, *SANITIZERS[sanitizer])
     unobserved = ("scheduler", "steps", "views")
@@ -96,21 +96,8 @@ def _options_of_fibers() -> tuple[str, ...]:
 def _table(sources: tuple[KernelSource, ...]) -> str:
     """The C++ text of the kernels' epilogues, and a table of the kernels."""
     generated = "".join(dict.fromkeys(source.generated for source in sources))
-    names = ", ".join(f"&{_in_table(source)}" for source in sources)
+    names = ", ".join(f"simulator::entry<{source.name}>" for source in sources)
     return f"{generated}void (*const kernels[])(Arguments) = {{{names}}};\n"
-
-
-def _in_table(source: KernelSource) -> str:
-    """The name of a kernel, or of a function of Arguments that gives it the arguments it takes (kernels.hpp)."""
-    if source.file == "norm/residual_rmsnorm_backward.cu":
-        return f"with_norm_gradients<{source.name}>"
-    if source.file.startswith("loss/"):
-        return f"with_loss<{source.name}>"
-    if source.file.startswith("norm/"):
-        return f"with_norm<{source.name}, {str('static_fp8' in source.name).lower()}>"
-    if "/alltoall_" in source.file:
-        return f"with_exchange<{source.name}>"
-    return f"with_tuple<{source.name}>" if str(TUPLE_VARIANT) in source.name else source.name
 
 
 def _files_from_outside(file: Path) -> dict[str, str]:
@@ -119,14 +106,14 @@ def _files_from_outside(file: Path) -> dict[str, str]:
     return {str(path.relative_to(file.parent)): text for path, text in beside.items() if file.parent in path.parents}
 
 
-def _files(mutations: tuple[Mutation, ...], folder: Path | None, own: Mapping[str, str]) -> dict[str, str]:
-    """The texts of the simulator and of cuda_src by file name, and ``own``. Twins replace their originals."""
+def _files(mutations: tuple[Mutation, ...], folder: Path | None, outside: Mapping[str, str]) -> dict[str, str]:
+    """The texts of the simulator and of cuda_src by file name, and ``outside``. Twins replace their originals."""
     cuda_src = source_directory()
     files = {str(path.relative_to(cuda_src)): path.read_text() for path in cuda_src.rglob("*.cu*")}
     files |= {f"device/{path.relative_to(HERE / 'twin')}": path.read_text() for path in (HERE / "twin").rglob("*.cuh")}
-    for one in (HERE / "sources", folder) if folder else (HERE / "sources",):
-        files |= {path.name: path.read_text() for path in one.iterdir()}
-    files |= own
+    for beside in (HERE / "sources", folder) if folder else (HERE / "sources",):
+        files |= {path.name: path.read_text() for path in beside.iterdir()}
+    files |= {**outside, "case.hpp": structures()}
     for change in mutations:
         if change.file not in files:
             raise ValueError(f"there is no {change.file} in {cuda_src}, nor beside the kernel")

@@ -38,10 +38,10 @@ class Drawn:
 
     def terms(self, call: int, rank: int) -> Sequence[torch.Tensor]:
         """Returns the tensors whose sum is a rank's result of a call; of a gather none."""
-        one = self.calls[call]
+        inputs = self.calls[call].inputs
         if self.op == "reducescatter":
-            return [x.split(list(one.counts))[rank] for x in one.inputs]
-        return one.inputs if self.op == "allreduce" else ()
+            return [x.split(list(self.calls[call].counts))[rank] for x in inputs]
+        return inputs if self.op == "allreduce" else ()
 
 
 def draw(subject: Subject, row: Row, world_size: int, dtype: torch.dtype, numels: Sequence[int], seed: int) -> Drawn:

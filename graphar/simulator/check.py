@@ -6,7 +6,7 @@ import re
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import chain, product, starmap
 from pathlib import Path
 
 import torch
@@ -145,8 +145,8 @@ def run(
     ranks, dtypes, sanitizers = tuple(ranks), tuple(dtypes), tuple(sanitizers)
     every_seed = tuple(range(seeds)) if isinstance(seeds, int) else tuple(seeds)
     _check(ranks, numel, sanitizers, every_seed)
-    served = tuple(one for one in ranks if one in subject.algorithm.row.world_sizes)
-    checked = _Checked(subject, served, tuple(one for one in dtypes if subject.takes(one)), tuple(numel), mutations)
+    served = tuple(count for count in ranks if count in subject.algorithm.row.world_sizes)
+    checked = _Checked(subject, served, tuple(filter(subject.takes, dtypes)), tuple(numel), mutations)
     passed, failures, skipped = [], [], []
     for sanitizer, world_size, dtype in product(sanitizers, ranks, dtypes):
         case = Case(subject.algorithm, world_size, dtype, sanitizer)
@@ -164,11 +164,11 @@ def run(
 
 
 def _check(ranks: Sequence[int], numel: Sequence[int], sanitizers: Sequence[str], seeds: Sequence[int]) -> None:
-    if not ranks or not all(one in WORLD_SIZES for one in ranks):
+    if not ranks or not set(ranks) <= set(WORLD_SIZES):
         raise ValueError(f"run: ranks must be numbers from {WORLD_SIZES[0]} to {WORLD_SIZES[-1]}, got {ranks}")
     if not numel or min(numel) < 1:
         raise ValueError(f"run: numel must be numbers from 1 on, got {numel}")
-    if not sanitizers or not all(one in SANITIZERS for one in sanitizers):
+    if not sanitizers or not set(sanitizers) <= SANITIZERS.keys():
         raise ValueError(f"run: sanitizers must be some of {', '.join(SANITIZERS)}, got {sanitizers}")
     if not seeds:
         raise ValueError("run: there must be a seed")
@@ -199,8 +199,8 @@ class _Checked:
 
     def failure_of(self, case: Case, seeds: Sequence[int]) -> Failure | None:
         """Returns the failure of the first seed that has one."""
-        every_kernel = (self.subject.sources(*one) for one in product(self.ranks, self.dtypes))
-        program = build(tuple(one for kernels in every_kernel for one in kernels), case.sanitizer, self.mutations)
+        kernels = chain.from_iterable(starmap(self.subject.sources, product(self.ranks, self.dtypes)))
+        program = build(tuple(kernels), case.sanitizer, self.mutations)
         return next(filter(None, (self._failure_of_seed(case, program, seed) for seed in seeds)), None)
 
     def _failure_of_seed(self, case: Case, program: Path, seed: int) -> Failure | None:
@@ -211,13 +211,13 @@ class _Checked:
         simulation = Simulation(program, case.algorithm, world_size, scratch, first, seed, first_epoch(seed))
         numels = self.subject.fitting(self.numels, world_size, dtype)
         drawn = draw(self.subject, row, world_size, dtype, numels, seed)
-        found, other = _mistakes(simulation, drawn), replace(simulation, seed=seed + 1)
-        if not found:
+        wrong = _mistakes(simulation, drawn)
+        if not wrong:
             return None
-        first = found[0]
+        first, other = wrong[0], replace(simulation, seed=seed + 1)
         what, steps = first.what, simulation.last_steps(drawn.calls, first.step)
         value = re.match(r"(rank \d+), call \d+: element", what)
-        if value and {one.what for one in found} == {one.what for one in _mistakes(other, drawn)}:
+        if value and {mistake.what for mistake in wrong} == {mistake.what for mistake in _mistakes(other, drawn)}:
             what += "; the same under another schedule, so look at values and places, not at the order of threads"
             steps = "".join(re.findall(rf"^{value[1]}:.*\n(?: .*\n)*", steps, re.MULTILINE))
         unit = dtype.itemsize if self.subject.moves_bytes else 1

@@ -124,10 +124,10 @@ def _forget_old(folder: Path) -> None:
 
 def _with_included(files: Mapping[str, str], name: str) -> dict[str, str]:
     """Returns a file and all files that it includes, directly or not. g++ says what is missing."""
-    found, left = {}, [name]
+    included, left = {}, [name]
     while left:
         name = left.pop()
-        if name in files and name not in found:
-            found[name] = files[name]
+        if name in files and name not in included:
+            included[name] = files[name]
             left += re.findall(r'^ *# *include "(.+)"', files[name], re.MULTILINE)
-    return found
+    return included

@@ -39,18 +39,18 @@ def mistakes(
         outcomes: what came out, by rank.
         terms: a function from call and rank to the tensors that the result is the sum of; of a gather to none.
     """
-    found = []
+    wrong = []
     for rank, outcome in enumerate(outcomes):
         if outcome.record.kind:
             call = sum(end < outcome.gave_up_at for end in outcome.ended_at)
-            found.append(Mistake(_given_up(rank, call, outcome.record), call, outcome.gave_up_at))
+            wrong.append(Mistake(_given_up(rank, call, outcome.record), call, outcome.gave_up_at))
         for call, by_rank in enumerate(expected):
             what = _difference(outcome.results[call], by_rank[rank], terms(call, rank))
             if what:
-                found.append(Mistake(f"rank {rank}, call {call}: {what}", call, outcome.ended_at[call]))
+                wrong.append(Mistake(f"rank {rank}, call {call}: {what}", call, outcome.ended_at[call]))
         for what in _beside(outcome):
-            found.append(Mistake(f"rank {rank}: {what}", None, outcome.ended_at[-1]))
-    return sorted(found, key=lambda one: one.step)
+            wrong.append(Mistake(f"rank {rank}: {what}", None, outcome.ended_at[-1]))
+    return sorted(wrong, key=lambda mistake: mistake.step)
 
 
 def _given_up(rank: int, call: int, record: Record) -> str:
@@ -72,25 +72,25 @@ def _difference(result: torch.Tensor, expected: torch.Tensor, terms: Sequence[to
         return ""
     at, got = int(wrong[0]), elements[wrong].view(expected.dtype).view(-1)
     unwritten = bool((elements[at] == UNWRITTEN).all())
-    found = f"was never written (0x{bytes(elements[at].numpy()).hex()})" if unwritten else f"is {_value(got[:1])}"
+    text = f"was never written (0x{bytes(elements[at].numpy()).hex()})" if unwritten else f"is {_value(got[:1])}"
     count = f"{len(wrong)} of {len(expected)} are wrong{_reordered(got, [x.reshape(-1)[wrong] for x in terms])}"
-    return f"element {at} {found}, expected {_value(expected[at : at + 1])}; {count}"
+    return f"element {at} {text}, expected {_value(expected[at : at + 1])}; {count}"
 
 
 def _reordered(got: torch.Tensor, terms: Sequence[torch.Tensor]) -> str:
     """Returns in which order the ranks' terms add up to what was got, or an empty string."""
     forward = [tuple(rank % len(terms) for rank in range(at, at + len(terms))) for at in range(len(terms))]
     few = len(terms) < 6
-    for order in permutations(forward[0]) if few and terms else (*forward, *(one[::-1] for one in forward)):
+    for order in permutations(forward[0]) if few and terms else (*forward, *(order[::-1] for order in forward)):
         if torch.equal(reference.allreduce([terms[rank] for rank in order]).view(torch.uint8), got.view(torch.uint8)):
             return f": they are the same terms in another order, of ranks {', '.join(map(str, order))}"
     return ""
 
 
-def _value(one: torch.Tensor) -> str:
+def _value(number: torch.Tensor) -> str:
     """Returns a number and its bits: 1.5 (0x3fc0)."""
-    raw = bytes(one.clone().view(torch.uint8).numpy())
-    return f"{one.item():g} (0x{int.from_bytes(raw, 'little'):0{2 * len(raw)}x})"
+    raw = bytes(number.clone().view(torch.uint8).numpy())
+    return f"{number.item():g} (0x{int.from_bytes(raw, 'little'):0{2 * len(raw)}x})"
 
 
 def _beside(outcome: Outcome) -> Iterator[str]:

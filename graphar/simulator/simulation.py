@@ -10,9 +10,10 @@ import struct
 import subprocess
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 
@@ -24,13 +25,13 @@ from graphar.plan.scratch import MAX_RANKS, Scratch
 from graphar.runtime.arguments import Record
 from graphar.runtime.catalogue import file_of
 from graphar.runtime.compiler import source_directory
-from graphar.simulator.sanitizer_report import Regions, named, shortened
+from graphar.simulator.sanitizer_report import Regions, in_words, shortened
 
 ENOUGH_NS = 2_000_000_000  # of the simulated clock; far longer than ranks are apart
 TIMEOUT_S = 300.0  # of ours
 _BAD_CASE = 3  # the exit status with which sources/run.cpp says so
 _MOST_TEXT = 6000  # of a failure
-ENVIRONMENT = {
+_ENVIRONMENT = {
     "TSAN_OPTIONS": "halt_on_error=1:exitcode=66:history_size=4",
     "ASAN_OPTIONS": "detect_stack_use_after_return=0:exitcode=66:detect_leaks=0",
     "UBSAN_OPTIONS": "print_stacktrace=1",
@@ -67,7 +68,7 @@ class Call:
     in_place: bool = False
     # Ranks that do not take part. All ranks end this call before any of them begins the next one.
     absent: tuple[int, ...] = ()
-    twice: tuple[int, ...] = ()  # ranks that launch it on a second stream, too. There it has no predecessor.
+    twice: tuple[int, ...] = ()  # ranks that also launch it on a second stream, too. There it has no predecessor.
     timeout_ns: int = ENOUGH_NS  # of the simulated clock
     late_ns: int = 0  # how much later than the others the last rank begins, on that clock
     seed: int = 0  # of stochastic rounding
@@ -126,7 +127,6 @@ class Simulation:
     # Of the same ranks, each of which makes the calls. A rank launches them in an order of its own, rotated by its
     # number. The outcomes are those of the first one's ranks, then of the next one's.
     communicators: int = 1
-    environment: dict[str, str] = field(default_factory=lambda: os.environ | ENVIRONMENT)
 
     def run(self, calls: Sequence[Call]) -> list[Outcome]:
         """Returns the outcome of every rank.
@@ -154,9 +154,9 @@ class Simulation:
         """
         done, _, (_, *addresses) = self._execute(calls, str(step))
         everywhere = {"every rank's scratch": (addresses[-1], self.scratch.nbytes)}
-        return named(done.stderr, {**self._regions(addresses, calls), **everywhere})
+        return in_words(done.stderr, self.world_size, self._regions(addresses, calls) | everywhere)
 
-    def _regions(self, addresses: Sequence[int], calls: Sequence[Call]) -> Regions:
+    def _regions(self, addresses: Sequence[int], calls: Sequence[Call]) -> dict[str, tuple[int, int]]:
         """Returns the ranks' memory. ``addresses`` are what a run's third file shows of it."""
         whose = [f"rank {rank}'s {what}" for rank in range(self.world_size) for what in ("scratch", "input", "output")]
         sizes = [self.scratch.nbytes, *[_largest_nbytes(calls)] * 2] * self.world_size
@@ -177,8 +177,9 @@ class Simulation:
             case.write_bytes(self._encode(calls))
             command = [str(self.program), str(case), str(found), str(shown), *arguments]
             try:
+                environment = os.environ | _ENVIRONMENT
                 done = subprocess.run(
-                    command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False, env=self.environment
+                    command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False, env=environment
                 )
             except subprocess.TimeoutExpired:
                 done = subprocess.CompletedProcess(command, -1, "", f"stuck: no end within {TIMEOUT_S:g} s\n")
@@ -195,34 +196,34 @@ class Simulation:
         return bytes(header) + b"".join(bytes(self._encode_call(call)) for call in calls) + data
 
     def _encode_call(self, call: Call) -> _Call:
-        whole = len(call.counts) == 1
-        encoded = _Call(
-            **{name: getattr(call, name) for name in _SAME},
-            kernel=self.first_kernel + call.kernel,
-            threads=call.shape.threads,
-            chunk=call.shape.chunk,
-            shared_nbytes=self.scratch.shared_nbytes,
-            capacity=self.scratch.capacity,
-            absent=sum(1 << rank for rank in call.absent),
-            twice=sum(1 << rank for rank in call.twice),
-            numel=sum(call.counts),
-            operand_nbytes=sum(len(_padded(x)) for x in call.operands),
-        )
-        ends = accumulate((len(_padded(x)) for x in call.operands), initial=0)
-        for at, (operand, offset) in enumerate(zip(call.operands, ends, strict=False)):
-            encoded.operand_offset[at] = offset if isinstance(operand, torch.Tensor) else _place(operand)
-        for at, scalar in enumerate(call.scalars):
-            encoded.scalar[at] = scalar
-        for rank, x in enumerate(call.inputs):
-            encoded.blocks[rank] = call.blocks[rank] if call.blocks else call.shape.blocks
-            encoded.input_nbytes[rank], encoded.output_nbytes[rank] = x.nbytes, call.output_nbytes[rank]
-            encoded.input_offset[rank] = encoded.output_offset[rank] = call.offset
-            encoded.fingerprint[rank] = call.fingerprints[rank] if call.fingerprints else 1
-        for rank, begin in enumerate(() if whole else tuple(accumulate(call.counts, initial=0))[:-1]):
-            encoded.begin[rank], encoded.count[rank] = begin, call.counts[rank]
-            if call.in_place and self.algorithm.op == "allgather":
-                encoded.input_offset[rank] += begin * call.inputs[rank].itemsize
-        return encoded
+        alike = {name: getattr(call, name) for name, *_ in _Call._fields_ if hasattr(call, name)}
+        ranks, nbytes = len(call.inputs), [len(_padded(x)) for x in call.operands]
+        operands = zip(call.operands, accumulate(nbytes, initial=0), strict=False)
+        parts = call.counts if len(call.counts) > 1 else ()
+        begin = tuple(accumulate(parts, initial=0))[: len(parts)]
+        is_part = call.in_place and self.algorithm.op == "allgather"
+        skipped = [at * x.itemsize for at, x in zip(begin, call.inputs, strict=False)] if is_part else [0] * ranks
+        own = {
+            "kernel": self.first_kernel + call.kernel,
+            "threads": call.shape.threads,
+            "chunk": call.shape.chunk,
+            "shared_nbytes": self.scratch.shared_nbytes,
+            "capacity": self.scratch.capacity,
+            "absent": sum(1 << rank for rank in call.absent),
+            "twice": sum(1 << rank for rank in call.twice),
+            "blocks": call.blocks or (call.shape.blocks,) * ranks,
+            "numel": sum(call.counts),
+            "begin": begin,
+            "count": parts,
+            "input_nbytes": tuple(x.nbytes for x in call.inputs),
+            "operand_nbytes": sum(nbytes),
+            "operand_offset": tuple(at if isinstance(x, torch.Tensor) else _place(x) for x, at in operands),
+            "scalar": call.scalars,
+            "input_offset": tuple(call.offset + nbytes for nbytes in skipped),
+            "output_offset": (call.offset,) * ranks,
+            "fingerprint": call.fingerprints or (1,) * ranks,
+        }
+        return _Call(**alike | own)
 
     def _decode(self, raw: bytes, calls: Sequence[Call]) -> list[Outcome]:
         outcomes, at, failing = [], 0, sum(bool(call.absent) for call in calls)
@@ -278,9 +279,10 @@ def _included(file: Path) -> set[str]:
     return direct.union(*map(_included, found))
 
 
-class _Case(ctypes.Structure):
-    """Mirrors Case in sources/run.cpp."""
+# ---- the files of a case; Simulation, Call and Outcome say what the fields mean --------------------------------------
 
+
+class _Case(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_uint32) for name in ("world_size", "calls", "fill", "epoch", "has_pad")),
         *((name, ctypes.c_uint32) for name in ("busy", "aborted", "suspended", "room", "communicators")),
@@ -289,8 +291,6 @@ class _Case(ctypes.Structure):
 
 
 class _Outcome(ctypes.Structure):
-    """Mirrors the first bytes of a rank that write_results in sources/run.cpp writes."""
-
     _fields_ = [
         *((name, Record) for name in ("record", "seen")),
         *((name, ctypes.c_uint32) for name in ("broken_guards", "unmarked_polls", "released_polls", "sent_nbytes")),
@@ -298,14 +298,7 @@ class _Outcome(ctypes.Structure):
     ]
 
 
-# What Call and _Call have alike.
-_SAME = ("cluster", "waits", "in_place", "feeds_back", "errors_at", "places", "next_blocks", "timeout_ns", "late_ns")
-_SAME += ("seed", "columns", "skipped")
-
-
 class _Call(ctypes.Structure):
-    """Mirrors Call in sources/run.cpp."""
-
     _fields_ = [
         *((name, ctypes.c_uint32) for name in ("kernel", "threads", "shared_nbytes", "capacity", "chunk")),
         *((name, ctypes.c_uint32) for name in ("cluster", "waits", "in_place", "absent", "twice")),
@@ -320,3 +313,18 @@ class _Call(ctypes.Structure):
         ("scalar", ctypes.c_float * MAX_ARGUMENTS),
         *((name, ctypes.c_uint32 * MAX_RANKS) for name in ("input_offset", "output_offset", "fingerprint")),
     ]
+
+
+_IN_CPP = {ctypes.c_uint32: "u32", ctypes.c_uint64: "u64", ctypes.c_float: "float", Record: "Record"}
+
+
+def structures() -> str:
+    """Returns the C++ text of Case, Call and Outcome: the file case.hpp."""
+    text = ""
+    for structure in (_Case, _Call, _Outcome):
+        text += f"struct {structure.__name__.removeprefix('_')} {{\n"
+        for name, kind in cast("Any", structure)._fields_:
+            count = getattr(kind, "_length_", 0)
+            text += f"  {_IN_CPP[kind._type_ if count else kind]} {name}{f'[{count}]' if count else ''}{{}};\n"
+        text += "};\n"
+    return f'#pragma once\n#include "device/arguments.cuh"\nnamespace simulator {{\n{text}}}\n'

@@ -73,7 +73,7 @@ class Subject:
     def fitting(self, numels: Sequence[int], world_size: int, dtype: torch.dtype) -> list[int]:
         """Returns the elements of a tensor, or of the largest part, that the algorithm takes."""
         limit = self.algorithm.row.limit(world_size) if self.is_from_outside else None
-        return [one for one in numels if limit is None or one * dtype.itemsize <= limit]
+        return [numel for numel in numels if limit is None or numel * dtype.itemsize <= limit]
 
     def takes(self, dtype: torch.dtype) -> bool:
         return self.moves_bytes or dtype in self.algorithm.row.dtypes
@@ -97,18 +97,18 @@ def find(name: str | Algorithm) -> Subject:
     if name not in ALGORITHMS:
         raise ValueError(f"algorithm must be one of {', '.join(ALGORITHMS)}, or be loaded; got {str(name)!r}")
     algorithm = Algorithm(name)
-    variants = tuple(one for one in algorithm.row.variants if one != TUPLE_VARIANT)
+    variants = tuple(variant for variant in algorithm.row.variants if variant != TUPLE_VARIANT)
     return Subject(algorithm, variants, _SPECIFICATIONS[algorithm.op])
 
 
 def _of_row(row: Row) -> Specification:
     """Returns the specification of an algorithm from outside: its own, or that of its op."""
-    own = row.specification
-    if own is None:
+    specification = row.specification
+    if specification is None:
         return _SPECIFICATIONS[row.op]
 
     def specify(xs: Sequence[torch.Tensor], counts: Sequence[int]) -> Sequence[torch.Tensor]:
-        found = own([x.clone() for x in xs])  # it may overwrite its arguments
-        return [found] * len(xs) if isinstance(found, torch.Tensor) else found
+        results = specification([x.clone() for x in xs])  # it may overwrite its arguments
+        return [results] * len(xs) if isinstance(results, torch.Tensor) else results
 
     return specify

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from graphar.numerics.codec_reference import Noise, decode, encode, error_of_wire
+from graphar.numerics import codec_reference
+from graphar.numerics.codec_reference import Noise, decode, encode, error_of_wire, random_halves
 from graphar.numerics.codecs import BITS, BUCKET_SIZES, FP8, NAMES, SCALE_DTYPES, TILE_NUMEL, Codec
 from graphar.numerics.codecs import codec as named
 from graphar.numerics.dtypes import TYPE_NAMES
@@ -54,12 +55,33 @@ def special(numel: int) -> torch.Tensor:
     return x
 
 
-def inputs(dtype: torch.dtype) -> list[torch.Tensor]:
+def beside_the_middle(codec: Codec) -> torch.Tensor:
+    """Values whose products with 1 / scale, and random number, lie so near to the middle that fp32 rounds to it."""
+    buckets = normal(1, 5 * TILE_NUMEL, torch.float32).view(-1, codec.bucket_size)
+    buckets[:, 0], buckets[:, 1] = 5.3, -5.3
+    scale, zero, _ = codec_reference._scales(buckets, codec)
+    scale, zero = scale[:, None], torch.zeros(1, 1) if zero is None else zero[:, None]
+    halves, inverse = torch.full(buckets.shape, 1 << 15), 1 / scale
+    if codec.rounding == "stochastic":
+        inverse = inverse * (1 - 2.0**-20)
+        halves = random_halves(buckets.numel(), Noise(SEED, CALL, 0)).view(buckets.shape).long() + (1 << 15)
+    if codec.is_float:
+        bits = (torch.arange(buckets.numel()).view(buckets.shape) % 100 + 8 << 20) + (1 << 20) - 16 * halves - 4
+        hard = bits.int().view(torch.float32) * 2.0**120 / inverse
+    else:
+        codes = ((buckets - zero) * inverse).floor() + 1 - halves.double() * 2.0**-16
+        hard = (codes / inverse.double() + zero.double()).float().clamp(-5.25, 5.25)
+    buckets[:, 2:] = hard[:, 2:]
+    return buckets.flatten()
+
+
+def inputs(codec: Codec, dtype: torch.dtype) -> list[torch.Tensor]:
     whole = 5 * TILE_NUMEL
     clean = normal(3, whole, dtype)
     clean[700] = torch.inf
     clean[2500] = torch.nan
-    return [clean, special(whole - 5).to(dtype), bit_patterns(2, whole - 1, dtype), normal(1, 1, dtype)]
+    hard = beside_the_middle(codec).to(dtype)
+    return [clean, special(whole - 5).to(dtype), bit_patterns(2, whole - 1, dtype), normal(1, 1, dtype), hard]
 
 
 @pytest.fixture(scope="module")
@@ -80,18 +102,15 @@ def test_the_wire_what_it_decodes_to_and_the_error_are_the_specifications(codec,
     first = len(KERNELS) * (CODECS.index(codec) * len(DTYPES) + DTYPES.index(dtype))
     simulation = Simulation(program, Algorithm.ONE_SHOT_PUSH, 1, Scratch(0, 128, 0), first, 0, CALL)
     warp = Config(Algorithm.ONE_SHOT_PUSH, 1, 32)
-    wires = [encode(x, codec, Noise(SEED, CALL, 0)) for x in inputs(dtype)]
-    numels = [x.numel() for x in inputs(dtype)]
+    xs = inputs(codec, dtype)
+    wires = [encode(x, codec, Noise(SEED, CALL, 0)) for x in xs]
+    numels = [x.numel() for x in xs]
     values = [decode(wire, codec)[:n].to(dtype) for wire, n in zip(wires, numels, strict=True)]
     encodings = [
-        Call(0, warp, [x], (n,), (wire.numel(),), seed=SEED)
-        for x, n, wire in zip(inputs(dtype), numels, wires, strict=True)
+        Call(0, warp, [x], (n,), (wire.numel(),), seed=SEED) for x, n, wire in zip(xs, numels, wires, strict=True)
     ]
     decodings = [Call(1, warp, [wire], (n,), (n * dtype.itemsize,)) for wire, n in zip(wires, numels, strict=True)]
-
-    differences = [
-        Call(2, warp, [x], (n,), (n * dtype.itemsize,), seed=SEED) for x, n in zip(inputs(dtype), numels, strict=True)
-    ]
+    differences = [Call(2, warp, [x], (n,), (x.nbytes,), seed=SEED) for x, n in zip(xs, numels, strict=True)]
 
     (outcome,) = simulation.run(encodings + decodings + differences)
 
@@ -99,6 +118,6 @@ def test_the_wire_what_it_decodes_to_and_the_error_are_the_specifications(codec,
     assert [int((mine != wire).sum()) for mine, wire in zip(sent, wires, strict=True)] == [0] * len(wires)
     expected = [with_canonical_nan(x).view(torch.uint8) for x in values]
     assert [int((mine != x).sum()) for mine, x in zip(received, expected, strict=True)] == [0] * len(wires)
-    taken = [error_of_wire(*pair, codec) for pair in zip(inputs(dtype), wires, strict=True)]
+    taken = [error_of_wire(*pair, codec) for pair in zip(xs, wires, strict=True)]
     assert [int((mine != x.view(torch.uint8)).sum()) for mine, x in zip(errors, taken, strict=True)] == [0] * len(wires)
     assert outcome.broken_guards == 0

@@ -32,12 +32,19 @@ def with_odd(count: int) -> torch.Tensor:
     return tile
 
 
+def every_exponent() -> torch.Tensor:
+    """Rows of 256 elements, in each of which three elements in 128 have one exponent, and the others all exponents."""
+    exponents = torch.arange(256, dtype=torch.int16) << 7
+    return torch.stack([torch.where(torch.arange(256) % 128 < 3, one | 0x7F, exponents) for one in exponents])
+
+
 INPUTS = {
     "six and seven odd elements": torch.cat([with_odd(6), with_odd(7)]),
     "normal": normal(1, 3 * TILE + 5, torch.bfloat16),
     "far apart": far_apart(2, 20 * TILE - 1, torch.bfloat16),
     "any bits": bit_patterns(3, 5 * TILE + 1023, torch.bfloat16),
     "tiles that fit and tiles that do not": in_turns(0, 40 * TILE + 513, torch.bfloat16),
+    "every exponent beside every other": every_exponent().flatten().view(torch.bfloat16),
     "one element": normal(4, 1, torch.bfloat16),
 }
 

@@ -1,4 +1,5 @@
-// The kernels that a program has, in the order in which a case numbers them; build.py writes their list.
+// The kernels that a program has, in the order in which a case numbers them; build.py writes their list. All are called
+// with Arguments. A kernel that takes others gets what it lacks from the epilogue of these.
 #pragma once
 #include <algorithm>
 #include <cstring>
@@ -7,10 +8,13 @@
 
 extern void (*const kernels[])(Arguments);
 
-// A kernel that takes TupleArguments, as one of the table. A call gives it the bytes of a row of each tensor as numbers of
-// an epilogue. The tensors follow one another in input and output, without gaps, so they begin at any byte.
-template <auto kernel>
-void with_tuple(Arguments a) {
+namespace simulator {
+
+inline void call(void (*kernel)(Arguments), Arguments a) { kernel(a); }
+
+// A call gives the bytes of a row of each tensor as numbers of the epilogue. The tensors follow one another in input and
+// output, without gaps, so they begin at any byte.
+inline void call(void (*kernel)(TupleArguments), Arguments a) {
   TupleArguments all{};
   static_cast<Arguments&>(all) = a;
   u64 row_nbytes = 0, whole_rows = 0;
@@ -30,10 +34,8 @@ void with_tuple(Arguments a) {
   kernel(all);
 }
 
-// A kernel that takes ExchangeArguments, as one of the table. A call gives it what follows Arguments, of rank by rank, as
-// the first tensor of an epilogue.
-template <auto kernel>
-void with_exchange(Arguments a) {
+// A call gives what follows Arguments, of rank by rank, as the first tensor.
+inline void call(void (*kernel)(ExchangeArguments), Arguments a) {
   constexpr size_t nbytes = sizeof(ExchangeArguments) - sizeof(Arguments);
   ExchangeArguments all{};
   static_cast<Arguments&>(all) = a;
@@ -41,18 +43,15 @@ void with_exchange(Arguments a) {
   kernel(all);
 }
 
-// A kernel that takes NormArguments, as one of the table. A call gives it residual, weight, sums, and its scale or scales
-// as the tensors of an epilogue, and eps and the weight's offset as numbers of it.
-template <auto kernel, bool takes_scale>
-void with_norm(Arguments a) {
+// A call gives residual, weight, sums, and the scale or scales as tensors, and eps and the weight's offset as numbers.
+inline void call(void (*kernel)(NormArguments), Arguments a) {
   NormArguments all{};
   static_cast<Arguments&>(all) = a;
   const auto written = [&](int i) { return const_cast<void*>(a.epilogue.tensor[i]); };
   all.residual = a.epilogue.tensor[0];
   all.weight = a.epilogue.tensor[1];
   all.summed = written(2);
-  all.scale = takes_scale ? static_cast<const float*>(a.epilogue.tensor[3]) : nullptr;
-  all.scales = takes_scale ? nullptr : static_cast<float*>(written(3));
+  all.scale = all.scales = static_cast<float*>(written(3));  // a kernel uses one of them
   all.columns = a.epilogue.columns;
   all.skipped = a.epilogue.skipped;
   all.eps = a.epilogue.scalar[0];
@@ -61,11 +60,10 @@ void with_norm(Arguments a) {
   kernel(all);
 }
 
-// A kernel that takes NormGradientArguments, as one of the table. A call gives it the gradient of normed rows as input,
-// that of rows (the input: none), the rows, the weight and the groups as tensors of an epilogue; and eps, the weight's
-// offset, and how many rows and groups there are as its numbers. The output is the gradient of rows, or of the weight.
-template <auto kernel>
-void with_norm_gradients(Arguments a) {
+// A call gives the gradient of normed rows as input, that of rows (the input: none), the rows, the weight and the groups
+// as tensors; and eps, the weight's offset, and how many rows and groups there are as numbers. The output is the gradient
+// of rows, or of the weight.
+inline void call(void (*kernel)(NormGradientArguments), Arguments a) {
   const auto& [tensor, scalar, columns, skipped, first_row, first_col, pitch] = a.epilogue;
   NormGradientArguments all{};
   all.of_normed = a.input;
@@ -84,10 +82,9 @@ void with_norm_gradients(Arguments a) {
   kernel(all);
 }
 
-// A kernel that takes LossArguments, as one of the table. A call gives it their bytes as the tensor of an epilogue. Each
-// address is there an offset in the input, or in the output if bit 62 is set, plus one; 0: null.
-template <auto kernel>
-void with_loss(Arguments a) {
+// A call gives the bytes of LossArguments as the tensor. Each address is there an offset in the input, or in the output
+// if bit 62 is set, plus one; 0: null.
+inline void call(void (*kernel)(LossArguments), Arguments a) {
   LossArguments all;
   std::memcpy(&all, a.epilogue.tensor[0], sizeof all);
   const auto place = [&](auto& pointer) {
@@ -100,3 +97,11 @@ void with_loss(Arguments a) {
   place(all.state), place(all.entropy), place(all.top1), place(all.total), place(all.upstream), place(all.gradient);
   kernel(all);
 }
+
+// A kernel as one of the table.
+template <auto kernel>
+void entry(Arguments a) {
+  call(kernel, a);
+}
+
+}  // namespace simulator

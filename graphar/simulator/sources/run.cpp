@@ -1,5 +1,5 @@
 // Runs a case: calls of one algorithm's kernels on every rank. Reads it from the first file, and writes what came out to
-// the second; simulation.py makes the one and reads the other. Exits with 0 if every call came to an end.
+// the second; simulation.py makes the one and reads the other, and case.hpp. Exits with 0 if every call came to an end.
 //
 // The third file has the number of the scheduler's step, however the run ends, and where the ranks' memory lies. With a
 // number after it, the run prints what the threads did last before the step of this number, and ends there.
@@ -16,6 +16,7 @@
 #include <string_view>
 #include <vector>
 
+#include "case.hpp"
 #include "device/ptx/ptx.cuh"
 #include "kept.hpp"
 #include "kernels.hpp"
@@ -24,39 +25,7 @@
 
 namespace {
 
-// Mirrored in simulation.py.
-struct Case {
-  u32 world_size, calls, fill, epoch, has_pad;
-  u32 busy, aborted;  // whether other calls already run, and whether a call of another algorithm has given up
-  u32 suspended;      // whether counters are those of a suspended communicator's guard, and scratch is only read
-  u32 room;           // places for blocks on each GPU
-  u32 communicators;  // of the same ranks, which all make the calls; each has its own scratch
-  u64 seed, scratch_nbytes, tensor_nbytes;
-};
-
-struct Call {
-  u32 kernel, threads, shared_nbytes, capacity, chunk;
-  u32 cluster;  // blocks of one
-  u32 waits;    // whether it waits for the kernel before
-  u32 in_place;
-  u32 absent;      // ranks that do not take part, a bit for each
-  u32 twice;       // ranks that also launch it on a second stream, which waits for nothing
-  u32 feeds_back;  // whether the final content of the input is a result, too
-  u32 errors_at;   // the bytes in the input after which it has the rounding errors of earlier calls
-  u32 places;       // that a block takes
-  u32 next_blocks;  // of a kernel that is launched early behind it, and waits for it
-  u32 blocks[max_ranks];
-  u64 numel, timeout_ns, seed;
-  u64 late_ns;  // by which the last rank is late
-  u64 begin[max_ranks], count[max_ranks];
-  u64 input_nbytes[max_ranks], output_nbytes[max_ranks];
-  u64 operand_nbytes;  // of all tensors of the epilogue, each padded to 16 bytes; every rank has a copy of them
-  u64 operand_offset[max_operands];  // all ones: the input; highest bit set: an offset in the output
-  u64 columns, skipped;
-  float scalar[max_operands];
-  u32 input_offset[max_ranks], output_offset[max_ranks];
-  u32 fingerprint[max_ranks];
-};
+using simulator::Call, simulator::Case, simulator::Outcome;
 
 constexpr size_t guard_nbytes = 128;
 constexpr u64 apart_ns = 10'000'000;  // between the launches of two communicators on one GPU
@@ -96,13 +65,10 @@ class Region {
 };
 
 // A rank of one communicator.
-struct Rank {
+struct Rank : Outcome {
   Region scratch, input, output;
   Counters counters{};
-  Record record{}, seen{};  // seen: the record at the moment when it gets a kind
   u32 abort = 0;
-  u32 broken_guards = 0, unmarked_polls = 0, released_polls = 0, sent_nbytes = 0;
-  u64 gave_up_at = 0;  // the step at which the record gets a kind
   std::vector<u64> ended_at;  // by call, the step
   std::vector<u64> scratch_hashes;  // after each call with an absent rank, once it has ended on all ranks
   std::vector<std::string> inputs, operands, results;  // by call
@@ -345,7 +311,7 @@ void look() {
   shown[0] = simulator::step_number();
   look_at_records();
   if (last_step == 0 || simulator::step_number() < last_step) return;
-  std::fputs(simulator::last_steps(the_case.world_size).c_str(), stderr);
+  std::fputs(simulator::last_steps().c_str(), stderr);
   std::_Exit(0);
 }
 
@@ -365,11 +331,7 @@ void show_in(const char* path) {
 void write_results(const char* path) {
   std::ofstream file(path, std::ios::binary);
   for (const Rank& rank : ranks) {
-    for (const Record& record : {rank.record, rank.seen})
-      file.write(reinterpret_cast<const char*>(&record), sizeof(Record));
-    for (const u32 count : {rank.broken_guards, rank.unmarked_polls, rank.released_polls, rank.sent_nbytes})
-      file.write(reinterpret_cast<const char*>(&count), sizeof count);
-    file.write(reinterpret_cast<const char*>(&rank.gave_up_at), sizeof(u64));
+    file.write(reinterpret_cast<const char*>(static_cast<const Outcome*>(&rank)), sizeof(Outcome));
     file.write(reinterpret_cast<const char*>(rank.ended_at.data()), rank.ended_at.size() * sizeof(u64));
     file.write(reinterpret_cast<const char*>(rank.scratch_hashes.data()), rank.scratch_hashes.size() * sizeof(u64));
     for (const std::string& result : rank.results) file.write(result.data(), result.size());

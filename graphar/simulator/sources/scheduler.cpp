@@ -12,7 +12,6 @@
 #include "generator.hpp"
 #include "kept.hpp"
 #include "sanitizers.hpp"
-#include "stores.hpp"
 #include "views.hpp"
 
 namespace simulator {
@@ -21,6 +20,7 @@ namespace {
 constexpr size_t stack_nbytes = 256 << 10;
 constexpr size_t static_shared_nbytes = 16 << 10;
 constexpr size_t alignment = 128;
+constexpr size_t most_pending = 256;  // stores
 constexpr uint64_t step_ns = 100;
 constexpr uint32_t longest_pause = 512;  // steps between two loads of a thread that looks for something
 // A wait begins with its first look at the clock and ends with the last one. Between two looks are 1,024 times
@@ -66,6 +66,15 @@ struct Fiber : Thread {
   unsigned loads_in_a_row = 0;
 };
 
+// A relaxed store on its way: visible late and in any order, but for those of one thread to one address.
+struct Store {
+  Fiber* owner;
+  void* address;
+  uint64_t value;
+  uint32_t nbytes;
+  Reach reach = of_thread;
+};
+
 struct Sleeper {
   uint64_t wakes;
   Fiber* fiber;
@@ -78,7 +87,7 @@ Vector<unsigned> free_places;     // by rank: for blocks
 Vector<Vector<Launch*>> begun;    // by rank
 Vector<Fiber*> runnable;
 Vector<Sleeper> sleeping;  // a heap
-Stores<Fiber> pending;
+Vector<Store> pending;
 Vector<void*> free_stacks;
 Fiber* current;
 Context scheduler_context;
@@ -116,6 +125,46 @@ void wake_all(Vector<Fiber*>& fibers) {
     runnable.push_back(fiber);
   }
   fibers.clear();
+}
+
+// ---- pending stores -------------------------------------------------------------------------------------------------
+
+template <class Word>
+void store_relaxed(Word* address, Word value, void (*as_observed)(volatile Word*, Word, int)) {
+  if (as_observed)
+    as_observed(address, value, order_relaxed);
+  else
+    __atomic_store_n(address, value, __ATOMIC_RELAXED);
+}
+
+void perform(size_t at) {
+  const Store store = pending[at];
+  pending[at] = pending.back();
+  pending.pop_back();
+  const As as(store.owner->views.of[generic]);
+  if (store.nbytes == 4)
+    store_relaxed(static_cast<int*>(store.address), int(store.value), __tsan_atomic32_store);
+  else
+    store_relaxed(static_cast<long long*>(store.address), static_cast<long long>(store.value), __tsan_atomic64_store);
+}
+
+void perform_one() {
+  if (!pending.empty()) perform(random(pending.size()));
+}
+
+template <class Choose>
+void perform_where(Choose choose) {
+  for (size_t at = 0; at < pending.size();)
+    if (choose(pending[at]))
+      perform(at);
+    else
+      ++at;
+}
+
+bool has_reached_this_thread(const Store& store) {
+  if (store.owner == current) return true;
+  if (store.owner->home != current->home) return false;
+  return store.reach == of_block || (store.reach == of_warp && store.owner->thread.x / 32 == current->thread.x / 32);
 }
 
 // ---- switching ------------------------------------------------------------------------------------------------------
@@ -324,12 +373,6 @@ bool everything_is_complete() {
   return true;
 }
 
-bool has_reached_this_thread(const Stores<Fiber>::Store& store) {
-  if (store.owner == current) return true;
-  if (store.owner->home != current->home) return false;
-  return store.reach == of_block || (store.reach == of_warp && store.owner->thread.x / 32 == current->thread.x / 32);
-}
-
 // A rank stands still for a while: hosts and GPUs are never in step.
 void perhaps_freeze_a_rank() {
   if (!chance(4096)) return;
@@ -360,23 +403,32 @@ void step_after_load() {
 void (*look_at_store)(const void* address, uint32_t nbytes) = [](const void*, uint32_t) {};
 void post(void* address, uint64_t value, uint32_t nbytes) {
   look_at_store(address, nbytes);
-  pending.add({current, address, value, nbytes});
+  const Store store{current, address, value, nbytes};
+  // One of the same thread to the same address that is still pending will be seen by nobody.
+  for (Store& older : pending)
+    if (older.owner == current && older.address == address) return void(older = store);
+  if (pending.size() == most_pending) perform_one();
+  pending.push_back(store);
 }
-bool find_own(const void* address, uint64_t& value) { return pending.find(current, address, value); }
+bool find_own(const void* address, uint64_t& value) {
+  for (const Store& store : pending)
+    if (store.owner == current && store.address == address) {
+      value = store.value;
+      return true;
+    }
+  return false;
+}
 void make_own_visible() {
-  pending.perform_where([](const auto& store) { return store.owner == current; });
+  perform_where([](const Store& store) { return store.owner == current; });
 }
 void make_visible_at(const void* address) {
-  pending.perform_where([=](const auto& store) { return store.owner == current && store.address == address; });
+  perform_where([=](const Store& store) { return store.owner == current && store.address == address; });
 }
 void extend_reach(Reach reach) {
-  pending.visit([=](auto& store) {
+  for (Store& store : pending)
     if (has_reached_this_thread(store) && store.reach < reach) store.reach = reach;
-  });
 }
-void make_released_visible() {
-  pending.perform_where([](const auto& store) { return has_reached_this_thread(store); });
-}
+void make_released_visible() { perform_where(has_reached_this_thread); }
 
 bool block_barrier(bool vote, void (*pump)()) {
   return pass(current->home->barrier, vote, pump, "a barrier of the block");
@@ -420,6 +472,7 @@ void wait_for_previous_kernel(void (*pump)()) {
 End run(const std::vector<std::vector<Kernel>>& streams, int ranks, unsigned room, uint64_t seed, uint64_t patience_ns,
         void (*look)()) {
   generator.seed(seed);
+  pending.reserve(most_pending);
   runnable.reserve(1 << 16);
   sleeping.reserve(1 << 16);
   if (__tsan_get_current_fiber) scheduler_observer = __tsan_get_current_fiber();
@@ -438,7 +491,7 @@ End run(const std::vector<std::vector<Kernel>>& streams, int ranks, unsigned roo
   for (steps = 0; steps < most_steps && is_patient(); ++steps) {
     perhaps_freeze_a_rank();
     look();
-    if (chance(2)) pending.perform_one();
+    if (chance(2)) perform_one();
     Fiber* fiber = pick();
     if (fiber == nullptr) {
       if (everything_is_complete()) return complete;

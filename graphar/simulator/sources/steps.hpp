@@ -44,7 +44,7 @@ inline bool are_noted = false;  // a run that nobody asks for its last steps not
 void note(Step::Kind kind, const char* what, const void* address = nullptr, uint32_t nbytes = 0, uint64_t low = 0,
           uint64_t high = 0);
 
-// The last steps by rank, in words. Addresses outside of shared memory are numbers in angle brackets.
-std::string last_steps(int ranks);
+// The last steps of all threads of calls, a line each. sanitizer_report.py reads them.
+std::string last_steps();
 
 }  // namespace simulator

@@ -283,57 +283,47 @@ inline Word load_word(const Word* address) {
   return __atomic_load_n(address, __ATOMIC_RELAXED);
 }
 
-// Performs accesses in a random order. Other threads may run between them.
-template <int Count, class Visit>
-inline void visit_words(Visit visit) {
-  if (Count == 1) return visit(0);
-  const u32 first = simulator::random(Count), step = simulator::random(2) ? 1 : Count - 1;
-  for (int i = 0; i < Count; ++i) {
-    visit((first + i * step) % Count);
+// The accesses that a relaxed one is made of, none of which is ever torn: words, or halves of 8 bytes.
+template <class V>
+struct Parts {
+  using Part = u64;
+};
+template <int Count>
+struct Parts<Words<Count>> {
+  using Part = u32;
+};
+
+// Visits the parts of a V in a random order. Other threads may run between two of them.
+template <class V, class Visit>
+inline void visit_parts(Visit visit) {
+  constexpr u32 count = sizeof(V) / sizeof(typename Parts<V>::Part);
+  if (count == 1) return visit(0);
+  const u32 first = simulator::random(count), step = simulator::random(2) ? 1 : count - 1;
+  for (u32 i = 0; i < count; ++i) {
+    visit((first + i * step) % count);
     if (simulator::random(16) == 0) simulator::step();
   }
 }
 }  // namespace twin
 
-template <int Count>
-Words<Count> load_relaxed_sys(const Words<Count>* address) {
-  Words<Count> v;
-  twin::visit_words<Count>([&](int w) { v.word[w] = twin::load_word(&address->word[w]); });
+template <class V>
+V load_relaxed_sys(const V* address) {
+  using Part = typename twin::Parts<V>::Part;
+  V v;
+  twin::visit_parts<V>([&](u32 i) {
+    reinterpret_cast<Part*>(&v)[i] = twin::load_word(reinterpret_cast<const Part*>(address) + i);
+  });
   twin::note_load("load_relaxed_sys", address, v);
-  Count == 4 ? twin::after_poll() : twin::after_load();
+  sizeof(V) == 16 ? twin::after_poll() : twin::after_load();
   return v;
 }
 
-template <int Count>
-void store_relaxed_sys(Words<Count>* address, const Words<Count>& v) {
-  twin::visit_words<Count>([&](int w) { simulator::post(&address->word[w], v.word[w], 4); });
-  twin::note_store("store_relaxed_sys", address, v);
-  twin::after_access();
-}
-
-inline Pair load_relaxed_sys(const Pair* address) {
-  Pair p;
-  twin::visit_words<2>([&](int h) { p.half[h] = twin::load_word(&address->half[h]); });
-  twin::note_load("load_relaxed_sys", address, p);
-  twin::after_poll();
-  return p;
-}
-
-inline void store_relaxed_sys(Pair* address, const Pair& p) {
-  twin::visit_words<2>([&](int h) { simulator::post(&address->half[h], p.half[h], 8); });
-  twin::note_store("store_relaxed_sys", address, p);
-  twin::after_access();
-}
-
-inline u64 load_relaxed_sys(const u64* address) {
-  const u64 v = twin::load_word(address);
-  twin::note_load("load_relaxed_sys", address, v);
-  twin::after_load();
-  return v;
-}
-
-inline void store_relaxed_sys(u64* address, u64 v) {
-  simulator::post(address, v, 8);
+template <class V>
+void store_relaxed_sys(V* address, const std::type_identity_t<V>& v) {
+  using Part = typename twin::Parts<V>::Part;
+  twin::visit_parts<V>([&](u32 i) {
+    simulator::post(reinterpret_cast<Part*>(address) + i, reinterpret_cast<const Part*>(&v)[i], sizeof(Part));
+  });
   twin::note_store("store_relaxed_sys", address, v);
   twin::after_access();
 }

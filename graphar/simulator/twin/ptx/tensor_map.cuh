@@ -77,14 +77,8 @@ inline void tensor_load(void* shared, const TensorMap& map, u32 x, u32 y, Mbarri
     if ((blocks >> block & 1) == 0) continue;
     twin::add_pieces(map, x, y, shared, [&](twin::Piece* piece) {
       piece->shared = twin::shared_of_block(block, piece->shared);
-      simulator::self().copies.push_back({.kind = simulator::Copy::bulk_load,
-                                          .to = nullptr,
-                                          .from = piece,
-                                          .nbytes = 0,
-                                          .read = simulator::async_global,
-                                          .written = simulator::async_shared,
-                                          .mbarrier = twin::shared_of_block(block, &loaded),
-                                          .complete = twin::Piece::load});
+      twin::issue_load(nullptr, piece, 0, simulator::async_global, twin::shared_of_block(block, &loaded),
+                       twin::Piece::load);
     });
   }
   twin::after_access();
@@ -95,16 +89,8 @@ inline void tensor_load(void* shared, const TensorMap& map, u32 x, u32 y, Mbarri
 }
 
 inline void tensor_store(const TensorMap& map, u32 x, u32 y, const void* shared) {
-  auto& me = simulator::self();
-  twin::add_pieces(map, x, y, shared, [&](const twin::Piece* piece) {
-    me.copies.push_back({.kind = simulator::Copy::bulk_store,
-                         .to = nullptr,
-                         .from = piece,
-                         .nbytes = 0,
-                         .read = simulator::async_shared,
-                         .written = simulator::async_global,
-                         .group = me.copy_groups,
-                         .complete = twin::Piece::store});
+  twin::add_pieces(map, x, y, shared, [](const twin::Piece* piece) {
+    twin::issue_store(nullptr, piece, 0, twin::Piece::store);
   });
   twin::after_access();
 }

@@ -133,17 +133,36 @@ class Mbarrier {
   std::atomic<u32> order_[2], order_of_cluster_[2];  // by phase
 };
 
+namespace twin {
+inline void issue_load(void* shared, const void* from, u32 nbytes, simulator::View read, void* loaded,
+                       void (*complete)(const simulator::Copy& copy)) {
+  simulator::self().copies.push_back({.kind = simulator::Copy::bulk_load,
+                                      .to = shared,
+                                      .from = from,
+                                      .nbytes = nbytes,
+                                      .read = read,
+                                      .written = simulator::async_shared,
+                                      .mbarrier = loaded,
+                                      .complete = complete});
+}
+
+inline void issue_store(void* global, const void* from, u32 nbytes,
+                        void (*complete)(const simulator::Copy& copy) = nullptr) {
+  simulator::self().copies.push_back({.kind = simulator::Copy::bulk_store,
+                                      .to = global,
+                                      .from = from,
+                                      .nbytes = nbytes,
+                                      .read = simulator::async_shared,
+                                      .written = simulator::async_global,
+                                      .group = simulator::self().copy_groups,
+                                      .complete = complete});
+}
+}  // namespace twin
+
 template <class Program = void>
 void bulk_load(void* shared, const void* global, u32 nbytes, Mbarrier& loaded) {
   if (!twin::has_async_proxy<Program>) std::abort();
-  simulator::self().copies.push_back({.kind = simulator::Copy::bulk_load,
-                                      .to = shared,
-                                      .from = global,
-                                      .nbytes = nbytes,
-                                      .read = simulator::async_global,
-                                      .written = simulator::async_shared,
-                                      .mbarrier = &loaded,
-                                      .complete = Mbarrier::complete});
+  twin::issue_load(shared, global, nbytes, simulator::async_global, &loaded, Mbarrier::complete);
   simulator::note(simulator::Step::load, "bulk_load", global);
   twin::after_access();
 }
@@ -152,13 +171,7 @@ template <class Program = void>
 void bulk_store(void* global, const void* shared, u32 nbytes) {
   if (!twin::has_async_proxy<Program>) std::abort();
   simulator::look_at_store(global, nbytes);
-  simulator::self().copies.push_back({.kind = simulator::Copy::bulk_store,
-                                      .to = global,
-                                      .from = shared,
-                                      .nbytes = nbytes,
-                                      .read = simulator::async_shared,
-                                      .written = simulator::async_global,
-                                      .group = simulator::self().copy_groups});
+  twin::issue_store(global, shared, nbytes);
   simulator::note(simulator::Step::store, "bulk_store", global);
   twin::after_access();
 }
@@ -167,14 +180,8 @@ void bulk_store(void* global, const void* shared, u32 nbytes) {
 inline void store_async_in_cluster(Pack* here, u32 block, const Pack& p, Mbarrier& stored) {
   u32* const kept = reinterpret_cast<u32*>(simulator::make_memory(sizeof(Pack)));
   twin::copy_as(nullptr, simulator::view(simulator::async_shared), kept, &p, sizeof p);
-  simulator::self().copies.push_back({.kind = simulator::Copy::bulk_load,
-                                      .to = twin::shared_of_block(block, here),
-                                      .from = kept,
-                                      .nbytes = sizeof(Pack),
-                                      .read = simulator::async_shared,
-                                      .written = simulator::async_shared,
-                                      .mbarrier = twin::shared_of_block(block, &stored),
-                                      .complete = Mbarrier::complete_in_cluster});
+  twin::issue_load(twin::shared_of_block(block, here), kept, sizeof(Pack), simulator::async_shared,
+                   twin::shared_of_block(block, &stored), Mbarrier::complete_in_cluster);
   twin::after_access();
 }
 
