@@ -167,7 +167,8 @@ def wrong_results(sanitizer: str, seed: int, mistake: Mutation | None = None, **
         of_rows = work._replace(terms=work.terms._replace(result="none" if work.terms.is_loss else "log_probs"))
         memory.take("results", 4 * rows)
         found = softmax.finish(partials[None], target, work.columns, of_rows.terms)
-        wanted = dict(zip(("results", "state"), found, strict=False)) | sum_of_a_row(arguments, partials[None], target, work)
+        wanted = dict(zip(("results", "state"), found, strict=False))
+        wanted |= sum_of_a_row(arguments, partials[None], target, work)
         memory.take("state", 8 * rows + 4 * ("total" in wanted))
         if "total" in wanted:
             memory.take("total", 4)
