@@ -40,7 +40,7 @@ from graphar.plan.policy import Chip
 from graphar.plan.row import Row
 from graphar.plan.scratch import MAX_BLOCKS, MAX_RANKS, NORM_ROW_PACKS, PACK_NBYTES
 from graphar.plan.tables import DEFAULT, Table
-from graphar.plan.work import MOVING, Exchange, Norm, Parts, Sum, TensorTuple
+from graphar.plan.work import MOVING, Exchange, Norm, Parts, Sum, TensorTuple, template_of
 
 _DIRECTLY = {"input": "straight from the symmetric inputs", "output": "straight into the symmetric output"}
 _COMPRESSED, _NOT_COMPRESSED = "lossless compression, chosen", "; lossless compression is off"
@@ -376,14 +376,19 @@ def needed_kernels(
             continue
         if op in norms.PREPARED:
             of, output = norms.PREPARED[op]
-            for order in ("rank", "tree") if trees and output == "like_input" else ("rank",):
-                yield from _needed_norms(facts, dtypes, of, output, order)
+            orders = ("rank", "tree") if trees and output == "like_input" else ("rank",)
+            clusters = CLUSTERS if facts.chip.has_clusters else CLUSTERS[:1]
+            for order, algorithm, dtype, cluster in itertools.product(orders, with_kernels(of), dtypes, clusters):
+                norm = Norm(of, (), 1, output, order=order, out_dtype=dtype)
+                yield Kernel(
+                    algorithm, torch.float32 if order == "tree" else dtype, template=template_of(norm, cluster)
+                )
             continue
         plain = _up_to(facts, max_nbytes, op)
         if trees and (takers := with_tree(op)):
             fitting = _fitting(takers, plain, GENERAL[op])
             for dtype, epilogue in itertools.product(dtypes, (None, *epilogues)):
-                tree = Sum(0, order="tree", out_dtype=dtype).template(1)
+                tree = template_of(Sum(0, order="tree", out_dtype=dtype))
                 for kernel in _variants(fitting, [torch.float32], symmetric, epilogue):
                     yield kernel._replace(template=tree)
         yield from _variants(plain, dtypes, symmetric)
@@ -401,15 +406,6 @@ def needed_kernels(
 def _fitting(takers: Sequence[Algorithm], plain: Sequence[Algorithm], general: Algorithm) -> list[Algorithm]:
     """Returns ``plain`` with ``general`` in place of the algorithms that are not among ``takers``."""
     return list(dict.fromkeys(algorithm if algorithm in takers else general for algorithm in plain))
-
-
-def _needed_norms(
-    facts: Facts, dtypes: Sequence[torch.dtype], op: str, output: str, order: str = "rank"
-) -> Iterator[Kernel]:
-    clusters = CLUSTERS if facts.chip.has_clusters else CLUSTERS[:1]
-    for algorithm, dtype, cluster in itertools.product(with_kernels(op), dtypes, clusters):
-        template = Norm(op, (), 1, output, order=order, out_dtype=dtype).template(cluster)
-        yield Kernel(algorithm, torch.float32 if order == "tree" else dtype, template=template)
 
 
 def _variants(

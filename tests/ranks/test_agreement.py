@@ -18,7 +18,7 @@ from graphar.plan.config import Config, Kernel
 from graphar.plan.factors import FORMATS
 from graphar.plan.matmuls import tiles_that_serve
 from graphar.plan.slices import Slice
-from graphar.plan.work import Norm, Parts, Product, Sum, TensorTuple
+from graphar.plan.work import Norm, Parts, Product, Sum, TensorTuple, template_of
 from graphar.product.fused import sources_of_tile
 from graphar.ranks import agreement
 from graphar.ranks.agreement import Fingerprints
@@ -128,7 +128,7 @@ def test_configurations_in_which_ranks_must_not_differ_have_different_words(pair
 
 EPILOGUES = [None, NEGATED, *(Pointwise("v + b[col]", (dtype,), 8) for dtype in (BF16, torch.float32))]
 CODECS = [*map(codec, ("int8", "int4", "fp8_e4m3")), Codec(4, 32, "stochastic", seed=3)]
-TREES = [Sum(8, order="tree", out_dtype=dtype).template(1) for dtype in (BF16, torch.float32)]
+TREES = [template_of(Sum(8, order="tree", out_dtype=dtype)) for dtype in (BF16, torch.float32)]
 
 
 def every_kernel():
@@ -142,11 +142,11 @@ def every_kernel():
             norms = [
                 Norm(row.op, (16,), 8, output, order=order) for output in NORM_OUTPUTS for order in ("rank", "tree")
             ]
-            ways = [{"template": norm.template(cluster)} for norm in norms for cluster in (1, 2)]
+            ways = [{"template": template_of(norm, cluster)} for norm in norms for cluster in (1, 2)]
         elif row.adds_tree:
             ways += [{"template": one} for one in TREES]
         if BYTE in row.dtypes:
-            ways.append({"template": TensorTuple((), (), ()).template(1)})
+            ways.append({"template": template_of(TensorTuple((), (), ()))})
         yield from (Kernel(algorithm, dtype, **way) for dtype in row.dtypes for way in ways)
 
 
