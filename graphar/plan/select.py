@@ -36,7 +36,7 @@ from graphar.plan.config import FALLBACK, HIERARCHICAL, Config, Kernel
 from graphar.plan.entries import by_entries, expected_quantized_us, expected_us, loaded, named_by, serving
 from graphar.plan.explanation import Explanation
 from graphar.plan.grids import CLUSTERS
-from graphar.plan.policy import Chip
+from graphar.plan.policy import Chip, LargeCallsPolicy
 from graphar.plan.row import Row
 from graphar.plan.scratch import MAX_BLOCKS, MAX_RANKS, NORM_ROW_PACKS, PACK_NBYTES
 from graphar.plan.tables import DEFAULT, Table
@@ -176,9 +176,10 @@ def _measured(call: Call[Sum | Parts | TensorTuple], facts: Facts, asked: Algori
     is_sum = isinstance(call.work, Sum)
     if is_sum and call.blocks and call.nbytes >= facts.table.beside.pipelined_from_nbytes:
         asked = asked or GENERAL[call.op]
-    suits = asked is None and _suits_compression(call, facts)
+    suits = asked is None and _suits(facts.table.lossless, COMPRESSING[call.op].row, call, facts)
     compressing = COMPRESSING[call.op] if suits and facts.lossless else None
-    copying = COPYING[call.op] if asked is None and not compressing and _suits_copies(call, facts) else None
+    copies = asked is None and not compressing and _suits(facts.table.copies, COPYING[call.op].row, call, facts)
+    copying = COPYING[call.op] if copies else None
     table = serving(facts.table, facts.world_size) if is_sum else facts.table
     entries, ranks = (table.rows[facts.world_size], facts.world_size) if is_sum else (table.parts[call.op], 1)
     taken = asked or compressing or copying
@@ -287,24 +288,16 @@ def _first_that_suits(call: Call, facts: Facts) -> Algorithm:
     return takers[-1]
 
 
-def _suits_compression(call: Call, facts: Facts) -> bool:
-    """Whether lossless compression is faster for a call, by the table, and can serve it."""
-    least = facts.table.lossless.least(call.op, facts.world_size)
-    # With few blocks the arithmetic would limit it.
-    plain = not call.work.epilogue and not call.blocks
-    return plain and call.dtype in COMPRESSING[call.op].row.dtypes and least is not None and call.nbytes >= least
-
-
-def _suits_copies(call: Call, facts: Facts) -> bool:
-    """Whether copy engines are faster for a call, by the table, and can serve it."""
-    row, least = COPYING[call.op].row, facts.table.copies.least(call.op, facts.world_size)
-    plain = not call.blocks and not _lacks(row, call.work)
-    return plain and (BYTE in row.dtypes or call.dtype in row.dtypes) and least is not None and call.nbytes >= least
+def _suits(policy: LargeCallsPolicy, row: Row, call: Call, facts: Facts) -> bool:
+    """Whether an algorithm for large calls alone is faster for a call, by the table, and can serve it."""
+    if call.blocks or _lacks(row, call.work) or not row.has_kernel_for(call.dtype):
+        return False
+    return call.nbytes >= (policy.least(call.op, facts.world_size) or math.inf)
 
 
 def _why_not(algorithm: Algorithm, call: Call, facts: Facts) -> Reason | None:
     row = algorithm.row
-    if call.dtype not in row.dtypes and BYTE not in row.dtypes:
+    if not row.has_kernel_for(call.dtype):
         return f"it has no kernel for {call.dtype}"
     if why := _why_not_here(algorithm, facts):
         return why
