@@ -283,12 +283,9 @@ def test_results_of_few_rows_are_summed_in_one_hop_or_two_by_size(world_size, ro
     assert algorithm_of(matmuls.owned_rows(rows, world_size), columns, world_size) is algorithm
 
 
-def test_with_an_epilogue_few_rows_are_summed_in_parts_too():
-    assert algorithm_of([1, 0, 0, 0], 8, epilogue=form_to_prepare("-v")) is Algorithm.MATMUL_ALLREDUCE
-
-
-def test_with_a_codec_few_rows_are_summed_in_parts_too():
-    assert algorithm_of([1, 0, 0, 0], 32, codec="int8") is Algorithm.MATMUL_ALLREDUCE
+@pytest.mark.parametrize("how", [{"epilogue": form_to_prepare("-v")}, {"codec": "int8"}])
+def test_with_an_epilogue_or_a_codec_few_rows_are_summed_in_parts_too(how):
+    assert algorithm_of([1, 0, 0, 0], 32, **how) is Algorithm.MATMUL_ALLREDUCE
 
 
 @pytest.mark.parametrize(
