@@ -43,7 +43,6 @@ from graphar.plan.tables import DEFAULT, Table
 from graphar.plan.work import MOVING, Exchange, Norm, Parts, Sum, TensorTuple, template_of
 
 _DIRECTLY = {"input": "straight from the symmetric inputs", "output": "straight into the symmetric output"}
-_COMPRESSED, _NOT_COMPRESSED = "lossless compression, chosen", "; lossless compression is off"
 
 
 def _refuse_hierarchy() -> str:
@@ -141,13 +140,9 @@ def _lacks(row: Row, work: Sum | Parts | TensorTuple | Exchange) -> Reason | Non
     return "has no kernel that adds as a tree" if work.order == "tree" and not row.adds_tree else None
 
 
-def _what_is_added(work: Sum | Parts | TensorTuple) -> str:
-    tree = _as_tree(work)
+def _what_is_added(work: Sum | Parts | Norm | TensorTuple) -> str:
+    tree = "; added as a tree" if work.order == "tree" else ""
     return f"{tree}; with the epilogue {work.epilogue.text}" if work.epilogue else tree
-
-
-def _as_tree(work: Sum | Parts | Norm | TensorTuple) -> str:
-    return "; added as a tree" if work.order == "tree" else ""
 
 
 def _hierarchical(call: Call[Sum | Parts | TensorTuple], facts: Facts) -> Choice:
@@ -188,13 +183,17 @@ def _measured(call: Call[Sum | Parts | TensorTuple], facts: Facts, asked: Algori
     else:
         config = by_entries(entries, ranks, call.nbytes, taken)
     by_size = ("a guess " if table.name == DEFAULT else "the fastest ") if is_sum else ""
-    why = f"{_COMPRESSED} " if compressing else "asked for, shaped " if asked else by_size
+    why = "lossless compression, chosen " if compressing else "asked for, shaped " if asked else by_size
     if config.algorithm.row.copies:
         adds = "" if call.op == "allgather" else f" and {config.blocks} while a rank adds"
         why = f"by copy engines, 1 block while ranks meet{adds}, {why if asked else 'chosen '}"
-    off = _NOT_COMPRESSED if suits and not compressing else ""
+    off = "; lossless compression is off" if suits and not compressing else ""
     choice = Choice(config, f"{why}{_by_table(table, call, facts)}{off}")
-    return _with_options(choice if taken else _served(*choice, entries, ranks, call, facts), call)
+    config, reason = choice if taken else _served(*choice, entries, ranks, call, facts)
+    direct = config.algorithm.row.direct
+    if direct and direct in call.symmetric:
+        config, reason = replace(config, direct=True), f"{reason}, {_DIRECTLY[direct]}"
+    return Choice(config, f"{reason}{_what_is_added(call.work)}")
 
 
 def _by_table(table: Table, call: Call, facts: Facts) -> str:
@@ -210,14 +209,6 @@ def _served(config: Config, reason: str, entries: Sequence[dict], world_size: in
         reason = f"{config.algorithm.value}, {reason}, {lacks}"
         config = by_entries(entries, world_size, call.nbytes, GENERAL[call.op])
     return Choice(config, reason)
-
-
-def _with_options(choice: Choice, call: Call) -> Choice:
-    config, reason = choice
-    can = config.algorithm.row
-    if can.direct and can.direct in call.symmetric:
-        config, reason = replace(config, direct=True), f"{reason}, {_DIRECTLY[can.direct]}"
-    return Choice(config, f"{reason}{_what_is_added(call.work)}")
 
 
 # ---- all-to-alls ----------------------------------------------------------------------------------------------------
@@ -244,7 +235,7 @@ def _exchange(call: Call[Exchange], facts: Facts) -> Choice:
 
 
 def _norm(call: Call, facts: Facts) -> Choice:
-    tree = _as_tree(call.work)
+    tree = _what_is_added(call.work)
     if facts.problem:
         return Choice(FALLBACK, f"{facts.problem}{tree}")
     what = "add_and_norm" if call.work.output == "like_input" else f"add_and_norm, {call.work.output}"
