@@ -185,9 +185,8 @@ def _check_room(op: str, world_size: int, scratch: Scratch, limit: Any, exact: b
         _check_count(f"max_nbytes of {world_size} ranks", limit, 1 << 62)
     if scratch.fill != SENTINEL:
         return
-    require(
-        limit is not None, "max_nbytes must be given for scratch with a sentinel, which takes tensors of a limited size"
-    )
+    if limit is None:
+        raise ValueError("max_nbytes must be given for scratch with a sentinel, which takes tensors of a limited size")
     pushed = (world_size - 1) * (-(-limit // world_size) if op == "allreduce" else limit)
     enough = not exact or pushed <= scratch.nbytes
     require(enough, f"scratch of {world_size} ranks has {scratch.nbytes} bytes, and peers push {pushed} or more")

@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 
 from graphar.errors import CommunicatorError, Reason, UnsupportedError
 from graphar.ranks.processes import has_ended, identify
@@ -324,7 +324,7 @@ class Alone(StoreRendezvous):
     """The rendezvous of a process that holds all ranks. It returns at once."""
 
     def __init__(self) -> None:
-        super().__init__(dist.HashStore(), "alone", 0, 1, 1.0)
+        super().__init__(HashStore(), "alone", 0, 1, 1.0)
 
 
 def _word_of(process: int) -> str:
