@@ -11,7 +11,7 @@ from graphar.plan import scratch
 from graphar.plan.algorithms import Algorithm, with_kernels
 from graphar.plan.config import Config
 from graphar.plan.entries import config_of, entry_of, fitted, measured_config
-from graphar.plan.scratch import MAX_BLOCKS, ONE_SHOT_DEPTH, WORLD_SIZES
+from graphar.plan.scratch import MAX_BLOCKS, WORLD_SIZES
 from graphar.plan.tables import Table, shipped_table
 from graphar.runtime import compiler
 from graphar.runtime.catalogue import file_of
@@ -209,15 +209,3 @@ TMA = file_of(Algorithm.TWO_SHOT_TMA)
 )
 def test_scratch_is_laid_out_by_the_constants_of_the_kernels(file, name, value):
     assert constant(file, name) == value
-
-
-@every_world_size
-def test_blocks_have_the_shared_memory_that_their_threads_and_channels_use(world_size):
-    one_shot, unstaged, tma = (
-        Algorithm(name).row.scratch(world_size) for name in ("one_shot", "one_shot_unstaged", "two_shot_tma")
-    )
-
-    assert one_shot.shared_nbytes == ONE_SHOT_DEPTH * world_size * scratch.ONE_SHOT_THREADS * 16
-    assert unstaged.shared_nbytes == 0
-    assert tma.capacity % 8 == 0  # lines of 128 bytes
-    assert tma.shared_nbytes == scratch.TMA_CHANNELS * world_size * tma.capacity * 16

@@ -59,8 +59,10 @@ CHANGES = {
     ],
     TensorTuple((BF16, torch.float32), ((4,), ()), ROWS): [
         {"dtypes": (BF16, BF16)},
-        {"rows": ((8,), ())},
-        {"sizes": (128, 127)},
+        *({"rows": rows} for rows in (((8,), ()), ((2, 2), ()), ((), (4,)))),
+        *({"sizes": sizes} for sizes in ((128, 127), (127, 128))),
+        {"dtypes": (BF16,), "rows": ((4,),)},
+        {"beside": "followed by a matmul"},
     ],
     Product("fused_allgather_matmul", ROWS, 512): [
         {"op": "fused_matmul_allreduce"},
