@@ -157,23 +157,10 @@ class Hierarchy:
         """Returns why the memory of the communicator inside this host cannot be given back."""
         return self._kernels.why_stays() if self._kernels else None
 
-    def end_work(self, keep: str | None) -> None:
-        """Ends the work of the communicators inside all hosts. Collective, and so are the next two."""
+    def in_hosts(self, what: str, step: Callable[[Any], None]) -> None:
+        """Runs a step with the engine inside each host; all ranks raise if it fails on one. Collective."""
         if self._kernels:
-            self._agree("ending all work", partial(self._kernels.end_work, keep))
-
-    def give_back(self) -> None:
-        """Gives their memory back once their work has ended."""
-        if self._kernels:
-            self._agree("giving memory back", self._kernels.give_back)
-
-    def resume(self) -> None:
-        """Brings their memory back. If that fails in one host, a second call goes on there."""
-        if self._kernels:
-            self._agree("restoring memory", self._kernels.resume)
-
-    def _agree(self, what: str, step: Callable[[], None]) -> None:
-        self._communicator.rendezvous().agree(f"{what} inside hosts", step)
+            self._communicator.rendezvous().agree(f"{what} inside hosts", partial(step, self._kernels))
 
     # ---- calls ------------------------------------------------------------------------------------------------------
 
