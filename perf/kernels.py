@@ -27,7 +27,7 @@ from graphar.plan.tiles import (
     narrow,
     skinny_tile,
 )
-from graphar.plan.work import Product, Sum
+from graphar.plan.work import Product, Sum, template_of
 from graphar.runtime.bind.loss import FORMS, PLANES, SUM_THREADS
 from graphar.runtime.catalogue import (
     GATHERING_KERNELS,
@@ -52,7 +52,7 @@ from graphar.runtime.catalogue import (
 
 # Ranks between which sums are added as a tree, and the template arguments of such kernels for each result's dtype.
 TREE_WORLD_SIZES = (2, 4, 8)
-TREES = tuple(Sum(1, order="tree", out_dtype=dtype).template(1) for dtype in TYPE_NAMES)
+TREES = tuple(template_of(Sum(1, order="tree", out_dtype=dtype)) for dtype in TYPE_NAMES)
 # Codecs that together use each template argument of each kernel at least once.
 _SPARING = (*(codec(name) for name in NAMES), Codec(4, 128, "stochastic", feedback=True))
 _ANY = (*_SPARING, Codec(8, 512, "stochastic", "minmax", torch.float32))

@@ -21,7 +21,7 @@ from graphar.plan.grids import CLUSTERS
 from graphar.plan.scratch import WORLD_SIZES
 from graphar.plan.tables import Table, shipped_table
 from graphar.plan.tiles import LAYOUTS, PARTIAL_TILES, skinny_tile
-from graphar.plan.work import Norm
+from graphar.plan.work import Norm, template_of
 from graphar.runtime import compiler
 from graphar.runtime.catalogue import (
     GATHERING_KERNELS,
@@ -221,7 +221,7 @@ def _norms_at(world_size: int) -> Iterator[KernelSource]:
         for dtype in dtypes:
             yield kernel_source(algorithm, dtype, world_size, f"{cluster}, {output}")
             if world_size in TREE_WORLD_SIZES and output == "like_input":
-                tree = Norm(algorithm.op, (), 1, order="tree", out_dtype=dtype).template(cluster)
+                tree = template_of(Norm(algorithm.op, (), 1, order="tree", out_dtype=dtype), cluster)
                 yield kernel_source(algorithm, torch.float32, world_size, tree)
 
 

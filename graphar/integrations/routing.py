@@ -31,7 +31,6 @@ from graphar.integrations.works import GrapharWork, combined
 from graphar.numerics.dtypes import TYPE_NAMES
 from graphar.plan.work import MOVING
 from graphar.ranks.cpu.transport import wait
-from graphar.ranks.group_calls import OneCall
 from graphar.runtime.checks.call_checks import LONGEST_S
 from graphar.runtime.checks.tensor_checks import check_own_memory
 from graphar.runtime.side_stream import SideStream
@@ -257,7 +256,7 @@ class Routing(_OfTorch):
         engine = self.communicator.engine
         calls = engine.without_kernels.group_calls()
         timeout_s = _seconds(opts.timeout) or _seconds(self._timeout)
-        with engine.keeping_failure(), OneCall(calls, "barrier", "barrier", "gloo", timeout_s, notes=True):
+        with engine.keeping_failure(), calls.one_call("barrier", "barrier", "gloo", timeout_s, notes=True):
             work = group.barrier(opts)
             wait([work], timeout_s)
         return work

@@ -20,7 +20,7 @@ from graphar.plan.row import MAX_THREADS, Grid, Row, Slicing
 from graphar.plan.scratch import PACK_NBYTES, Sizes, packs_a_part
 from graphar.plan.sizes import KB, MB
 from graphar.plan.tiles import GATHERED_TILES, SKINNY_TILES, SUMMED_TILES
-from graphar.plan.work import ALLGATHER_MATMUL, MATMUL_ALLREDUCE, MATMUL_REDUCESCATTER, TensorTuple
+from graphar.plan.work import ALLGATHER_MATMUL, MATMUL_ALLREDUCE, MATMUL_REDUCESCATTER, TensorTuple, template_of
 
 
 class Algorithm(StrEnum):
@@ -155,7 +155,7 @@ def add(kernel_name: str, digest: str, row: Row) -> Algorithm:
 
 MATMUL_TYPES = (torch.bfloat16, torch.float16)
 MATMUL_ARCH = "sm_90a"  # wgmma exists on Hopper only
-TUPLE_VARIANT = TensorTuple((), (), ()).template(1)
+TUPLE_VARIANT = template_of(TensorTuple((), (), ()))
 _NORM_VARIANTS = tuple(f"{cluster}, {output}" for cluster in grids.CLUSTERS for output in NORM_OUTPUTS)
 _NARROW_TO_WIDE = grids.each_of((128, 0), (256, 0), (512, 0))
 

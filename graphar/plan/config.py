@@ -12,6 +12,7 @@ from graphar.numerics.dtypes import BYTE
 from graphar.numerics.epilogues.epilogue import Pointwise
 from graphar.plan.algorithms import WITHOUT_KERNEL, Algorithm
 from graphar.plan.call import Call
+from graphar.plan.work import template_of
 
 
 @dataclass(frozen=True)
@@ -53,4 +54,4 @@ def kernel_of(config: Config, call: Call) -> Kernel:
     """Returns the kernel that a call launches."""
     element = BYTE if BYTE in config.algorithm.row.dtypes else call.dtype
     work = call.work
-    return Kernel(config.algorithm, element, config.direct, call.wire, work.epilogue, work.template(config.cluster))
+    return Kernel(config.algorithm, element, config.direct, call.wire, work.epilogue, template_of(work, config.cluster))

@@ -38,13 +38,11 @@ class Explanation:
         time = f"about {format_us(self.expected_us)} us" if self.expected_us is not None else ""
         scratch = f"; {self.scratch_nbytes / MB:.1f} MB of scratch on each GPU" if self.scratch_nbytes else ""
         detail = ", ".join(part for part in (grid, time) if part)
-        return f"{self.algorithm}{f' ({detail})' if detail else ''}: {self.reason}{self._gain()}{scratch}"
-
-    def _gain(self) -> str:
-        if self.expected_us is None or self.exact_us is None:
-            return ""
-        gain = "faster" if self.expected_us < self.exact_us else "slower"
-        return f"; {gain} than exact: about {format_us(self.expected_us)} us instead of {format_us(self.exact_us)} us"
+        gain = ""
+        if self.expected_us is not None and self.exact_us is not None:
+            word = "faster" if self.expected_us < self.exact_us else "slower"
+            gain = f"; {word} than exact: {time} instead of {format_us(self.exact_us)} us"
+        return f"{self.algorithm}{f' ({detail})' if detail else ''}: {self.reason}{gain}{scratch}"
 
 
 def format_us(us: float) -> str:

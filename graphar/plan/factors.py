@@ -14,10 +14,6 @@ from graphar.plan.tiles import LAYOUTS
 
 FORMATS = ("rows", "blocks")  # what each scale of e4m3 operands is for
 _TEMPLATES = {"rows": "RowScales", "blocks": "BlockScales"}  # classes of cuda_src/device/matmul/scaled_products.cuh
-# A skinny kernel has registers for the sums of one block of 64 rows only, and adds them while nothing is multiplied:
-# 74 us for 64 x 8192 x 14336 between two H200s, and 34 with scales of rows.
-_MOST_SKINNY_ROWS = {"blocks": 32}
-_CLUSTERED = {"blocks": 0.92}  # TileCost.clustered (H100)
 
 
 class Factors(NamedTuple):
@@ -60,13 +56,17 @@ class Factors(NamedTuple):
 
     @property
     def most_skinny_rows(self) -> int | None:
-        """The most rows that a skinny kernel multiplies fast; None: as many as it takes."""
-        return _MOST_SKINNY_ROWS.get(self.format)
+        """The most rows that a skinny kernel multiplies fast; None: as many as it takes.
+
+        It has registers for the sums of one block of 64 rows only, and adds them while nothing is multiplied: 74 us for
+        64 x 8192 x 14336 between two H200s, and 34 with scales of rows.
+        """
+        return 32 if self.format == "blocks" else None
 
     @property
     def clustered(self) -> float | None:
         """The cost of clusters of a matmul alone, as TileCost has it; None: the cost measured with 16 bits."""
-        return _CLUSTERED.get(self.format)
+        return 0.92 if self.format == "blocks" else None  # H100
 
     def k_of_16_bits(self, k: int) -> int:
         """Returns the columns of 16-bit operands that take as long: 128 of e4m3 have the bytes of 64."""

@@ -5,19 +5,21 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, TypeVar
 
 import torch
 
-from graphar.numerics.dtypes import BYTE, TYPE_NAMES
+from graphar.numerics.dtypes import BYTE
 from graphar.plan import grids
 from graphar.plan.algorithms import Algorithm, add
 from graphar.plan.row import FLOATS, Grid, Limit, Row, Slicing, Specification
 from graphar.plan.scratch import FLAGGED_PACKS, MAX_BLOCKS, PACK_NBYTES, SENTINEL, WARP, WORLD_SIZES, Layout, Scratch
 from graphar.plan.sources import contents, digest_of, files_of, hashed, includes
+from graphar.plan.tables import inside, require
 
+T = TypeVar("T")
 OPS = ("allreduce", "reducescatter", "allgather")
 FLAGGED = "device/sync/flagged.cuh"
 _ARCHS = range(80, 1000)
@@ -86,23 +88,25 @@ def load_algorithm(
             line of the call.
     """
     caller = sys._getframe(1)
-    check = _Checks(f"{caller.f_code.co_filename}:{caller.f_lineno}: load_algorithm: ")
-    file = check.source(source, Path(caller.f_code.co_filename).parent)
-    check.that(op in OPS, f"op must be one of {', '.join(OPS)}, got {op!r}")
-    ranks = check.world_sizes(world_sizes)
+    where = f"{caller.f_code.co_filename}:{caller.f_lineno}: load_algorithm"
+    with inside(where):
+        file = _file_of(source, Path(caller.f_code.co_filename).parent, where)
+        require(op in OPS, f"op must be one of {', '.join(OPS)}, got {op!r}")
+        ranks, elements = _checked(world_sizes, "world_sizes", WORLD_SIZES), _elements(op, dtypes)
     scratches = {n: scratch(n) if callable(scratch) else scratch for n in ranks}
     limits = {n: max_nbytes(n) if callable(max_nbytes) else max_nbytes for n in ranks}
-    for n in ranks:
-        check.slots(file, n, scratches[n])
-        check.room(op, n, scratches[n], limits[n], exact=specification is None)
-    elements = check.dtypes(op, dtypes)
-    check.count("threads", threads, _MAX_THREADS)
-    check.that(threads % WARP == 0, f"threads must be a multiple of {WARP}, got {threads}")
-    if not callable(blocks):
-        check.count("blocks", blocks, MAX_BLOCKS)
-    check.count("chunk", chunk, min(scratch.capacity for scratch in scratches.values()), least=0)
-    check.that(minimum_arch in _ARCHS, f"minimum_arch must be a number such as 80 or 90, got {minimum_arch!r}")
-    check.that(specification is None or callable(specification), "specification must be a function or None")
+    with inside(where):
+        for n in ranks:
+            _check_slots(file, n, scratches[n])
+            _check_room(op, n, scratches[n], limits[n], exact=specification is None)
+        _check_count("threads", threads, _MAX_THREADS)
+        require(threads % WARP == 0, f"threads must be a multiple of {WARP}, got {threads}")
+        if not callable(blocks):
+            _check_count("blocks", blocks, MAX_BLOCKS)
+        _check_count("chunk", chunk, min(scratch.capacity for scratch in scratches.values()), least=0)
+        require(minimum_arch in _ARCHS, f"minimum_arch must be a number such as 80 or 90, got {minimum_arch!r}")
+        require(specification is None or callable(specification), "specification must be a function or None")
+        of_specification = [*contents(specification, "specification")] if specification else [b"True"]
     row = Row(
         op,
         str(file.parent),
@@ -119,96 +123,82 @@ def load_algorithm(
         chunked=chunk > 0,
         slicing=Slicing.WHOLE if op == "allreduce" else Slicing.BYTES if elements == (BYTE,) else Slicing.PARTS,
         candidates=grids.each_of((threads, chunk)) if specification is None else None,
-        default_grid=_grid(check, blocks, threads, chunk),
+        default_grid=_grid(where, blocks, threads, chunk),
         packs_a_block=(lambda *_: 1) if callable(blocks) else lambda world_size, threads, chunk: threads,
     )
     grid_at_sizes = [row.default_grid(2, nbytes) for nbytes in _SAMPLES]
     values = (op, ranks, scratches, limits, elements, grid_at_sizes, minimum_arch)
-    fields = row.digest.encode(), repr(values).encode(), *check.contents(specification)
+    fields = row.digest.encode(), repr(values).encode(), *of_specification
     return add(file.stem, hashed(fields)[:_DIGITS], row)
 
 
-class _Checks:
-    """Checks of arguments. Each raises ValueError whose message begins with ``where``."""
-
-    def __init__(self, where: str) -> None:
-        self._where = where
-
-    def fail(self, rule: str) -> NoReturn:
-        raise ValueError(self._where + rule)
-
-    def that(self, holds: bool, rule: str) -> None:
-        if not holds:
-            self.fail(rule)
-
-    def count(self, name: str, value: object, most: int, least: int = 1) -> None:
-        holds = type(value) is int and least <= value <= most
-        self.that(holds, f"{name} must be a number from {least} to {most}, got {value!r}")
-
-    def source(self, source: object, beside: Path) -> Path:
-        if not isinstance(source, (str, os.PathLike)):
-            self.fail(f"source must be the path of a file, got {source!r}")
-        files = (beside / source).absolute(), Path(source).absolute()
-        file = next((path for path in files if path.is_file()), None)
-        if file is None:
-            raise FileNotFoundError(f"{self._where}there is no file {' or '.join(map(str, dict.fromkeys(files)))}")
-        name = file.stem
-        self.that(file.suffix == ".cu" and name.isidentifier(), f"source must be NAME.cu, got {file}")
-        texts = [_COMMENT.sub("", content.decode(errors="replace")) for content in files_of(file).values()]
-        has = any(re.search(rf"\b{name}\s*\(", text) for text in texts)
-        self.that(has, f"{file} has no kernel {name!r}: it must have the name of its file")
-        return file
-
-    def world_sizes(self, sizes: object) -> tuple[int, ...]:
-        if not isinstance(sizes, Collection) or not sizes or not all(size in WORLD_SIZES for size in sizes):
-            self.fail(f"world_sizes must be some of {', '.join(map(str, WORLD_SIZES))}, got {sizes!r}")
-        return tuple(sorted(set(sizes)))
-
-    def slots(self, file: Path, world_size: int, scratch: object) -> None:
-        """Checks the slots. A kernel with flags beside its data accesses whole units of 32 packs."""
-        if not isinstance(scratch, Scratch):
-            self.fail(f"scratch must be a graphar.Scratch, or a function that returns one, got {scratch!r}")
-        slot_nbytes, unit = scratch.capacity * PACK_NBYTES, FLAGGED_PACKS * PACK_NBYTES
-        enough = 0 < slot_nbytes <= scratch.nbytes
-        self.that(enough, f"scratch of {world_size} ranks has {scratch.nbytes} bytes and a slot of {slot_nbytes}")
-        self.that(
-            slot_nbytes % unit == 0 or not includes(file, FLAGGED),
-            f"{FLAGGED} needs slots of a multiple of {unit} bytes, and the scratch of {world_size} ranks has slots of"
-            f" {slot_nbytes}",
-        )
-
-    def room(self, op: str, world_size: int, scratch: Scratch, limit: Any, exact: bool) -> None:
-        """Checks the largest tensor. Slots with a sentinel are written once in a call: peers push the rank's shard."""
-        if limit is not None:
-            self.count(f"max_nbytes of {world_size} ranks", limit, 1 << 62)
-        if scratch.fill != SENTINEL:
-            return
-        if limit is None:
-            self.fail("max_nbytes must be given for scratch with a sentinel, which takes tensors of a limited size")
-        pushed = (world_size - 1) * (-(-limit // world_size) if op == "allreduce" else limit)
-        enough = not exact or pushed <= scratch.nbytes
-        self.that(enough, f"scratch of {world_size} ranks has {scratch.nbytes} bytes, and peers push {pushed} or more")
-
-    def contents(self, specification: Specification | None) -> list[bytes]:
-        """Returns the bytes by which a specification is hashed."""
-        try:
-            return [*contents(specification, "specification")] if specification else [b"True"]
-        except ValueError as error:
-            self.fail(str(error))
-
-    def dtypes(self, op: str, dtypes: Any) -> tuple[torch.dtype, ...]:
-        if dtypes is None:
-            return (BYTE,) if op == "allgather" else FLOATS
-        if not isinstance(dtypes, Collection) or not dtypes or not all(dtype in TYPE_NAMES for dtype in dtypes):
-            self.fail(f"dtypes must be some of {', '.join(map(str, FLOATS))}, got {dtypes!r}")
-        return tuple(dtype for dtype in FLOATS if dtype in dtypes)
+def _file_of(source: object, beside: Path, where: str) -> Path:
+    if not isinstance(source, (str, os.PathLike)):
+        raise ValueError(f"source must be the path of a file, got {source!r}")
+    files = (beside / source).absolute(), Path(source).absolute()
+    file = next((path for path in files if path.is_file()), None)
+    if file is None:
+        raise FileNotFoundError(f"{where}: there is no file {' or '.join(map(str, dict.fromkeys(files)))}")
+    name = file.stem
+    require(file.suffix == ".cu" and name.isidentifier(), f"source must be NAME.cu, got {file}")
+    texts = [_COMMENT.sub("", content.decode(errors="replace")) for content in files_of(file).values()]
+    has = any(re.search(rf"\b{name}\s*\(", text) for text in texts)
+    require(has, f"{file} has no kernel {name!r}: it must have the name of its file")
+    return file
 
 
-def _grid(check: _Checks, blocks: int | Callable[[int], int], threads: int, chunk: int) -> Callable[[int, int], Grid]:
+def _checked(chosen: Any, name: str, known: Sequence[T]) -> tuple[T, ...]:
+    """Returns what was chosen of the ``known`` values, in their order."""
+    if not isinstance(chosen, Collection) or not chosen or not all(value in known for value in chosen):
+        raise ValueError(f"{name} must be some of {', '.join(map(str, known))}, got {chosen!r}")
+    return tuple(value for value in known if value in chosen)
+
+
+def _elements(op: str, dtypes: Any) -> tuple[torch.dtype, ...]:
+    if dtypes is None and op == "allgather":
+        return (BYTE,)
+    return FLOATS if dtypes is None else _checked(dtypes, "dtypes", FLOATS)
+
+
+def _check_count(name: str, value: object, most: int, least: int = 1) -> None:
+    holds = type(value) is int and least <= value <= most
+    require(holds, f"{name} must be a number from {least} to {most}, got {value!r}")
+
+
+def _check_slots(file: Path, world_size: int, scratch: object) -> None:
+    """Checks the slots. A kernel with flags beside its data accesses whole units of 32 packs."""
+    if not isinstance(scratch, Scratch):
+        raise ValueError(f"scratch must be a graphar.Scratch, or a function that returns one, got {scratch!r}")
+    slot_nbytes, unit = scratch.capacity * PACK_NBYTES, FLAGGED_PACKS * PACK_NBYTES
+    enough = 0 < slot_nbytes <= scratch.nbytes
+    require(enough, f"scratch of {world_size} ranks has {scratch.nbytes} bytes and a slot of {slot_nbytes}")
+    require(
+        slot_nbytes % unit == 0 or not includes(file, FLAGGED),
+        f"{FLAGGED} needs slots of a multiple of {unit} bytes, and the scratch of {world_size} ranks has slots of"
+        f" {slot_nbytes}",
+    )
+
+
+def _check_room(op: str, world_size: int, scratch: Scratch, limit: Any, exact: bool) -> None:
+    """Checks the largest tensor. Slots with a sentinel are written once in a call: peers push the rank's shard."""
+    if limit is not None:
+        _check_count(f"max_nbytes of {world_size} ranks", limit, 1 << 62)
+    if scratch.fill != SENTINEL:
+        return
+    if limit is None:
+        raise ValueError("max_nbytes must be given for scratch with a sentinel, which takes tensors of a limited size")
+    pushed = (world_size - 1) * (-(-limit // world_size) if op == "allreduce" else limit)
+    enough = not exact or pushed <= scratch.nbytes
+    require(enough, f"scratch of {world_size} ranks has {scratch.nbytes} bytes, and peers push {pushed} or more")
+
+
+def _grid(where: str, blocks: int | Callable[[int], int], threads: int, chunk: int) -> Callable[[int, int], Grid]:
     def grid(world_size: int, nbytes: int) -> Grid:
         if not callable(blocks):
             return Grid(blocks, threads, chunk)
-        check.count(f"blocks for {nbytes} bytes", count := blocks(nbytes), MAX_BLOCKS)
+        count = blocks(nbytes)
+        with inside(where):
+            _check_count(f"blocks for {nbytes} bytes", count, MAX_BLOCKS)
         return Grid(count, threads, chunk)
 
     return grid

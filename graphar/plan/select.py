@@ -36,14 +36,13 @@ from graphar.plan.config import FALLBACK, HIERARCHICAL, Config, Kernel
 from graphar.plan.entries import by_entries, expected_quantized_us, expected_us, loaded, named_by, serving
 from graphar.plan.explanation import Explanation
 from graphar.plan.grids import CLUSTERS
-from graphar.plan.policy import Chip
+from graphar.plan.policy import Chip, LargeCallsPolicy
 from graphar.plan.row import Row
 from graphar.plan.scratch import MAX_BLOCKS, MAX_RANKS, NORM_ROW_PACKS, PACK_NBYTES
 from graphar.plan.tables import DEFAULT, Table
-from graphar.plan.work import MOVING, Exchange, Norm, Parts, Sum, TensorTuple
+from graphar.plan.work import MOVING, Exchange, Norm, Parts, Sum, TensorTuple, template_of
 
 _DIRECTLY = {"input": "straight from the symmetric inputs", "output": "straight into the symmetric output"}
-_COMPRESSED, _NOT_COMPRESSED = "lossless compression, chosen", "; lossless compression is off"
 
 
 def _refuse_hierarchy() -> str:
@@ -173,9 +172,11 @@ def _measured(call: Call[Sum | Parts | TensorTuple | Exchange], facts: Facts, as
     is_sum = isinstance(call.work, Sum)
     if is_sum and call.blocks and call.nbytes >= facts.table.beside.pipelined_from_nbytes:
         asked = asked or GENERAL[call.op]
-    suits = asked is None and _suits_compression(call, facts)
-    compressing = COMPRESSING[call.op] if suits and facts.lossless else None
-    copying = COPYING[call.op] if asked is None and not compressing and _suits_copies(call, facts) else None
+    compresses = COMPRESSING.get(call.op)
+    suits = asked is None and compresses is not None and _suits(facts.table.lossless, compresses, call, facts)
+    compressing = compresses if suits and facts.lossless else None
+    copies = asked is None and not compressing and _suits(facts.table.copies, COPYING[call.op], call, facts)
+    copying = COPYING[call.op] if copies else None
     table = serving(facts.table, facts.world_size) if is_sum else facts.table
     entries, ranks = (table.rows[facts.world_size], facts.world_size) if is_sum else (table.parts[call.op], 1)
     taken = asked or compressing or copying
@@ -184,13 +185,17 @@ def _measured(call: Call[Sum | Parts | TensorTuple | Exchange], facts: Facts, as
     else:
         config = by_entries(entries, ranks, call.nbytes, taken)
     by_size = ("a guess " if table.name == DEFAULT else "the fastest ") if is_sum else ""
-    why = f"{_COMPRESSED} " if compressing else "asked for, shaped " if asked else by_size
+    why = "lossless compression, chosen " if compressing else "asked for, shaped " if asked else by_size
     if config.algorithm.row.copies:
         adds = "" if call.op in MOVING else f" and {config.blocks} while a rank adds"
         why = f"by copy engines, 1 block while ranks meet{adds}, {why if asked else 'chosen '}"
-    off = _NOT_COMPRESSED if suits and not compressing else ""
+    off = "; lossless compression is off" if suits and not compressing else ""
     choice = Choice(config, f"{why}{_by_table(table, call, facts)}{off}")
-    return _with_options(choice if taken else _served(*choice, entries, ranks, call, facts), call)
+    config, reason = choice if taken else _served(*choice, entries, ranks, call, facts)
+    direct = config.algorithm.row.direct
+    if direct and direct in call.symmetric:
+        config, reason = replace(config, direct=True), f"{reason}, {_DIRECTLY[direct]}"
+    return Choice(config, f"{reason}{_what_is_added(call.work)}")
 
 
 def _by_table(table: Table, call: Call, facts: Facts) -> str:
@@ -206,14 +211,6 @@ def _served(config: Config, reason: str, entries: Sequence[dict], world_size: in
         reason = f"{config.algorithm.value}, {reason}, {lacks}"
         config = by_entries(entries, world_size, call.nbytes, GENERAL[call.op])
     return Choice(config, reason)
-
-
-def _with_options(choice: Choice, call: Call) -> Choice:
-    config, reason = choice
-    can = config.algorithm.row
-    if can.direct and can.direct in call.symmetric:
-        config, reason = replace(config, direct=True), f"{reason}, {_DIRECTLY[can.direct]}"
-    return Choice(config, f"{reason}{_what_is_added(call.work)}")
 
 
 def _of_any_sizes(call: Call, facts: Facts, asked: Algorithm | None) -> Choice:
@@ -275,24 +272,16 @@ def _first_that_suits(call: Call, facts: Facts) -> Algorithm:
     return takers[-1]
 
 
-def _suits_compression(call: Call, facts: Facts) -> bool:
-    """Whether lossless compression is faster for a call, by the table, and can serve it."""
-    least = facts.table.lossless.least(call.op, facts.world_size)
-    # With few blocks the arithmetic would limit it.
-    plain = not call.work.epilogue and not call.blocks
-    return plain and least is not None and call.nbytes >= least and call.dtype in COMPRESSING[call.op].row.dtypes
-
-
-def _suits_copies(call: Call, facts: Facts) -> bool:
-    """Whether copy engines are faster for a call, by the table, and can serve it."""
-    algorithm, least = COPYING[call.op], facts.table.copies.least(call.op, facts.world_size)
-    plain = not call.blocks and not _lacks(algorithm.row, call.work) and not _why_not(algorithm, call, facts)
-    return plain and least is not None and call.nbytes >= least
+def _suits(policy: LargeCallsPolicy, algorithm: Algorithm, call: Call, facts: Facts) -> bool:
+    """Whether an algorithm for large calls alone is faster for a call, by the table, and can serve it."""
+    if call.blocks or _lacks(algorithm.row, call.work) or _why_not(algorithm, call, facts):
+        return False
+    return call.nbytes >= (policy.least(call.op, facts.world_size) or math.inf)
 
 
 def _why_not(algorithm: Algorithm, call: Call, facts: Facts) -> Reason | None:
     row = algorithm.row
-    if call.dtype not in row.dtypes and BYTE not in row.dtypes:
+    if not row.has_kernel_for(call.dtype):
         return f"it has no kernel for {call.dtype}"
     if why := _why_not_here(algorithm, facts):
         return why
@@ -366,14 +355,19 @@ def needed_kernels(
             continue
         if op in norms.PREPARED:
             of, output = norms.PREPARED[op]
-            for order in ("rank", "tree") if trees and output == "like_input" else ("rank",):
-                yield from _needed_norms(facts, dtypes, of, output, order)
+            orders = ("rank", "tree") if trees and output == "like_input" else ("rank",)
+            clusters = CLUSTERS if facts.chip.has_clusters else CLUSTERS[:1]
+            for order, algorithm, dtype, cluster in itertools.product(orders, with_kernels(of), dtypes, clusters):
+                norm = Norm(of, (), 1, output, order=order, out_dtype=dtype)
+                yield Kernel(
+                    algorithm, torch.float32 if order == "tree" else dtype, template=template_of(norm, cluster)
+                )
             continue
         plain = _up_to(facts, max_nbytes, op)
         if trees and (takers := with_tree(op)):
             fitting = _fitting(takers, plain, GENERAL[op])
             for dtype, epilogue in itertools.product(dtypes, (None, *epilogues)):
-                tree = Sum(0, order="tree", out_dtype=dtype).template(1)
+                tree = template_of(Sum(0, order="tree", out_dtype=dtype))
                 for kernel in _variants(fitting, [torch.float32], symmetric, epilogue):
                     yield kernel._replace(template=tree)
         yield from _variants(plain, dtypes, symmetric)
@@ -391,15 +385,6 @@ def needed_kernels(
 def _fitting(takers: Sequence[Algorithm], plain: Sequence[Algorithm], general: Algorithm) -> list[Algorithm]:
     """Returns ``plain`` with ``general`` in place of the algorithms that are not among ``takers``."""
     return list(dict.fromkeys(algorithm if algorithm in takers else general for algorithm in plain))
-
-
-def _needed_norms(
-    facts: Facts, dtypes: Sequence[torch.dtype], op: str, output: str, order: str = "rank"
-) -> Iterator[Kernel]:
-    clusters = CLUSTERS if facts.chip.has_clusters else CLUSTERS[:1]
-    for algorithm, dtype, cluster in itertools.product(with_kernels(op), dtypes, clusters):
-        template = Norm(op, (), 1, output, order=order, out_dtype=dtype).template(cluster)
-        yield Kernel(algorithm, torch.float32 if order == "tree" else dtype, template=template)
 
 
 def _variants(

@@ -106,8 +106,6 @@ class _Reader:
         elif kind is torch.Tensor:
             raw = value.detach().cpu().contiguous().view(-1).view(torch.uint8)
             yield from (f"{value.dtype} {list(value.shape)}".encode(), bytes(raw.tolist()))
-        elif kind is CellType:
-            yield from self.read(_content(value), name)
         elif kind is functools.partial:
             yield from self.read([value.func, value.args, value.keywords], name)
         elif kind is MethodType:
@@ -133,7 +131,7 @@ class _Reader:
             yield from self._code(function.__code__, function.__globals__)
             yield from self.read([function.__defaults__, function.__kwdefaults__], "a default")
             for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-                yield from self.read(cell, repr(name))
+                yield from self.read(_content(cell), repr(name))
 
     def _code(self, code: CodeType, module: dict[str, object]) -> Iterator[bytes]:
         yield code.co_code

@@ -117,57 +117,58 @@ _PART_OPS = ("reducescatter", "allgather", "alltoall")
 _NUMBERS = ("max_nbytes", "blocks", "threads")  # of every entry
 
 
-def _require(holds: bool, rule: str) -> None:
+def require(holds: bool, rule: str) -> None:
+    """Raises ValueError, which says the rule, unless it holds."""
     if not holds:
         raise ValueError(rule)
 
 
 @contextmanager
-def _inside(what: str) -> Iterator[None]:
+def inside(what: str) -> Iterator[None]:
     """Puts the name of a section in front of what the checks inside raise."""
     try:
         yield
     except (TypeError, ValueError) as error:
-        raise ValueError(f"{what}: {error}") from None
+        raise ValueError(f"{what}: {error}") from error
 
 
 def _sections(content: Any) -> dict[str, Any]:
     """Returns the fields of a table by the JSON of it."""
-    _require(isinstance(content, dict), "it is not a JSON object")
+    require(isinstance(content, dict), "it is not a JSON object")
     if unknown := content.keys() - _FIELDS.keys():
         raise ValueError(f"it has an unknown field {min(unknown)!r}")
     for key, kind in _FIELDS.items():
         field = content.get(key, ... if key in _REQUIRED else {})
-        _require(isinstance(field, kind), f"its field {key!r} is missing or of another type")
+        require(isinstance(field, kind), f"its field {key!r} is missing or of another type")
     for world_size, entries in content["rows"].items():
-        _require(world_size in map(str, WORLD_SIZES), f"its rows are for {world_size!r} ranks")
-        with _inside(f"{world_size} ranks"):
+        require(world_size in map(str, WORLD_SIZES), f"its rows are for {world_size!r} ranks")
+        with inside(f"{world_size} ranks"):
             _check_entries(entries, "allreduce", [int(world_size)])
     for key, check in (("measured", _check_points), ("codecs", _check_codecs)):
         for world_size, of_it in content.get(key, {}).items():
-            _require(world_size in content["rows"], f"it has {key} points for {world_size!r} ranks and no rows")
-            with _inside(f"{world_size} ranks"):
+            require(world_size in content["rows"], f"it has {key} points for {world_size!r} ranks and no rows")
+            with inside(f"{world_size} ranks"):
                 check(of_it)
     sections = dict(content)
     for key in _BY_WORLD_SIZE:
         sections[key] = {int(world_size): of_it for world_size, of_it in content.get(key, {}).items()}
     if "parts" in content:
-        _require(content["parts"].keys() <= set(_PART_OPS), f"its parts must be of {', '.join(_PART_OPS)}")
+        require(content["parts"].keys() <= set(_PART_OPS), f"its parts must be of {', '.join(_PART_OPS)}")
         for op, entries in content["parts"].items():
-            with _inside(op):
+            with inside(op):
                 _check_entries(entries, op, WORLD_SIZES)
         if content["name"] != DEFAULT:  # it may be of an earlier release, with fewer ops
             sections["parts"] = shipped_table(DEFAULT).parts | content["parts"]
     for key in [key for key in POLICIES if key in content]:
-        with _inside(key):
+        with inside(key):
             sections[key] = _read(POLICIES[key], content[key])
     return sections
 
 
 def _check_codecs(by_codec: Any) -> None:
-    _require(isinstance(by_codec, dict), "codecs must be an object")
+    require(isinstance(by_codec, dict), "codecs must be an object")
     for text, points in by_codec.items():
-        with _inside("codecs"):
+        with inside("codecs"):
             codec(text)
         _check_points(points, f"points of {text}")
 
@@ -176,18 +177,18 @@ def _check_points(points: Any, name: str = "measured points") -> None:
     are_pairs = isinstance(points, list) and all(isinstance(point, list) and len(point) == 2 for point in points)
     are_measured = are_pairs and all(_is_count(nbytes) and _is_positive(us) for nbytes, us in points)
     ascend = are_measured and all(below[0] < above[0] for below, above in pairwise(points))
-    _require(ascend, f"{name} must be [bytes, microseconds], positive, sizes ascending")
+    require(ascend, f"{name} must be [bytes, microseconds], positive, sizes ascending")
 
 
 def _check_entries(entries: Any, op: str, world_sizes: Sequence[int]) -> None:
-    _require(isinstance(entries, list) and bool(entries), "rows must be a list of at least one")
+    require(isinstance(entries, list) and bool(entries), "rows must be a list of at least one")
     for at, entry in enumerate(entries):
-        with _inside(f"row {at}"):
+        with inside(f"row {at}"):
             _check_entry(entry, op, world_sizes)
-    _require(not is_from_outside(entries[-1]["algorithm"]), "the last row must be of an algorithm of graphar's own")
+    require(not is_from_outside(entries[-1]["algorithm"]), "the last row must be of an algorithm of graphar's own")
     *limits, last = [entry["max_nbytes"] for entry in entries]
-    _require(None not in limits and last is None, "the last row, and only that, must have no max_nbytes")
-    _require(all(below < above for below, above in pairwise(limits)), "rows must be sorted by max_nbytes")
+    require(None not in limits and last is None, "the last row, and only that, must have no max_nbytes")
+    require(all(below < above for below, above in pairwise(limits)), "rows must be sorted by max_nbytes")
 
 
 def _check_entry(entry: Any, op: str, world_sizes: Sequence[int]) -> None:
@@ -196,26 +197,26 @@ def _check_entry(entry: Any, op: str, world_sizes: Sequence[int]) -> None:
         _check_numbers(entry, [*_NUMBERS, *(["chunk"] if "chunk" in entry else [])])
         return
     known = in_tables(op)
-    _require(name in known, f"algorithm must be one of {', '.join(algorithm.value for algorithm in known)}")
+    require(name in known, f"algorithm must be one of {', '.join(algorithm.value for algorithm in known)}")
     can = Algorithm(name).row
     _check_numbers(entry, [*_NUMBERS, *(["chunk"] if can.chunked else [])])
     for world_size in world_sizes:
-        _require(world_size in can.world_sizes, f"{name} does not serve {world_size} ranks")
+        require(world_size in can.world_sizes, f"{name} does not serve {world_size} ranks")
         largest, capacity = can.limit(world_size), can.scratch(world_size).capacity
         fits = largest is None or (entry["max_nbytes"] or math.inf) <= largest
-        _require(fits, f"{name} takes at most {largest} bytes")
-        _require(entry.get("chunk", 0) <= capacity, f"{name} has chunks of at most {capacity} packs")
+        require(fits, f"{name} takes at most {largest} bytes")
+        require(entry.get("chunk", 0) <= capacity, f"{name} has chunks of at most {capacity} packs")
     are_warps = entry["threads"] % WARP == 0 and entry["threads"] <= can.max_threads
-    _require(are_warps, f"threads of {name} must be a multiple of {WARP}, at most {can.max_threads}")
-    _require(can.only_threads in (None, entry["threads"]), f"{name} has {can.only_threads} threads")
-    _require(entry["blocks"] <= can.max_blocks, f"{name} has at most {can.max_blocks} blocks")
+    require(are_warps, f"threads of {name} must be a multiple of {WARP}, at most {can.max_threads}")
+    require(can.only_threads in (None, entry["threads"]), f"{name} has {can.only_threads} threads")
+    require(entry["blocks"] <= can.max_blocks, f"{name} has at most {can.max_blocks} blocks")
 
 
 def _check_numbers(entry: dict, names: Sequence[str]) -> None:
     numbers = ", ".join(sorted(names))
-    _require(entry.keys() == {"algorithm", *names}, f"{entry['algorithm']} needs exactly {numbers}")
+    require(entry.keys() == {"algorithm", *names}, f"{entry['algorithm']} needs exactly {numbers}")
     are_counts = all(_is_count(entry[key]) or (key == "max_nbytes" and entry[key] is None) for key in names)
-    _require(are_counts, f"{numbers} must be positive integers")
+    require(are_counts, f"{numbers} must be positive integers")
 
 
 def _is_count(value: Any) -> bool:

@@ -15,7 +15,6 @@ All have these attributes. They are tuples, so that a call is hashed and compare
     parts     the units of each rank's part, in rank order; one number for work without parts
     codec     the text of the codec on the wire, or an empty string
     epilogue  the epilogue of the sum or product, or None
-    template  a function from the blocks of a cluster to the work's template arguments of its kernels, or None
     amount    a function from the dtype to the work's size in words
     options   what else ranks must agree on, in words
 """
@@ -73,11 +72,6 @@ def _order(work: Sum | Parts | Norm) -> list[str]:
     return ["added as a tree", *result] if work.order == "tree" else []
 
 
-def _order_in_template(work: Sum | Parts | Norm) -> str | None:
-    """Returns the template arguments of a kernel that does not add in rank order, or None."""
-    return f"TreeOrder, {TYPE_NAMES[work.out_dtype or torch.float32]}" if work.order == "tree" else None
-
-
 class Sum(NamedTuple):
     """An all-reduce: the sum over all ranks of one tensor."""
 
@@ -95,9 +89,6 @@ class Sum(NamedTuple):
     @property
     def parts(self) -> tuple[int, ...]:
         return (self.numel,)
-
-    def template(self, cluster: int) -> str | None:
-        return _order_in_template(self)
 
     @property
     def is_plain(self) -> bool:
@@ -126,9 +117,6 @@ class Parts(NamedTuple):
     out_dtype: torch.dtype | None = None  # the dtype of the result; None: that of the tensor
 
     unit = "elements"
-
-    def template(self, cluster: int) -> str | None:
-        return _order_in_template(self)
 
     @property
     def is_plain(self) -> bool:
@@ -165,10 +153,6 @@ class Norm(NamedTuple):
     codec = ""
     epilogue = None
 
-    def template(self, cluster: int) -> str | None:
-        order = _order_in_template(self)
-        return f"{cluster}, {self.output}{f', {order}' if order else ''}"
-
     def amount(self, dtype: torch.dtype) -> str:
         numbers = self.parts[0] if len(self.parts) == 1 else f"parts of {list(self.parts)}"
         return f"{numbers} elements of {dtype}{_in_rows(self.row)}"
@@ -193,9 +177,6 @@ class TensorTuple(NamedTuple):
     codec = ""
     epilogue = None
     order = "rank"
-
-    def template(self, cluster: int) -> str | None:
-        return "TupleArguments"
 
     @property
     def row_nbytes(self) -> tuple[int, ...]:
@@ -266,9 +247,6 @@ class Exchange(NamedTuple):
         x[self.gather_dim], result[self.scatter_dim] = self.receives[at][me], self.sends[at][me]
         x[self.scatter_dim], result[self.gather_dim] = sum(self.sends[at]), sum(self.receives[at])
         return x, result
-
-    def template(self, cluster: int) -> str | None:
-        return None
 
     def amount(self, dtype: torch.dtype) -> str:
         either = self.scatter_dim, self.gather_dim
@@ -371,9 +349,6 @@ class Product(NamedTuple):
         """The order in which the ranks' products are added: "rank", or "tree" for leaves of K in fp32."""
         return "tree" if self.partition == TP_INVARIANT else "rank"
 
-    def template(self, cluster: int) -> str | None:
-        return None
-
     def amount(self, dtype: torch.dtype) -> str:
         bias = " with a bias" if self.bias else ""
         return f"parts of {list(self.parts)} rows of {self.columns} columns of {dtype}{bias}"
@@ -403,9 +378,6 @@ class Loss(NamedTuple):
     def parts(self) -> tuple[int, ...]:
         return (self.rows * self.columns,)
 
-    def template(self, cluster: int) -> str | None:
-        return None
-
     @property
     def exchanged(self) -> Parts:
         """The all-gather of the ranks' partials, which are fp32, without the number of ranks."""
@@ -422,3 +394,13 @@ class Loss(NamedTuple):
 
 
 Work: TypeAlias = Sum | Parts | Norm | TensorTuple | Exchange | Product | Loss
+
+
+def template_of(work: Work, cluster: int = 1) -> str | None:
+    """Returns the template arguments by which a work's kernels differ, for so many blocks of a cluster, or None."""
+    if isinstance(work, TensorTuple):
+        return "TupleArguments"
+    arguments = [str(cluster), work.output] if isinstance(work, Norm) else []
+    if isinstance(work, (Sum, Parts, Norm)) and work.order == "tree":
+        arguments += ["TreeOrder", TYPE_NAMES[work.out_dtype or torch.float32]]
+    return ", ".join(arguments) or None

@@ -19,7 +19,7 @@ from graphar.plan.call import Call
 from graphar.plan.config import Config, Kernel
 from graphar.plan.slices import Slice
 from graphar.plan.work import Product
-from graphar.ranks.rendezvous import Alone, StoreRendezvous
+from graphar.ranks.rendezvous import StoreRendezvous
 
 _POLL_S = 0.01
 _KEPT_CALLS = 1024  # the calls that other ranks can look up in words; later ones take the place of the first
@@ -78,7 +78,7 @@ def words_with_numbers(words: str, numbers: Sequence[float]) -> str:
 class Fingerprints:
     """Numbers that stand for words: kernels compare numbers, and errors look up the words of other ranks."""
 
-    def __init__(self, rendezvous: StoreRendezvous | Alone) -> None:
+    def __init__(self, rendezvous: StoreRendezvous) -> None:
         self._rendezvous = rendezvous
         self._words: dict[int, str] = {}  # that other ranks can look up
         self._untold: dict[int, str] = {}  # kept apart: they may change in each call, and touch no store

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from itertools import repeat
-from typing import Protocol, TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -29,7 +29,6 @@ from graphar.numerics.codecs import TILE_NUMEL, Codec
 from graphar.numerics.dtypes import ACCUMULATION_DTYPES
 from graphar.numerics.nan import with_canonical_nan
 from graphar.plan.call import Call, Operands
-from graphar.plan.tables import Table
 from graphar.plan.work import Parts, Sum
 from graphar.ranks import capture
 from graphar.ranks.cpu import fallback
@@ -41,21 +40,6 @@ from graphar.ranks.rendezvous import Ranks
 
 _CHUNK_NUMEL = 4 << 20  # 16 MB of fp32, the most of one launch of reducescatter_push; a fourth with a codec
 _LINE_NUMEL = 32  # 128 bytes of fp32
-
-
-class Kernels(Protocol):
-    """The interface to the communicator of the ranks inside one host, on GPUs."""
-
-    table: Table
-
-    def run(self, call: Call, ranks: Sequence[Operands]) -> object: ...
-    def synchronize(self) -> None: ...
-    def why_stays(self) -> Reason | None: ...
-    def end_work(self, keep: str | None) -> None: ...
-    def give_back(self) -> None: ...
-    def resume(self) -> None: ...
-    def let_go_of_group(self) -> None: ...
-    def close(self) -> None: ...
 
 
 def check_hosts(hosts: object, world_size: int | None) -> list[list[int]] | None:
@@ -84,7 +68,7 @@ class Hierarchy:
     Args:
         ranks: the communicator. Without a process group, :meth:`set_up` raises UnsupportedError.
         hosts: each host's ranks, from check_hosts; None: the hosts that the processes run on.
-        make_kernels: makes the communicator of a host's process group, with a deadline in seconds.
+        make_kernels: makes the engine of a host's process group, with a deadline in seconds.
         coder_of: makes what encodes across hosts.
     """
 
@@ -92,13 +76,13 @@ class Hierarchy:
         self,
         ranks: Ranks,
         hosts: list[list[int]] | None,
-        make_kernels: Callable[[dist.ProcessGroup, float], Kernels],
+        make_kernels: Callable[[dist.ProcessGroup, float], Any],
         coder_of: CoderOf,
     ) -> None:
         self._communicator, self._given, self._make_kernels, self._coder_of = ranks, hosts, make_kernels, coder_of
         self._hosts: list[list[int]] = []  # none until the first call
         self._groups: list[dist.ProcessGroup] = []  # inside this rank's host, and across hosts
-        self._kernels: Kernels | None = None  # the communicator inside this host, on GPUs
+        self._kernels: Any = None  # the engine of the ranks inside this host, on GPUs; this package knows no engines
         self._beside: torch.cuda.Stream | None = None  # the stream of all-reduces across hosts
 
     def set_up(self, x: torch.Tensor) -> str:
@@ -173,23 +157,10 @@ class Hierarchy:
         """Returns why the memory of the communicator inside this host cannot be given back."""
         return self._kernels.why_stays() if self._kernels else None
 
-    def end_work(self, keep: str | None) -> None:
-        """Ends the work of the communicators inside all hosts. Collective, and so are the next two."""
+    def in_hosts(self, what: str, step: Callable[[Any], None]) -> None:
+        """Runs a step with the engine inside each host; all ranks raise if it fails on one. Collective."""
         if self._kernels:
-            self._agree("ending all work", partial(self._kernels.end_work, keep))
-
-    def give_back(self) -> None:
-        """Gives their memory back once their work has ended."""
-        if self._kernels:
-            self._agree("giving memory back", self._kernels.give_back)
-
-    def resume(self) -> None:
-        """Brings their memory back. If that fails in one host, a second call goes on there."""
-        if self._kernels:
-            self._agree("restoring memory", self._kernels.resume)
-
-    def _agree(self, what: str, step: Callable[[], None]) -> None:
-        self._communicator.rendezvous().agree(f"{what} inside hosts", step)
+            self._communicator.rendezvous().agree(f"{what} inside hosts", partial(step, self._kernels))
 
     # ---- calls ------------------------------------------------------------------------------------------------------
 

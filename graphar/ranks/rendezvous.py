@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 
 from graphar.errors import CommunicatorError, Reason, UnsupportedError
 from graphar.ranks.processes import has_ended, identify
@@ -62,38 +62,6 @@ class Ranks(Protocol):
     timeout_s: float
 
     def rendezvous(self) -> StoreRendezvous: ...
-
-
-class Alone:
-    """The rendezvous of a process that holds all ranks. It returns at once."""
-
-    rank = 0
-    world_size = 1
-
-    def exchange(self, what: str, payload: bytes) -> list[bytes]:
-        return [payload]
-
-    def agree(self, what: str, step: Callable[[], T]) -> T:
-        return step()
-
-    def agree_on_none(self, what: str, problem: Reason | None) -> None:
-        if problem:
-            raise UnsupportedError(problem)
-
-    def close(self, step: int) -> None:
-        pass
-
-    def ended(self) -> list[int]:
-        return []
-
-    def publish(self, name: str, words: str) -> None:
-        pass
-
-    def published(self, name: str, rank: int) -> str | None:
-        return None
-
-    def withdraw(self, name: str) -> None:
-        pass
 
 
 class StoreRendezvous:
@@ -185,9 +153,10 @@ class StoreRendezvous:
 
     def agree_on_none(self, what: str, problem: Reason | None) -> None:
         """Raises UnsupportedError on every rank if any rank has a ``problem``."""
-        for rank, word in enumerate(self.exchange(what, (problem or "").encode())):
+        words = self.exchange(what, (problem or "").encode())
+        for rank, word in enumerate(words):
             if word != b"\0":
-                raise UnsupportedError(f"rank {rank}: {word.decode()}")
+                raise UnsupportedError(f"rank {rank}: {word.decode()}" if len(words) > 1 else word.decode())
 
     # ---- words for other ranks --------------------------------------------------------------------------------------
 
@@ -349,6 +318,13 @@ class StoreRendezvous:
                 f"rank {self.rank} does not reach the process group's store; has the process that serves it ended? "
                 f"({error})"
             ) from error
+
+
+class Alone(StoreRendezvous):
+    """The rendezvous of a process that holds all ranks. It returns at once."""
+
+    def __init__(self) -> None:
+        super().__init__(HashStore(), "alone", 0, 1, 1.0)
 
 
 def _word_of(process: int) -> str:

@@ -318,7 +318,7 @@ class Engine:
     def end_work(self, keep: str | None) -> None:
         """Ends all ranks' work, and saves what to keep: the first half of :meth:`suspend`. Collective."""
         with self.keeping_failure("suspend"):
-            self.hierarchy.end_work(keep)
+            self.hierarchy.in_hosts("ending all work", lambda engine: engine.end_work(keep))
             if self.runner:
                 suspension = Suspension(self.runner)
                 suspension.end_work(keep == "symmetric")
@@ -328,7 +328,7 @@ class Engine:
         """Gives memory back once all work has ended: the second half of :meth:`suspend`. Collective."""
         with self.keeping_failure("suspend"):
             self.set_suspended(True)
-            self.hierarchy.give_back()
+            self.hierarchy.in_hosts("giving memory back", lambda engine: engine.give_back())
             if self._suspension:
                 self._suspension.give_back()
 
@@ -342,7 +342,7 @@ class Engine:
             raise self._failure.again()
         try:
             self._meet_to("resume")
-            self.hierarchy.resume()
+            self.hierarchy.in_hosts("restoring memory", lambda engine: engine.resume())
             if self._suspension:
                 self._suspension.resume()
         except RanksAbsent as error:

@@ -19,7 +19,7 @@ from graphar.numerics.dtypes import TYPE_NAMES
 from graphar.plan.algorithms import Algorithm
 from graphar.plan.config import Config
 from graphar.plan.scratch import PACK_NBYTES
-from graphar.plan.work import Norm
+from graphar.plan.work import Norm, template_of
 from graphar.runtime.catalogue import NORM_KERNELS, kernel_source
 from graphar.simulator.build import Mutation
 from graphar.simulator.calls import Drawn
@@ -47,7 +47,7 @@ _, TWO_SHOT, SCATTER = (f"norm/{one.value}.cu" for one in NORM_KERNELS)
 def program(algorithm: Algorithm, world_sizes, sanitizer: str, *mutations: Mutation, clusters=CLUSTERS):
     sources = []
     for world_size, cluster, kind in product(world_sizes, clusters, KINDS):
-        template = Norm(algorithm.op, (), 1, order="tree" if kind else "rank", out_dtype=kind).template(cluster)
+        template = template_of(Norm(algorithm.op, (), 1, order="tree" if kind else "rank", out_dtype=kind), cluster)
         sources.append(kernel_source(algorithm, FP32, world_size, template))
     return build(tuple(sources), sanitizer, *mutations)
 

@@ -18,7 +18,7 @@ from graphar.numerics.dtypes import TYPE_NAMES
 from graphar.numerics.epilogues.code import generate
 from graphar.numerics.epilogues.epilogue import EpilogueInputs, Pointwise
 from graphar.plan.algorithms import Algorithm
-from graphar.plan.work import Sum
+from graphar.plan.work import Sum, template_of
 from graphar.runtime.catalogue import KERNELS, kernel_source
 from graphar.simulator.build import Mutation
 from graphar.simulator.calls import Drawn
@@ -106,7 +106,7 @@ def program(algorithm: Algorithm, world_sizes, sanitizer: str, *mutations: Mutat
     for world_size in world_sizes:
         for variant in WAYS[algorithm].variants:
             for kind in KINDS:
-                tree = Sum(1, order="tree", out_dtype=BF16 if kind == "epilogue" else kind).template(1)
+                tree = template_of(Sum(1, order="tree", out_dtype=BF16 if kind == "epilogue" else kind))
                 epilogue = generate(EXPRESSION, DTYPES_OF_TENSORS) if kind == "epilogue" else None
                 order = tree if kind else None
                 sources.append(kernel_source(algorithm, FP32, world_size, variant, epilogue, order))

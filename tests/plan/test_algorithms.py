@@ -6,11 +6,12 @@ from importlib import resources
 
 import pytest
 
+from graphar.numerics.codecs import TILE_NUMEL
 from graphar.plan import scratch
 from graphar.plan.algorithms import Algorithm, with_kernels
 from graphar.plan.config import Config
 from graphar.plan.entries import config_of, entry_of, fitted, measured_config
-from graphar.plan.scratch import MAX_BLOCKS, ONE_SHOT_DEPTH, WORLD_SIZES
+from graphar.plan.scratch import MAX_BLOCKS, WORLD_SIZES
 from graphar.plan.tables import Table, shipped_table
 from graphar.runtime import compiler
 from graphar.runtime.catalogue import file_of
@@ -32,6 +33,7 @@ SENTINEL = {
     Algorithm.REDUCESCATTER_RMSNORM,
 }
 ELEMENT_NBYTES = 2
+TMA_PIECE = Algorithm.TWO_SHOT_TMA.row.scratch(4).capacity
 MOST_SHARED_NBYTES = 227 << 10  # of a block on sm_90 and sm_100, less what static variables take
 SM_80_MOST_SHARED_NBYTES = 163 << 10
 
@@ -97,20 +99,6 @@ def test_an_algorithm_that_is_asked_for_takes_its_own_entries(table, world_size)
         assert config == fitted(config_of(entry), world_size, nbytes)
 
 
-@every_table
-def test_a_threshold_is_the_last_size_of_its_entry(table, world_size):
-    entries = entries_of(table, world_size)
-    *thresholds, last = [entry["max_nbytes"] for entry in entries]
-
-    assert thresholds
-    assert last is None
-    assert thresholds == sorted(set(thresholds))
-    for threshold, at, above in zip(thresholds, entries, entries[1:], strict=False):
-        for entry, nbytes in ((at, threshold - ELEMENT_NBYTES), (at, threshold), (above, threshold + ELEMENT_NBYTES)):
-            config, used = measured_config(shipped_table(table), world_size, nbytes)
-            assert (config, used) == (fitted(config_of(entry), world_size, nbytes), table), nbytes
-
-
 def test_each_size_takes_the_first_entry_that_is_large_enough():
     grids = [Config(Algorithm.ONE_SHOT_PUSH, 128, threads) for threads in (32, 64, 96)]
     entries = [entry_of(config, limit) for config, limit in zip(grids, (4096, 4098, None), strict=True)]
@@ -123,17 +111,6 @@ def test_each_size_takes_the_first_entry_that_is_large_enough():
     assert taken == {1: 32, 4094: 32, 4096: 32, 4097: 64, 4098: 64, 4099: 96, 1 << 40: 96}
 
 
-def test_a_block_more_than_have_a_pack_is_launched_while_there_is_room():
-    entry = entries_of("default", 2)[0]
-    in_one_block = entry["threads"] * scratch.PACK_NBYTES
-
-    assert measured_config(DEFAULT, 2, 1)[0].blocks == 2
-    assert measured_config(DEFAULT, 2, in_one_block)[0].blocks == 2
-    assert measured_config(DEFAULT, 2, in_one_block + 1)[0].blocks == 3
-    largest, _ = measured_config(DEFAULT, 2, entry["blocks"] * in_one_block, Algorithm(entry["algorithm"]))
-    assert largest.blocks == entry["blocks"]
-
-
 @every_world_size
 def test_a_block_of_two_shot_push_has_a_group_of_whole_warps_for_every_owner(world_size):
     for table in TABLES:
@@ -142,27 +119,23 @@ def test_a_block_of_two_shot_push_has_a_group_of_whole_warps_for_every_owner(wor
             assert config.threads % (32 * world_size) == 0
 
 
-def test_a_thread_of_multimem_two_shot_has_a_pack_of_every_shard():
-    config, _ = measured_config(DEFAULT, 4, 4 * 256 * scratch.PACK_NBYTES, Algorithm.MULTIMEM_TWO_SHOT)
+@pytest.mark.parametrize(
+    ("algorithm", "chunk", "packs", "more"),
+    [
+        (Algorithm.ONE_SHOT_UNSTAGED, 0, 256, 0),
+        (Algorithm.ONE_SHOT_PUSH, 0, 256, 1),  # the last block tells what is called
+        (Algorithm.TWO_SHOT_PUSH, 0, 256, 1),  # a group of 64 threads handles a shard
+        (Algorithm.MULTIMEM_TWO_SHOT, 0, 4 * 256, 0),  # a thread has a pack of every shard
+        (Algorithm.TWO_SHOT_TMA, TMA_PIECE, 4 * TMA_PIECE * scratch.TMA_CHANNELS, 0),
+        (Algorithm.TWO_SHOT_LOSSLESS, 3, 4 * 3 * TILE_NUMEL * ELEMENT_NBYTES // scratch.PACK_NBYTES, 0),
+    ],
+)
+def test_as_many_blocks_are_launched_as_have_packs_and_one_more_that_tells(algorithm, chunk, packs, more):
+    grid, in_block = Config(algorithm, 64, algorithm.row.only_threads or 256, chunk), packs * scratch.PACK_NBYTES
 
-    assert config.blocks * config.threads >= 256
-    assert (config.blocks - 1) * config.threads < 256
+    blocks = [fitted(grid, 4, nbytes).blocks for nbytes in (1, in_block, in_block + 1, 3 * in_block, 1 << 33)]
 
-
-def test_two_shot_push_has_one_block_more_than_its_groups_need():
-    config, _ = measured_config(DEFAULT, 4, 4 * 256 * scratch.PACK_NBYTES, Algorithm.TWO_SHOT_PUSH)
-
-    width = config.threads // 4
-
-    assert (config.blocks - 1) * width >= 256
-    assert (config.blocks - 2) * width < 256
-
-
-def test_a_block_of_two_shot_tma_has_a_chunk_for_every_channel():
-    in_block = scratch.TMA_CHANNELS * 4 * Algorithm.TWO_SHOT_TMA.row.scratch(4).capacity * scratch.PACK_NBYTES
-
-    assert measured_config(DEFAULT, 4, in_block, Algorithm.TWO_SHOT_TMA)[0].blocks == 1
-    assert measured_config(DEFAULT, 4, in_block + 1, Algorithm.TWO_SHOT_TMA)[0].blocks == 2
+    assert blocks == [1 + more, 1 + more, 2 + more, 3 + more, 64]
 
 
 @pytest.mark.parametrize(
@@ -236,15 +209,3 @@ TMA = file_of(Algorithm.TWO_SHOT_TMA)
 )
 def test_scratch_is_laid_out_by_the_constants_of_the_kernels(file, name, value):
     assert constant(file, name) == value
-
-
-@every_world_size
-def test_blocks_have_the_shared_memory_that_their_threads_and_channels_use(world_size):
-    one_shot, unstaged, tma = (
-        Algorithm(name).row.scratch(world_size) for name in ("one_shot", "one_shot_unstaged", "two_shot_tma")
-    )
-
-    assert one_shot.shared_nbytes == ONE_SHOT_DEPTH * world_size * scratch.ONE_SHOT_THREADS * 16
-    assert unstaged.shared_nbytes == 0
-    assert tma.capacity % 8 == 0  # lines of 128 bytes
-    assert tma.shared_nbytes == scratch.TMA_CHANNELS * world_size * tma.capacity * 16

@@ -1,7 +1,7 @@
 """How all-gathers and matmuls overlap, and what the kernel in tiles is given."""
 
-import contextlib
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +12,7 @@ from graphar.numerics.partitions import split
 from graphar.plan.algorithms import Algorithm
 from graphar.plan.call import Call
 from graphar.plan.factors import Factors
-from graphar.plan.policy import AllgatherMatmulPolicy, Chip
+from graphar.plan.policy import AllgatherMatmulPolicy
 from graphar.plan.scratch import PACK_NBYTES, SIGNAL_PAD_NBYTES, gathered_flags
 from graphar.plan.slices import gathered_rows_a_launch
 from graphar.plan.tables import shipped_table
@@ -22,20 +22,11 @@ from graphar.product.gemm import layout_of
 from graphar.product.operands import MatmulOperands
 from graphar.product.products import gathering_method
 from graphar.product.tensor_maps import matrix_of
+from tests.plan.test_tiles import Ranks
 
 H200 = shipped_table("nvidia_h200")
 FROM_1024 = replace(H200, allgather_matmul=AllgatherMatmulPolicy({4: 2048}, {4: 1024}))
-
-
-def engine(table=FROM_1024, world_size=4, no_kernel="", arch="sm_90a"):
-    """Stands in for an engine of GPUs."""
-    return SimpleNamespace(
-        table=table,
-        world_size=world_size,
-        runner=SimpleNamespace(chip=Chip(132, arch)),
-        keeping_failure=contextlib.nullcontext,
-        why_no_kernel=lambda op, x: no_kernel,
-    )
+engine = partial(Ranks, table=FROM_1024)
 
 
 def method_of(engine, partition="auto", rows=4096, k=64, dtype=torch.bfloat16, is_cuda=True, epilogue=None):
@@ -55,9 +46,9 @@ def test_auto_goes_by_the_table(rows, world_size, method):
 
 @pytest.mark.parametrize("name", ["default", "nvidia_h200"])
 def test_the_shipped_tables_take_tiles_between_two_ranks_and_nothing_that_was_not_measured(name):
-    taken = {n: method_of(engine(shipped_table(name), n), rows=1024) for n in range(2, 9)}
+    taken = {n: method_of(engine(n, table=shipped_table(name)), rows=1024) for n in range(2, 9)}
     assert taken == {2: "tiles"} | dict.fromkeys(range(3, 9), "none")
-    assert method_of(engine(shipped_table(name), 2), rows=1023) == "none"
+    assert method_of(engine(2, table=shipped_table(name)), rows=1023) == "none"
 
 
 @pytest.mark.parametrize(
@@ -88,13 +79,13 @@ def test_chunks_have_no_epilogue_and_auto_takes_tiles_for_one_at_every_size():
     assert method_of(engine(), "tiles", epilogue=epilogue) == "tiles"
     assert method_of(engine(), "none", epilogue=epilogue) == "none"
     for rows in (1, 4096):
-        assert method_of(engine(H200), "auto", rows, epilogue=epilogue) == "tiles"
+        assert method_of(engine(table=H200), "auto", rows, epilogue=epilogue) == "tiles"
         assert method_of(engine(arch="sm_100a"), "auto", rows, epilogue=epilogue) == "none"
 
 
 def test_a_named_partition_is_taken_at_every_size():
     for partition in ("tiles", "chunks"):
-        assert method_of(engine(H200), partition, rows=1) == partition
+        assert method_of(engine(table=H200), partition, rows=1) == partition
     assert method_of(engine(), "none", rows=1 << 20) == "none"
 
 
@@ -105,10 +96,8 @@ ROWS = torch.randn(6, 16).bfloat16()
 
 def place(own):
     """Returns one rank's operands as the kernel takes them."""
-    ranks = engine()
-    ranks.runner.kernels = SimpleNamespace(prepare_all=lambda *_: [{}])
     call = Call(Product(ALLGATHER_MATMUL, (3,) * 4, own.a.shape[1]), torch.bfloat16, 0)
-    return fused_matmul(ranks, call, Algorithm.ALLGATHER_MATMUL)._place(own)
+    return fused_matmul(engine(), call, Algorithm.ALLGATHER_MATMUL)._place(own)
 
 
 def placed(a, w=None):

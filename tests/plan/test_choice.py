@@ -122,23 +122,23 @@ def test_bf16_is_compressed_from_the_size_in_the_table_on(world_size, least):
     assert reason == f"lossless compression, chosen by table 'nvidia_h200' for {world_size} ranks and {least} bytes"
 
 
-@pytest.mark.parametrize("world_size", [5, 6, 7, 8])
-def test_what_was_not_measured_is_not_compressed(world_size):
-    assert chosen(1 << 31, world_size=world_size).config.algorithm is Algorithm.TWO_SHOT_PIPELINED
-    assert shipped_table("default").lossless.allreduce_from_nbytes == {}
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_other_dtypes_are_not_compressed(dtype):
-    assert choose("allreduce", 1 << 30, dtype).config.algorithm is Algorithm.TWO_SHOT_PIPELINED
-
-
-@pytest.mark.parametrize("options", [{"blocks": 24}, {"epilogue": EPILOGUE}], ids=["few blocks", "epilogue"])
-def test_calls_with_few_blocks_or_an_epilogue_are_not_compressed(options):
-    choice = chosen(1 << 30, **options)
+@pytest.mark.parametrize(
+    "how",
+    [
+        *({"world_size": world_size} for world_size in (5, 6, 7, 8)),  # which were not measured
+        {"dtype": torch.float16},
+        {"dtype": torch.float32},
+        {"blocks": 24},
+        {"epilogue": EPILOGUE},
+    ],
+    ids=lambda how: next(iter(how)),
+)
+def test_other_large_calls_are_not_compressed(how):
+    choice = choose("allreduce", 1 << 30, **how)
 
     assert choice.config.algorithm is Algorithm.TWO_SHOT_PIPELINED
     assert "lossless" not in choice.reason
+    assert shipped_table("default").lossless.allreduce_from_nbytes == {}
 
 
 def test_without_lossless_a_large_call_is_plain_and_says_so():

@@ -11,7 +11,7 @@ from graphar.plan.call import Call
 from graphar.plan.config import Config
 from graphar.plan.entries import measured_config
 from graphar.plan.policy import Chip
-from graphar.plan.scratch import MAX_BLOCKS, WORLD_SIZES, Sizes
+from graphar.plan.scratch import MAX_BLOCKS, WORLD_SIZES
 from graphar.plan.select import Facts, select
 from graphar.plan.tables import shipped_table
 from graphar.plan.work import Norm, Parts, Sum
@@ -34,16 +34,6 @@ def test_what_a_table_has_no_entry_of_has_a_grid_all_the_same():
     config, _ = measured_config(table, 2, 1 << 30, Algorithm.TWO_SHOT_PIPELINED)
 
     assert config == Config(Algorithm.TWO_SHOT_PIPELINED, 128, 256, 512)
-
-
-def test_a_block_of_two_shot_lossless_has_a_chunk_of_every_shard():
-    in_block = Sizes.lossless_chunk * 4 * TILE_NUMEL * torch.bfloat16.itemsize
-    blocks = [
-        measured_config(shipped_table("default"), 4, nbytes, Algorithm.TWO_SHOT_LOSSLESS)[0].blocks
-        for nbytes in (in_block, in_block + 1)
-    ]
-
-    assert blocks == [1, 2]
 
 
 # ---- codecs ---------------------------------------------------------------------------------------------------------

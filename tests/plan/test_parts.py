@@ -1,7 +1,6 @@
 """Reduce-scatter's and all-gather's kernels: their grids, their scratch, and the slices of a call."""
 
 import contextlib
-import re
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -11,8 +10,7 @@ import torch
 from graphar.plan import scratch
 from graphar.plan.algorithms import Algorithm
 from graphar.plan.call import Call, Operands
-from graphar.plan.entries import by_entries, fitted
-from graphar.plan.entries import config_of as config_of_entry
+from graphar.plan.entries import by_entries
 from graphar.plan.policy import Chip
 from graphar.plan.scratch import PACK_NBYTES, WORLD_SIZES
 from graphar.plan.slices import Slice, row_slices, slices
@@ -20,56 +18,13 @@ from graphar.plan.tables import shipped_table
 from graphar.plan.work import Parts
 from graphar.ranks.agreement import Fingerprints
 from graphar.ranks.rendezvous import Alone
-from graphar.runtime import compiler
 from graphar.runtime.bind import collective, launches
-from graphar.runtime.catalogue import file_of
 from graphar.runtime.runner import Runner
-from tests.plan.test_algorithms import assert_can_run
 
 H200 = shipped_table("nvidia_h200")
-PARTS = H200.parts
-
-REDUCESCATTER, ALLGATHER, FLAGGED = (
-    Algorithm.REDUCESCATTER_PUSH,
-    Algorithm.ALLGATHER_PUSH,
-    Algorithm.ALLGATHER_FLAGGED,
-)
-SIZES = (1, 16, 17, 4095, *(1 << power for power in range(12, 40, 3)))
-
-both = pytest.mark.parametrize("op", ["reducescatter", "allgather"])
+REDUCESCATTER, ALLGATHER = Algorithm.REDUCESCATTER_PUSH, Algorithm.ALLGATHER_PUSH
+FLAGGED = Algorithm.ALLGATHER_FLAGGED
 every_world_size = pytest.mark.parametrize("world_size", WORLD_SIZES)
-
-
-def text_of(algorithm):
-    return (compiler.source_directory() / file_of(algorithm)).read_text()
-
-
-# ---- which algorithm does what --------------------------------------------------------------------------------------
-
-
-# ---- grids ----------------------------------------------------------------------------------------------------------
-
-
-def config_of(op, nbytes):
-    return by_entries(PARTS[op], 1, nbytes)
-
-
-@both
-def test_a_grid_is_one_its_kernel_can_run(op):
-    for nbytes in SIZES:
-        config = config_of(op, nbytes)
-        assert config.algorithm.op == op
-        assert_can_run(config, 2)
-        assert config.threads <= int(re.search(r"__launch_bounds__\((\d+)", text_of(config.algorithm))[1])
-        assert (config.chunk > 0) == (config.algorithm is ALLGATHER)
-
-
-@both
-def test_a_threshold_is_the_last_size_of_its_entry(op):
-    assert len(PARTS[op]) > 1
-    for entry, following in pairwise(PARTS[op]):
-        for one, nbytes in ((entry, entry["max_nbytes"]), (following, entry["max_nbytes"] + 1)):
-            assert config_of(op, nbytes) == fitted(config_of_entry(one), 1, nbytes)
 
 
 # ---- scratch --------------------------------------------------------------------------------------------------------
@@ -157,11 +112,30 @@ def test_rows_of_every_rank_are_launched_a_step_at_a_time():
 # ---- what a launch is given -----------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def bound(monkeypatch):
-    """Binds a call on rank 1 of 4. Returns the arguments of each launch, a list of launches, and the bound call."""
+def rank_one_of_four(monkeypatch, algorithm, note, rendezvous):
+    """Stands in for an engine whose launches are bound by ``note``. It has rank 1 of 4."""
     monkeypatch.setattr(collective.launcher, "can_overlap", lambda device: True)
     monkeypatch.setattr(collective, "KernelLaunch", lambda function, parameters, grid: None)
+    monkeypatch.setattr(collective, "bind_launch", note)
+    runner = Runner.__new__(Runner)
+    runner.chip = Chip(132, "sm_90a")
+    runner.world_size, runner.members = 4, [SimpleNamespace(rank=1, device=0, abort=0, record_pointer=0)]
+    runner.lock, runner.raise_failure, runner.symmetric = contextlib.nullcontext(), lambda: None, None
+    runner._fingerprints = Fingerprints(rendezvous)
+    runner.kernels = SimpleNamespace(
+        prepare=lambda kernel: [None],
+        counters=lambda: {algorithm: [0x1000] * 4},
+        scratch=lambda algorithm: [0x2000] * 4,
+        multicast_scratch=lambda algorithm: 0,
+    )
+    return SimpleNamespace(
+        runner=runner, world_size=4, table=H200, deadline=lambda call: 1.0, why_no_kernel=lambda *_: ""
+    )
+
+
+@pytest.fixture
+def bound(monkeypatch):
+    """Binds a call. Returns the arguments of each launch, a list of launches, and the bound call."""
     monkeypatch.setattr(launches, "on_own_device", lambda device, launch: launch)
 
     def bind(algorithm, counts):
@@ -171,21 +145,9 @@ def bound(monkeypatch):
             made.append(arguments)
             return lambda inputs, outputs, *_: launched.append((inputs[0].numel(), outputs[0].numel()))
 
-        monkeypatch.setattr(collective, "bind_launch", note)
-        runner = Runner.__new__(Runner)
-        runner.chip = Chip(132, "sm_90a")
-        runner.world_size, runner.members = 4, [SimpleNamespace(rank=1, device=0, abort=0, record_pointer=0)]
-        runner.lock, runner.raise_failure, runner.symmetric = contextlib.nullcontext(), lambda: None, None
-        runner._fingerprints = Fingerprints(Alone())
-        runner.kernels = SimpleNamespace(
-            prepare=lambda kernel: [None],
-            counters=lambda: {algorithm: [0x1000] * 4},
-            scratch=lambda algorithm: [0x2000] * 4,
-            multicast_scratch=lambda algorithm: 0,
-        )
-        engine = SimpleNamespace(runner=runner, world_size=4, table=H200, deadline=lambda call: 1.0)
+        engine = rank_one_of_four(monkeypatch, algorithm, note, Alone())
         call = Call(Parts(algorithm.op, counts), torch.bfloat16, 0)
-        plan = collective.bind_kernel(engine, call, config_of(algorithm.op, max(counts) * 2))
+        plan = collective.bind_kernel(engine, call, by_entries(H200.parts[algorithm.op], 1, max(counts) * 2))
         return made, launched, plan.run
 
     return bind

@@ -15,10 +15,9 @@ from graphar.plan.select import Facts
 from graphar.plan.tables import shipped_table
 from graphar.plan.work import Parts, TensorTuple
 from graphar.ranks import agreement
-from graphar.ranks.agreement import Fingerprints
 from graphar.runtime import catalogue
 from graphar.runtime.bind import collective, tensor_tuple
-from graphar.runtime.runner import Runner
+from tests.plan.test_parts import rank_one_of_four
 
 FLAGGED, PUSH = Algorithm.ALLGATHER_FLAGGED, Algorithm.ALLGATHER_PUSH
 FP8 = torch.float8_e4m3fn
@@ -41,18 +40,7 @@ def test_every_tensor_has_whole_packs_in_a_part():
 
 
 def test_ranks_compare_every_dtype_every_shape_and_all_sizes():
-    agreed = f"allgather of ({FP8} [*, 7], torch.float32 [*, 1, 3]), sizes [3, 0, 2, 1]"
-
-    assert words_of(WORK) == agreed
-    unlike = (
-        WORK._replace(dtypes=(torch.uint8, torch.float32)),
-        WORK._replace(rows=((7,), (3, 1))),
-        WORK._replace(rows=((7,), (3,))),
-        WORK._replace(sizes=(3, 0, 1, 2)),
-        TensorTuple(WORK.dtypes[:1], WORK.rows[:1], WORK.sizes),
-        WORK._replace(beside="followed by a matmul"),
-    )
-    assert len({agreed, *(words_of(one) for one in unlike)}) == 1 + len(unlike)
+    assert words_of(WORK) == f"allgather of ({FP8} [*, 7], torch.float32 [*, 1, 3]), sizes [3, 0, 2, 1]"
 
 
 @pytest.mark.parametrize(
@@ -76,30 +64,11 @@ def test_its_kernels_are_prepared_by_a_name_of_their_own():
 
 
 def test_a_launch_is_given_every_tensor_and_the_rows_of_every_rank(monkeypatch):
-    made = []
-    monkeypatch.setattr(collective.launcher, "can_overlap", lambda device: True)
-    monkeypatch.setattr(collective, "KernelLaunch", lambda function, parameters, grid: None)
-    monkeypatch.setattr(collective, "bind_launch", lambda runner, *bound: made.append(bound))
+    made, published, call = [], {}, call_of(WORK)
+    rendezvous = SimpleNamespace(publish=published.__setitem__)
+    engine = rank_one_of_four(monkeypatch, FLAGGED, lambda runner, *bound: made.append(bound), rendezvous)
     monkeypatch.setattr(collective, "plan_of_slices", lambda *_: collective.Plan(None, None))
-    runner, published = Runner.__new__(Runner), {}
-    runner.chip = Chip(132, "sm_90a")
-    runner.world_size, runner.members = 4, [SimpleNamespace(rank=1, device=0, abort=0, record_pointer=0)]
-    runner._fingerprints = Fingerprints(SimpleNamespace(publish=published.__setitem__))
-    runner.kernels = SimpleNamespace(
-        prepare=lambda kernel: [None],
-        counters=lambda: {FLAGGED: [0x1000] * 4},
-        scratch=lambda algorithm: [0x2000] * 4,
-        multicast_scratch=lambda algorithm: 0,
-    )
-    call = call_of(WORK)
-    choice = select.select(call, FACTS)
-    engine = SimpleNamespace(
-        runner=runner,
-        world_size=4,
-        deadline=lambda call: 1.0,
-        select=lambda call, x: choice,
-        why_no_kernel=lambda *_: "",
-    )
+    engine.select = lambda call, x: select.select(call, FACTS)
 
     tensor_tuple.bind(engine, call, [Operands((torch.empty(2),), ())])
 
@@ -108,7 +77,7 @@ def test_a_launch_is_given_every_tensor_and_the_rows_of_every_rank(monkeypatch):
     assert list(arguments.row_nbytes) == [7, 12, 0, 0]
     assert list(arguments.rows) == [3, 0, 2, 1, 0, 0, 0, 0]
     assert list(arguments.first_row) == [0, 3, 3, 5, 0, 0, 0, 0]
-    config = choice.config
+    config, _ = select.select(call, FACTS)
     assert list(published.values()) == [
         f"{words_of(WORK)} by allgather_flagged in {config.blocks} blocks of {config.threads} threads"
     ]

@@ -13,7 +13,7 @@ from graphar.plan.algorithms import Algorithm
 from graphar.plan.call import Call, Operands
 from graphar.plan.factors import Factors
 from graphar.plan.policy import Chip
-from graphar.plan.tables import shipped_table
+from graphar.plan.tables import Table, shipped_table
 from graphar.plan.tiles import SKINNY_TILES, skinny_tile, travels_in_tiles
 from graphar.plan.work import ALLGATHER_MATMUL, MATMUL_ALLREDUCE, MATMUL_REDUCESCATTER, Product
 from graphar.product import fused
@@ -45,8 +45,8 @@ def test_rows_are_owned_in_whole_tiles_but_for_the_last(rows, world_size):
 class Ranks:
     """Stands in for an engine of GPUs."""
 
-    def __init__(self, world_size: int = 4, no_kernel: str = "", arch: str = "sm_90a") -> None:
-        self.world_size, self.devices, self.table = world_size, None, H200
+    def __init__(self, world_size: int = 4, no_kernel: str = "", arch: str = "sm_90a", table: Table = H200) -> None:
+        self.world_size, self.devices, self.table = world_size, None, table
         self._no_kernel = no_kernel
         kernels = SimpleNamespace(prepare_all=lambda key, algorithm, words, load: [{key: words}])
         self.runner = SimpleNamespace(
@@ -282,12 +282,9 @@ def test_results_of_few_rows_are_summed_in_one_hop_or_two_by_size(world_size, ro
     assert algorithm_of(matmuls.owned_rows(rows, world_size), columns, world_size) is algorithm
 
 
-def test_with_an_epilogue_few_rows_are_summed_in_parts_too():
-    assert algorithm_of([1, 0, 0, 0], 8, epilogue=form_to_prepare("-v")) is Algorithm.MATMUL_ALLREDUCE
-
-
-def test_with_a_codec_few_rows_are_summed_in_parts_too():
-    assert algorithm_of([1, 0, 0, 0], 32, codec="int8") is Algorithm.MATMUL_ALLREDUCE
+@pytest.mark.parametrize("how", [{"epilogue": form_to_prepare("-v")}, {"codec": "int8"}])
+def test_with_an_epilogue_or_a_codec_few_rows_are_summed_in_parts_too(how):
+    assert algorithm_of([1, 0, 0, 0], 32, **how) is Algorithm.MATMUL_ALLREDUCE
 
 
 @pytest.mark.parametrize(

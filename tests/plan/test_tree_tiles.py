@@ -116,14 +116,6 @@ def test_the_plan_says_that_one_kernel_does_it(op):
 # ---- tiles and scratch ----------------------------------------------------------------------------------------------
 
 
-def test_tiles_have_the_leaves_under_which_they_are_listed_and_serve_every_weight():
-    for leaves, tiles in PARTIAL_TILES.items():
-        assert {(tile.leaves, tile.partials, tile.whole, tile.layouts) for tile in tiles} == {
-            (leaves, True, True, LAYOUTS)
-        }
-    assert sorted(LEAVES // leaves for leaves in PARTIAL_TILES) == [2, 4, 8]
-
-
 def test_shared_memory_holds_operands_and_a_whole_tile_in_fp32():
     for tile in itertools.chain(*PARTIAL_TILES.values()):
         loaded = tile.stages * (tile.rows + tile.columns) * 128
@@ -131,25 +123,25 @@ def test_shared_memory_holds_operands_and_a_whole_tile_in_fp32():
         assert tile.shared_nbytes + STATIC_NBYTES <= MOST_SHARED_NBYTES
 
 
-def tiles_of(counts, columns, world_size):
+def tiles_of(rows, columns, world_size):
     """The tiles that ranks load for sums of partials."""
-    work = Product(MATMUL_ALLREDUCE, counts, columns, **INVARIANT)
+    work = call_of(rows=rows, columns=columns, world_size=world_size).work
     return matmuls.tiles_to_load(H200.matmul, Algorithm.MATMUL_ALLREDUCE, work, CHIP, world_size)
 
 
 @every_world_size
 def test_every_size_has_a_tile_with_the_leaves_of_a_rank(world_size):
     for rows, columns in itertools.product((64, 1000, 4096, 16384), (512, 4096, 16384)):
-        counts = tuple(matmuls.owned_rows(rows, world_size))
-        (tile,) = tiles_of(counts, columns, world_size)
+        (tile,) = tiles_of(rows, columns, world_size)
         assert tile in PARTIAL_TILES[LEAVES // world_size]
+        assert tile.layouts == LAYOUTS
 
 
 @pytest.mark.parametrize(
     ("rows", "shape"), [(128, (64, 128, 1)), (1000, (128, 128, 1)), (1024, (128, 128, 2)), (8192, (128, 128, 2))]
 )
 def test_large_results_take_the_shape_that_was_measured_for_rounded_tiles(rows, shape):
-    (tile,) = tiles_of(tuple(matmuls.owned_rows(rows, 4)), 8192, 4)
+    (tile,) = tiles_of(rows, 8192, 4)
 
     assert (tile.rows, tile.columns, tile.cluster) == shape
 

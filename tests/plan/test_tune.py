@@ -44,13 +44,7 @@ def test_candidates_are_possible_between_each_of_the_numbers_of_ranks_and_have_t
         found = tune.candidates("allreduce", world_sizes, nbytes, CHIP)
         return Algorithm.ONE_SHOT_PUSH in {one.algorithm for one in found}
 
-    assert [is_tried(2), is_tried(4, 2), is_tried(2, 3), is_tried(3), is_tried(4, 5)] == [
-        True,
-        True,
-        False,
-        False,
-        False,
-    ]
+    assert [is_tried(*ranks) for ranks in ((2,), (4, 2), (2, 3), (3,), (4, 5))] == [True] * 2 + [False] * 3
     assert [is_tried(2, 3, nbytes=MB), is_tried(3, nbytes=MB + 1)] == [True, False]
     assert asked == [(2, 2 * MB), (4, 2 * MB), (2, MB)]
 
@@ -132,33 +126,25 @@ def test_a_table_of_any_measurements_is_valid(world_size):
 # ---- entries --------------------------------------------------------------------------------------------------------
 
 
-def test_an_entry_ends_with_the_largest_size_it_is_the_fastest_at():
-    entries = tune.entries_from({1024: {SMALL: 1, WIDE: 2}, 2048: {SMALL: 2, WIDE: 3}, 4096: {SMALL: 4, WIDE: 3}}, [])
-
-    assert limits_and_threads(entries) == [(2048, "one_shot_push", 128), (4096, "one_shot_push", 512)]
+SMALL_IS_FASTER = {SMALL: 1, WIDE: 2}
+LITTLE, NEAR, FAR = ({SMALL: slower, WIDE: 1} for slower in (1.004, 1.005, 1.02))
 
 
-def test_an_entry_goes_on_while_it_is_near_the_fastest():
-    near, far = ({SMALL: 1.005, WIDE: 1}, {SMALL: 1.02, WIDE: 1})
+@pytest.mark.parametrize(
+    ("measurements", "small", "wide"),
+    [
+        ({1024: SMALL_IS_FASTER, 2048: {SMALL: 2, WIDE: 3}, 4096: {SMALL: 4, WIDE: 3}}, 2048, 4096),
+        ({1024: {SMALL: 1}, 2048: {WIDE: 9}}, 1024, 2048),  # no candidate any more
+        ({1: SMALL_IS_FASTER, 2: FAR}, 1, 2),
+        ({1: SMALL_IS_FASTER, 2: NEAR}, 2, None),
+        ({1: SMALL_IS_FASTER, 2: LITTLE, 3: LITTLE}, 3, None),
+        ({1: SMALL_IS_FASTER, 2: LITTLE, 3: LITTLE, 4: LITTLE}, 1, 4),  # small gains at many sizes make an entry
+    ],
+)
+def test_an_entry_goes_on_while_it_is_near_the_fastest(measurements, small, wide):
+    entries = [(small, "one_shot_push", 128), (wide, "one_shot_push", 512)]
 
-    assert limits_and_threads(tune.entries_from({1: {SMALL: 1, WIDE: 2}, 2: near}, [])) == [(2, "one_shot_push", 128)]
-    assert len(tune.entries_from({1: {SMALL: 1, WIDE: 2}, 2: far}, [])) == 2
-
-
-def test_small_gains_at_many_sizes_make_an_entry():
-    little = {SMALL: 1.004, WIDE: 1}
-
-    assert limits_and_threads(tune.entries_from({1: {SMALL: 1, WIDE: 2}, 2: little, 3: little}, []))[-1][2] == 128
-    assert limits_and_threads(tune.entries_from({1: {SMALL: 1, WIDE: 2}, **dict.fromkeys((2, 3, 4), little)}, [])) == [
-        (1, "one_shot_push", 128),
-        (4, "one_shot_push", 512),
-    ]
-
-
-def test_an_entry_ends_where_it_is_no_candidate_any_more():
-    entries = tune.entries_from({1024: {SMALL: 1}, 2048: {WIDE: 9}}, [])
-
-    assert limits_and_threads(entries) == [(1024, "one_shot_push", 128), (2048, "one_shot_push", 512)]
+    assert limits_and_threads(tune.entries_from(measurements, [])) == entries[: 2 if wide else 1]
 
 
 def test_the_order_of_the_measurements_does_not_matter():

@@ -18,7 +18,7 @@ from graphar.plan.config import Config, Kernel
 from graphar.plan.factors import FORMATS
 from graphar.plan.matmuls import tiles_that_serve
 from graphar.plan.slices import Slice
-from graphar.plan.work import Norm, Parts, Product, Sum, TensorTuple
+from graphar.plan.work import Norm, Parts, Product, Sum, TensorTuple, template_of
 from graphar.product.fused import sources_of_tile
 from graphar.ranks import agreement
 from graphar.ranks.agreement import Fingerprints
@@ -28,57 +28,52 @@ from graphar.runtime.kernels import Kernels
 
 BF16, NEGATED, DOUBLED = torch.bfloat16, Pointwise("(-v)", (), 8), Pointwise("2 * v", (), 8)
 ROWS = (128, 128)
-# A work of each kind, and works that differ from it in one thing on which ranks must agree.
-DIFFERENCES = {
-    Sum(8, shape=(2, 4)): [
-        Sum(9, shape=(3, 3)),
-        Sum(8, shape=(4, 2)),
-        Sum(8, "int8", shape=(2, 4)),
-        Sum(8, epilogue=NEGATED, shape=(2, 4)),
-        Sum(8, epilogue=DOUBLED, shape=(2, 4)),
-        *(Sum(8, epilogue=Pointwise("v + b[col]", (one,), 8), shape=(2, 4)) for one in (BF16, torch.float32)),
-        Sum(8, shape=(2, 4), beside="after products of 64 columns"),
-        Sum(8, shape=(2, 4), order="tree"),
-        Sum(8, shape=(2, 4), order="tree", out_dtype=BF16),
-    ],
+OF_SUMS = [
+    {"codec": "int8"},
+    {"epilogue": NEGATED},
+    {"epilogue": DOUBLED},
+    *({"epilogue": Pointwise("v + b[col]", (dtype,), 8)} for dtype in (BF16, torch.float32)),
+]
+OF_ORDERS = [{"order": "tree"}, {"order": "tree", "out_dtype": BF16}, {"beside": "after products of 64 columns"}]
+# A work of each kind, and for each a change of one thing on which ranks must agree.
+CHANGES = {
+    Sum(8, shape=(2, 4)): [{"numel": 9, "shape": (3, 3)}, {"shape": (4, 2)}, *OF_SUMS, *OF_ORDERS],
     Parts("reducescatter", (8, 8)): [
-        Parts("allgather", (8, 8)),
-        Parts("reducescatter", (9, 7)),
-        Parts("reducescatter", (8, 8), "int8"),
-        Parts("reducescatter", (8, 8), epilogue=NEGATED),
-        Parts("reducescatter", (8, 8), beside="followed by a gather"),
-        Parts("reducescatter", (8, 8), row=(4,)),
-        Parts("reducescatter", (8, 8), axis=1),
-        Parts("reducescatter", (8, 8), order="tree"),
-        Parts("reducescatter", (8, 8), order="tree", out_dtype=BF16),
+        {"op": "allgather"},
+        {"parts": (9, 7)},
+        {"row": (4,)},
+        {"axis": 1},
+        *OF_SUMS,
+        *OF_ORDERS,
     ],
     Norm("allreduce_residual_rmsnorm", (16,), 8): [
-        Norm("reducescatter_residual_rmsnorm", (16,), 8),
-        Norm("allreduce_residual_rmsnorm", (32,), 8),
-        Norm("allreduce_residual_rmsnorm", (16,), 4),
-        Norm("allreduce_residual_rmsnorm", (16,), 8, "dynamic_fp8"),
-        Norm("allreduce_residual_rmsnorm", (16,), 8, eps=1e-5),
-        Norm("allreduce_residual_rmsnorm", (16,), 8, weight_offset=1.0),
-        Norm("allreduce_residual_rmsnorm", (16,), 8, eps=1.00000001e-6),
-        Norm("allreduce_residual_rmsnorm", (16,), 8, row=(2, 8)),
-        Norm("allreduce_residual_rmsnorm", (16,), 8, order="tree"),
-        Norm("allreduce_residual_rmsnorm", (16,), 8, order="tree", out_dtype=BF16),
+        {"op": "reducescatter_residual_rmsnorm"},
+        {"parts": (32,)},
+        {"columns": 4},
+        {"output": "dynamic_fp8"},
+        {"eps": 1e-5},
+        {"eps": 1.00000001e-6},
+        {"weight_offset": 1.0},
+        {"row": (2, 8)},
+        *OF_ORDERS,
     ],
     TensorTuple((BF16, torch.float32), ((4,), ()), ROWS): [
-        TensorTuple((BF16, BF16), ((4,), ()), ROWS),
-        TensorTuple((BF16, torch.float32), ((8,), ()), ROWS),
-        TensorTuple((BF16, torch.float32), ((4,), ()), (128, 127)),
+        {"dtypes": (BF16, BF16)},
+        *({"rows": rows} for rows in (((8,), ()), ((2, 2), ()), ((), (4,)))),
+        *({"sizes": sizes} for sizes in ((128, 127), (127, 128))),
+        {"dtypes": (BF16,), "rows": ((4,),)},
+        {"beside": "followed by a matmul"},
     ],
     Product("fused_allgather_matmul", ROWS, 512): [
-        Product("fused_matmul_allreduce", ROWS, 512),
-        Product("fused_allgather_matmul", (256, 128), 512),
-        Product("fused_allgather_matmul", ROWS, 256),
-        Product("fused_allgather_matmul", ROWS, 512, bias=True),
-        Product("fused_allgather_matmul", ROWS, 512, codec="int8"),
-        Product("fused_allgather_matmul", ROWS, 512, epilogue=NEGATED),
-        Product("fused_allgather_matmul", ROWS, 512, norm=(1e-6, 0.0)),
+        {"op": "fused_matmul_allreduce"},
+        {"parts": (256, 128)},
+        {"columns": 256},
+        {"bias": True},
+        {"norm": (1e-6, 0.0)},
+        *OF_SUMS,
     ],
 }
+DIFFERENCES = {work: [work._replace(**change) for change in changes] for work, changes in CHANGES.items()}
 
 
 @pytest.mark.parametrize("work", DIFFERENCES, ids=lambda work: type(work).__name__)
@@ -128,7 +123,7 @@ def test_configurations_in_which_ranks_must_not_differ_have_different_words(pair
 
 EPILOGUES = [None, NEGATED, *(Pointwise("v + b[col]", (dtype,), 8) for dtype in (BF16, torch.float32))]
 CODECS = [*map(codec, ("int8", "int4", "fp8_e4m3")), Codec(4, 32, "stochastic", seed=3)]
-TREES = [Sum(8, order="tree", out_dtype=dtype).template(1) for dtype in (BF16, torch.float32)]
+TREES = [template_of(Sum(8, order="tree", out_dtype=dtype)) for dtype in (BF16, torch.float32)]
 
 
 def every_kernel():
@@ -142,11 +137,11 @@ def every_kernel():
             norms = [
                 Norm(row.op, (16,), 8, output, order=order) for output in NORM_OUTPUTS for order in ("rank", "tree")
             ]
-            ways = [{"template": norm.template(cluster)} for norm in norms for cluster in (1, 2)]
+            ways = [{"template": template_of(norm, cluster)} for norm in norms for cluster in (1, 2)]
         elif row.adds_tree:
             ways += [{"template": one} for one in TREES]
         if BYTE in row.dtypes:
-            ways.append({"template": TensorTuple((), (), ()).template(1)})
+            ways.append({"template": template_of(TensorTuple((), (), ()))})
         yield from (Kernel(algorithm, dtype, **way) for dtype in row.dtypes for way in ways)
 
 

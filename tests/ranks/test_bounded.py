@@ -18,7 +18,8 @@ from graphar import CollectiveTimeout, CommunicatorError
 from graphar.plan.algorithms import Algorithm
 from graphar.plan.call import Call, Operands
 from graphar.plan.work import Sum
-from graphar.ranks import group_calls, processes
+from graphar.ranks import processes
+from graphar.ranks.cpu import without_kernels
 from graphar.ranks.cpu.transport import GroupFailed
 from graphar.ranks.processes import has_ended, identify
 from graphar.ranks.rendezvous import RanksAbsent, StoreRendezvous, meet
@@ -111,9 +112,9 @@ def test_a_failure_says_when_it_came_and_what_is_known_of_ranks(monkeypatch, tim
     def fail(ranks):
         raise GroupFailed("connection closed")
 
-    monkeypatch.setattr(group_calls, "_GRACE_S", 0.0)
+    monkeypatch.setattr(without_kernels, "_GRACE_S", 0.0)
     rendezvous = StoreRendezvous(dist.HashStore(), "a communicator", 0, 1, TIMEOUT_S)
-    calls, x = group_calls.GroupCalls(SimpleNamespace(_get_backend=lambda device: None), rendezvous), torch.ones(3)
+    calls, x = without_kernels.GroupCalls(SimpleNamespace(_get_backend=lambda device: None), rendezvous), torch.ones(3)
 
     with pytest.raises(CollectiveTimeout, match=said):
         calls.bind(Call.of(Sum(3), x), x, timeout_s, fail, Algorithm.FALLBACK)([Operands((x,), (x,))])

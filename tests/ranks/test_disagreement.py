@@ -23,8 +23,51 @@ def vector(count=6, dtype=F32):
 INVARIANT = {"partition": "tp_invariant"}
 LOGITS = normal(5, 5 * 64, F32).view(5, 64), torch.zeros(5, dtype=torch.int64)
 
+
+def prepare(*given, **options):
+    with graphar.Communicator(timeout_s=20) as communicator:
+        communicator.prepare(*given, **options)
+
+
+def stochastic():
+    """A codec whose seeds differ between ranks, as they may."""
+    return graphar.Codec(2, rounding="stochastic", seed=dist.get_rank())
+
+
+CODED = "codec bits={}, bucket_size=32, rounding={}, scheme=absmax, scale_dtype=bfloat16"
 # What rank 0 calls, and what rank 1 does; then words, and how often both ranks are told them.
 UNLIKE = {
+    "ops": (
+        lambda: graphar.reducescatter(torch.ones(8)),
+        lambda: graphar.allreduce(torch.ones(8)),
+        {
+            "reducescatter of parts of [4, 4] elements of torch.float32 on the CPU, call ": 1,
+            "allreduce of [8] torch.float32 on the CPU, call ": 1,
+        },
+    ),
+    "shapes": (
+        lambda: graphar.allreduce(torch.ones(2, 4)),
+        lambda: graphar.allreduce(torch.ones(4, 2)),
+        {"allreduce of [2, 4] torch.float32 on": 1, "allreduce of [4, 2] torch.float32 on": 1},
+    ),
+    "axes": (
+        lambda: graphar.reducescatter(torch.ones(6, 4), axis=0),
+        lambda: graphar.reducescatter(torch.ones(4, 6), axis=1),
+        {"of parts of [12, 12] elements of torch.float32 in rows of [4]": 2, " in rows of [4] along axis 1 on": 1},
+    ),
+    "codecs": (
+        lambda: graphar.allreduce(torch.ones(6), codec="int4"),
+        lambda: graphar.allreduce(torch.ones(6), codec=stochastic()),
+        {CODED.format(4, "nearest") + " on": 1, CODED.format(2, "stochastic") + " on": 1},
+    ),
+    "what is prepared": (
+        lambda: prepare([torch.float16], max_nbytes=64),
+        lambda: prepare(iter([torch.float16]), codecs=[stochastic()]),
+        {
+            "prepare of ['allreduce'] for [torch.float16], max_nbytes ": 2,
+            f"max_nbytes None, codecs ['{CODED.format(2, 'stochastic').removeprefix('codec ')}']": 1,
+        },
+    ),
     "epilogues of parts": (
         lambda: graphar.reducescatter(vector(), epilogue="v + 1"),
         lambda: graphar.reducescatter(vector(), epilogue="v"),
@@ -107,6 +150,7 @@ def tell_what_is_raised(rank, world_size):
     return told
 
 
+@pytest.mark.promise("Ranks whose calls differ all get an error that says what each called.")
 def test_processes_that_call_different_things_are_both_told_and_get_no_data():
     told, same = run_ranks(tell_what_is_raised, 2, timeout_s=60)
 
@@ -130,77 +174,13 @@ def test_uneven_parts_are_gathered_by_their_sizes_or_refused(rank, world_size):
     assert graphar.allgather(part, sizes=[2, 1]).tolist() == [0, 2, 4]
 
 
-# ---- in words -------------------------------------------------------------------------------------------------------
-
-
-def x(*shape, dtype=F32):
-    return torch.ones(shape, dtype=dtype)
-
-
-# For each: what rank 1 calls and what the others do, and how each is described.
-SAID = {
-    "op": (
-        lambda c: c.reducescatter(x(8)),
-        lambda c: c.allreduce(x(8)),
-        "reducescatter of parts of [3, 3, 2] elements of torch.float32 on the CPU, call 1",
-        "allreduce of [8] torch.float32 on the CPU, call 1",
-    ),
-    "shape": (
-        lambda c: c.allreduce(x(2, 4)),
-        lambda c: c.allreduce(x(4, 2)),
-        "allreduce of [2, 4] torch.float32 on the CPU, call 1",
-        "allreduce of [4, 2] torch.float32 on the CPU, call 1",
-    ),
-    "axis": (
-        lambda c: c.reducescatter(x(6, 4), axis=0),
-        lambda c: c.reducescatter(x(4, 6), axis=1),
-        "reducescatter of parts of [8, 8, 8] elements of torch.float32 in rows of [4] on the CPU, call 1",
-        "reducescatter of parts of [8, 8, 8] elements of torch.float32 in rows of [4] along axis 1 on the CPU, call 1",
-    ),
-    "codec, whose seeds may differ": (
-        lambda c: c.allreduce(x(6), codec="int4"),
-        lambda c: c.allreduce(x(6), codec=graphar.Codec(2, rounding="stochastic", seed=c.rank)),
-        "allreduce of [6] torch.float32, codec bits=4, bucket_size=32, rounding=nearest, scheme=absmax, "
-        "scale_dtype=bfloat16 on the CPU, call 1",
-        "allreduce of [6] torch.float32, codec bits=2, bucket_size=32, rounding=stochastic, scheme=absmax, "
-        "scale_dtype=bfloat16 on the CPU, call 1",
-    ),
-    "prepare": (
-        lambda c: c.prepare([torch.float16], max_nbytes=64),
-        lambda c: c.prepare(iter([torch.float16]), codecs=[graphar.Codec(2, rounding="stochastic", seed=c.rank)]),
-        "prepare of ['allreduce'] for [torch.float16], max_nbytes 64",
-        "prepare of ['allreduce'] for [torch.float16], max_nbytes None, codecs ['bits=2, bucket_size=32, "
-        "rounding=stochastic, scheme=absmax, scale_dtype=bfloat16']",
-    ),
-}
-
-
-@pytest.mark.promise("Ranks whose calls differ all get an error that says what each called.")
-@on_ranks(3, timeout_s=60)
-def test_every_rank_is_told_in_words_what_each_called(rank, world_size):
-    told = []
-    for by_rank_one, by_others, *_ in SAID.values():
-        with graphar.Communicator(timeout_s=20) as communicator:
-            assert communicator.allreduce(x(3)).tolist() == [3.0] * 3
-            with pytest.raises(CommunicatorError) as raised:
-                (by_rank_one if rank == 1 else by_others)(communicator)
-            assert communicator.allreduce(x(3)).tolist() == [3.0] * 3
-            told.append(str(raised.value))
-    expected = [
-        "ranks must make the same graphar calls in the same order, got\n"
-        f"rank 0: {by_others}\nrank 1: {by_rank_one}\nrank 2: {by_others}"
-        for *_, by_rank_one, by_others in SAID.values()
-    ]
-    assert told == expected
-
-
 def call_in_another_group(rank, world_size):
     pair, everyone = dist.new_group([0, 1]), dist.new_group([0, 1, 2])
     if rank == 2:
         return None
     communicator = graphar.Communicator(pair if rank == 0 else everyone, timeout_s=1)
     with pytest.raises(graphar.CollectiveTimeout) as raised:
-        communicator.allreduce(x(3))
+        communicator.allreduce(torch.ones(3))
     dist.barrier(pair)
     return raised.value.record
 
@@ -221,4 +201,4 @@ def test_a_rank_that_calls_in_another_group_is_told_apart():
 def test_ranks_that_prepare_alike_go_on(rank, world_size):
     with graphar.Communicator(timeout_s=20) as communicator:
         communicator.prepare(codecs=[graphar.Codec(2, rounding="stochastic", seed=rank)])
-        assert communicator.allreduce(x(3)).tolist() == [3.0] * 3
+        assert communicator.allreduce(torch.ones(3)).tolist() == [3.0] * 3

@@ -14,8 +14,7 @@ from graphar.numerics.dtypes import ACCUMULATION_DTYPES
 from graphar.plan.call import Call, Operands
 from graphar.plan.config import FALLBACK
 from graphar.plan.work import Parts, Sum
-from graphar.ranks import group_calls
-from graphar.ranks.cpu import fallback, reduction
+from graphar.ranks.cpu import fallback, reduction, without_kernels
 from graphar.ranks.cpu.messages import Messages
 from graphar.ranks.cpu.transport import Group
 from tests.cases import normal, same_bits
@@ -38,7 +37,7 @@ def test_neither_random_numbers_nor_places_begin_again_with_a_piece(rank, world_
     for transport in (Messages, Group):
         transport.small_nbytes, transport.chunk_nbytes, transport.two_shot_nbytes = 0, 1000, 1000
     if not by_messages:
-        group_calls.messages_of = lambda group, name: None
+        without_kernels.messages_of = lambda group, name: None
     x, found = inputs()[rank], []
     for options in ({"codec": STOCHASTIC}, {"epilogue": PLACES}, {}):
         for op in (graphar.allreduce, graphar.reducescatter):

@@ -210,22 +210,6 @@ def test_a_rank_that_does_not_come_is_named_on_both_hosts_in_bounded_time():
         assert (algorithm, peer) == ("hierarchical", 3)
 
 
-def never_comes(rank, world_size):
-    if rank == 1:
-        dist.distributed_c10d._get_default_store().wait(["gave up"])
-        return ""
-    communicator = Communicator(timeout_s=SHORT_S, hosts=[[0], [1]])
-    with pytest.raises(CommunicatorError) as raised:
-        summed(communicator, torch.ones(8))
-    dist.distributed_c10d._get_default_store().set("gave up", "")
-    communicator.close()
-    return str(raised.value)
-
-
-def test_a_rank_that_is_absent_from_the_first_call_is_named():
-    assert "rank 0 waited 0.5 s for rank(s) [1]" in run_ranks(never_comes, 2)[0]
-
-
 @on_ranks(4)
 def test_a_call_after_one_that_could_not_connect_has_the_right_groups(rank, world_size):
     make, left = hierarchical._new_group, ["across"] if rank % 2 else []

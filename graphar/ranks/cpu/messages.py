@@ -15,10 +15,12 @@ A large all-reduce is a two-shot, and a reduce-scatter its first step:
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -54,7 +56,7 @@ class Messages:
             self._tensors = [torch.frombuffer(letter, dtype=torch.uint8) for letter in self._letters]
         self._own: torch.Tensor = self._tensors[self._rank]
         self._incoming = {peer: self._tensors[peer] for peer in self.peers}
-        self._views: dict[tuple, list[torch.Tensor]] = {}  # of data behind headers, by dtype and lengths
+        self._behind_headers = functools.lru_cache(_KEPT_VIEWS)(partial(_behind_headers, self._tensors))
         self._scratch = [torch.empty(0, dtype=torch.uint8), torch.empty(0, dtype=torch.uint8)]
         # The headers that are under way: receives by rank, sends, and the error by which one could not be started.
         self._pending: tuple[dict[int, dist.Work], list[dist.Work], RuntimeError | None] | None = None
@@ -76,21 +78,6 @@ class Messages:
         error unless the call sends nothing else.
         """
         self._header, self._sequence, self._if_unlike = words_hash, sequence, if_unlike
-
-    def _behind_headers(self, dtype: torch.dtype, lengths: tuple[int, ...]) -> list[torch.Tensor]:
-        """Returns where a tensor of each rank lies behind its header: this rank's before agreement, all of them after.
-
-        It has at most SMALL_NBYTES bytes.
-        """
-        found = self._views.get((dtype, lengths))
-        if found is None:
-            if len(self._views) >= _KEPT_VIEWS:
-                self._views.clear()
-            ends = [_HEADER_NBYTES + length * dtype.itemsize for length in lengths]
-            with torch.inference_mode(False):
-                found = [one[_HEADER_NBYTES:end].view(dtype) for one, end in zip(self._tensors, ends, strict=True)]
-            self._views[dtype, lengths] = found
-        return found
 
     def agree(self, timeout_s: float, nbytes: int = 0) -> None:
         """Returns once all ranks have begun this call. Brings ``nbytes`` bytes of each behind its header.
@@ -235,6 +222,15 @@ class Messages:
         if self._pending:
             self._under_way.append((peer, work))
         return work
+
+
+def _behind_headers(
+    letters: Sequence[torch.Tensor], dtype: torch.dtype, lengths: tuple[int, ...]
+) -> list[torch.Tensor]:
+    """Returns where a small tensor of each rank lies behind its header: this rank's before agreement, others' after."""
+    ends = [_HEADER_NBYTES + length * dtype.itemsize for length in lengths]
+    with torch.inference_mode(False):
+        return [letter[_HEADER_NBYTES:end].view(dtype) for letter, end in zip(letters, ends, strict=True)]
 
 
 def hash_of(words: str) -> bytes:
