@@ -2,32 +2,26 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from graphar.integrations.untraced import untraced
+from graphar.integrations.works import CombinedWork
 from graphar.runtime.checks.tensor_checks import check_own_memory
 
 
 class Arguments:
     """The arguments of a call, with contiguous tensors in place of others.
 
-    Attributes:
-        given, named: the arguments.
-        outputs: the tensors that the call writes.
-
     Raises:
         ValueError: elements of an output share memory.
     """
 
     def __init__(self, name: str, rank: int, given: tuple, named: dict) -> None:
-        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []  # of outputs, and what is in their place
-        self.outputs: list[torch.Tensor] = []
+        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []  # each output, and what is in its place
+        self.outputs: list[torch.Tensor] = []  # which the call writes
         all_given = [*given, *named.values()]
         first, *rest = all_given
         writes = _writes(name, rank, all_given)
@@ -44,68 +38,12 @@ class Arguments:
         return found
 
     def finish(self, work: dist.Work | None) -> dist.Work | None:
-        """Returns the call's work: a CopyingWork if there are outputs to copy."""
-        if not self._copies:
-            return work
-        if work is None:  # the call is complete, or ordered on the current stream
-            self.copy()
-            return None
-        return CopyingWork(work, self)
-
-    def copy(self) -> None:
-        """Copies the call's results into its outputs."""
-        for x, found in self._copies:
-            x.copy_(found)
-
-
-@untraced
-class CopyingWork(dist.Work):
-    """A call whose results are copied into its outputs once it is complete: by ``wait()``, or by its future."""
-
-    def __init__(self, work: dist.Work, arguments: Arguments) -> None:
-        super().__init__()
-        self._work, self._arguments = work, arguments
-        self._copying, self._copied = threading.Lock(), False
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        if not self._copied:  # gloo's receives wait for ever the second time
-            self._work.wait(timeout) if timeout else self._work.wait()  # 0 is torch's word for no limit
-            self._copy()
-        return True
-
-    def _copy(self) -> None:
-        with self._copying:
-            if not self._copied:
-                self._arguments.copy()
-            self._copied = True
-
-    def synchronize(self) -> None:
-        self.wait()
-
-    def is_completed(self) -> bool:
-        done = self._work.is_completed()
-        if done and self._work.is_success():
-            self._copy()
-        return done
-
-    def is_success(self) -> bool:
-        return self._work.is_success()
-
-    def source_rank(self) -> int:
-        return self._work._source_rank()
-
-    _source_rank = source_rank
-
-    def result(self) -> list[torch.Tensor]:
-        return self._arguments.outputs
-
-    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
-        def copied(done: torch.futures.Future) -> list[torch.Tensor]:
-            done.value()  # raises the call's error
-            self._copy()
-            return self._arguments.outputs
-
-        return self._work.get_future().then(copied)
+        """Returns the call's work, which also copies results into outputs with gaps."""
+        if work is not None:
+            return CombinedWork([work], self.outputs, self._copies) if self._copies else work
+        for output, result in self._copies:  # the call is complete, or ordered on the current stream
+            output.copy_(result)
+        return None
 
 
 def _writes(name: str, rank: int, given: Sequence[Any]) -> bool:

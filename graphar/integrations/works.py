@@ -1,8 +1,10 @@
-"""What the backend's calls return: torch.distributed's Work, which orders streams or is complete."""
+"""What the backend's calls return: torch.distributed's Work."""
 
 from __future__ import annotations
 
+import threading
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
@@ -52,24 +54,70 @@ class GrapharWork(dist.Work):
 
 @untraced
 class CombinedWork(dist.Work):
-    """Several calls as one."""
+    """Several calls as one. Once they are complete, results are copied: by ``wait()``, or by the work's future.
 
-    def __init__(self, works: list[dist.Work]) -> None:
+    Args:
+        outputs: the tensors that the calls write.
+        copies: pairs of an output and of the tensor that holds its result.
+    """
+
+    def __init__(
+        self,
+        works: list[dist.Work],
+        outputs: Sequence[torch.Tensor] = (),
+        copies: Sequence[tuple[torch.Tensor, torch.Tensor]] = (),
+    ) -> None:
         super().__init__()
-        self._works = works
+        self._works, self._outputs, self._copies = works, outputs, copies
+        self._copying, self._copied = threading.Lock(), False
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Waits for all calls, together not longer than ``timeout``; 0 is torch's word for no limit."""
+        if self._copied:  # gloo's receives wait for ever the second time
+            return True
         end = time.monotonic() + timeout.total_seconds() if timeout else None
         for work in self._works:
             work.wait() if end is None else work.wait(deadline(end - time.monotonic()))
+        self._copy()
         return True
 
+    def _copy(self) -> None:
+        with self._copying:
+            if self._copies and not self._copied:
+                for output, result in self._copies:
+                    output.copy_(result)
+                self._copied = True
+
+    def synchronize(self) -> None:
+        self.wait()
+
     def is_completed(self) -> bool:
-        return all(work.is_completed() for work in self._works)
+        done = all(work.is_completed() for work in self._works)
+        if done and self._copies and self.is_success():
+            self._copy()
+        return done
 
     def is_success(self) -> bool:
         return all(work.is_success() for work in self._works)
+
+    def source_rank(self) -> int:
+        return self._works[0]._source_rank()
+
+    _source_rank = source_rank
+
+    def result(self) -> list[torch.Tensor]:
+        return list(self._outputs)
+
+    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
+        if len(self._works) > 1:
+            return super().get_future()
+
+        def copied(done: torch.futures.Future) -> list[torch.Tensor]:
+            done.value()  # raises the call's error
+            self._copy()
+            return self.result()
+
+        return self._works[0].get_future().then(copied)
 
 
 def combined(works: list[dist.Work]) -> dist.Work:
