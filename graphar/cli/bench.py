@@ -121,10 +121,10 @@ def run(options: argparse.Namespace) -> int:
     with Ranks(options, world_size) as ranks:
         on_gpu, is_first = ranks.devices[0].type == "cuda", 0 in ranks.numbers
         backends = options.backend or (["graphar"] if is_one_process else ["graphar", "nccl" if on_gpu else "gloo"])
-        calls, rows = [ranks.calls_of(backend) for backend in backends], []
+        calls, rows = {backend: ranks.calls_of(backend) for backend in backends}, []
         with progress("bench", len(sizes), options.quiet or not is_first) as done:
             for nbytes in sizes:
-                rows += [ranks.row(one, nbytes) for one in calls]
+                rows += [ranks.row(backend, of_backend, nbytes) for backend, of_backend in calls.items()]
                 done(format_nbytes(nbytes))
     where = torch.cuda.get_device_name() if on_gpu else "CPU"
     if is_first and options.json:
