@@ -95,10 +95,10 @@ class AllgatherMatmul:
             arguments |= {"a": gathered.inputs[0], "w": product.stored_weight(graph), "bias": [bias] if bias else []}
             arguments |= {"gathered": others, "partition": self.partition}
             arguments |= product.scaling(graph, lambda scale: first(rows.origin(scale)))
-            results = rows.called(graph, allgather_matmul.OP.one, allgather_matmul.OP.write(arguments))
+            results = call(graph, allgather_matmul.OP.one, allgather_matmul.OP.write(arguments))
             results.stack_trace = matmul.stack_trace
-            multiplied = call(graph, operator.getitem, (results, 0), value(results)[0])
-            whole = call(graph, operator.getitem, (results, 1), value(results)[1]) if others else None
+            multiplied = call(graph, operator.getitem, (results, 0))
+            whole = call(graph, operator.getitem, (results, 1)) if others else None
         with graph.inserting_before(matmul):
             matmul.replace_all_uses_with(rows.move(graph, x, multiplied))
         for old in reversed([*scales, *path[1:], matmul]):
@@ -125,7 +125,7 @@ def _choose(gathered: Gathered) -> tuple[Product, Reason | None]:
 
 def _why_not_one(gathered: Gathered, product: Product) -> Reason | None:
     dtype, columns, bias = value(product.node).dtype, product.columns, product.bias
-    if product.scales and (why := product.why_no_scales or _why_no_own_scale(gathered, product.a, product.scales[0])):
+    if product.scales and (why := product.why_no_scales() or _why_no_own_scale(gathered, product.a, product.scales[0])):
         return why
     if not rows.are_all(product.a):
         return "only some of the gathered rows are multiplied"
@@ -145,7 +145,7 @@ def _share_scales(graph: Graph, gather: Node, results: Node) -> None:
     scales = results.meta["val"][2]
     if are_same(gather.meta["val"].shape, scales.shape) and not any(user < results for user in gather.users):
         with graph.inserting_after(results):
-            gather.replace_all_uses_with(call(graph, operator.getitem, (results, 2), scales))
+            gather.replace_all_uses_with(call(graph, operator.getitem, (results, 2)))
         graph.erase_node(gather)
 
 

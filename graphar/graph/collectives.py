@@ -1,25 +1,30 @@
-"""What torch's functional collectives look like in a graph, and how they are replaced.
+"""What torch's functional collectives look like in a graph, and how graphar's ops replace them.
 
 x -- all_reduce(x, 'sum', group) -- wait_tensor -- ...
 
 x, y -- all_reduce_coalesced([x, y], 'sum', group) --+-- getitem 0 -- wait_tensor -- ...
                                                      +-- getitem 1 -- wait_tensor -- ...
+
+all_reduce becomes graphar::allreduce, reduce_scatter_tensor graphar::reducescatter along axis 0, and
+all_gather_into_tensor graphar::allgather along axis 0.
 """
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
+from operator import floordiv, getitem
 from typing import Any, cast
 
 import torch
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.fx.node import map_arg
 
 from graphar.errors import Reason
 from graphar.graph.places import Places
 from graphar.numerics.dtypes import ACCUMULATION_DTYPES, TYPE_NAMES
+from graphar.ops import allgather, sums
 from graphar.ops.register import Op, op_of
 from graphar.ranks.groups import process_group
 
@@ -104,7 +109,7 @@ def read(node: Node, op: str) -> Collective:
     x = next(iter(named.values()))
     results = [[node]]
     if not isinstance(x, Node):
-        taken = [user for user in node.users if user.target is operator.getitem]
+        taken = [user for user in node.users if user.target is getitem]
         results = [[user for user in taken if user.args[1] == i] for i in range(len(x))]
     return Collective(node, op, results, named["group_name"], named.get("reduce_op", "").lower())
 
@@ -182,20 +187,58 @@ def why_no_sum(collective: Collective) -> Reason | None:
     return None
 
 
-def replace(graph: Graph, collective: Collective, make: Callable[[Node], Node]) -> None:
-    """Replaces a collective and its waits with ``make(x)`` for each input ``x``; ``make`` adds nodes to the graph."""
-    for x, results, value in zip(collective.inputs, collective.results, collective.values(), strict=True):
-        with graph.inserting_before(collective.node):
-            new = make(x)
-        new.meta["val"], new.stack_trace = value, collective.node.stack_trace
-        for result in results:
-            _take_over(graph, result, new)
-        if not new.users:
-            # Inductor drops unused ops but not waits. If another rank used its result, it would wait for this rank.
-            with graph.inserting_after(new):
-                call(graph, _wait, (new,), value)
-    if collective.results != [[collective.node]]:
-        graph.erase_node(collective.node)
+@dataclass(frozen=True)
+class Single:
+    """The rewrite that replaces torch's collective ``name`` with ``op``."""
+
+    name: str
+    op: Op
+
+    def find(self, graph: Graph) -> list[Collective]:
+        return find(graph, self.name)
+
+    def why_not(self, collective: Collective, places: Places) -> Reason | None:
+        if self.op is not allgather.OP:
+            return why_not(collective, places) or why_no_sum(collective)
+        if any(x.ndim == 0 for x in collective.tensors()):
+            return "graphar joins tensors along an axis, and this one has none"
+        return why_not(collective, places)
+
+    def replace(self, graph: Graph, collective: Collective, places: Places) -> None:
+        """Replaces a collective and its waits with a call of the op for each input."""
+        for x, results, value in zip(collective.inputs, collective.results, collective.values(), strict=True):
+            with graph.inserting_before(collective.node):
+                new = self.call(graph, collective, x, places)
+            new.meta["val"], new.stack_trace = value, collective.node.stack_trace
+            for result in results:
+                _take_over(graph, result, new)
+            if not new.users:
+                # Inductor drops unused ops but not waits. If another rank used its result, it would wait for this rank.
+                with graph.inserting_after(new):
+                    call(graph, _wait, (new,))
+        if collective.results != [[collective.node]]:
+            graph.erase_node(collective.node)
+
+    def call(self, graph: Graph, collective: Collective, x: Node, places: Places, **more) -> Node:
+        """Adds a call of the op with ``x`` and the arguments ``more`` to the graph."""
+        arguments = {"x": x} | place(graph, collective, x, places) | more
+        return graph.call_function(self.op.one, self.op.write(arguments))
+
+
+ALLREDUCE = Single("all_reduce", sums.SUM)
+REDUCESCATTER = Single("reduce_scatter_tensor", sums.SCATTER)
+ALLGATHER = Single("all_gather_into_tensor", allgather.OP)
+
+
+def place(graph: Graph, collective: Collective, x: Node, places: Places) -> dict[str, object]:
+    """Returns the arguments that tell graphar's op for ``x`` the group, and each rank's part along axis 0."""
+    arguments: dict[str, object] = {"communicator": places.communicator_name(collective.group)}
+    if collective.op != ALLREDUCE.name:
+        group, part = places.resolve(collective.group), first_size(graph, x)
+        if collective.op == REDUCESCATTER.name:
+            part = part // group.size() if isinstance(part, int) else call(graph, floordiv, (part, group.size()))
+        arguments |= {"rank": group.rank(), "sizes": [part] * group.size()}
+    return arguments
 
 
 def _take_over(graph: Graph, result: Node, new: Node) -> None:
@@ -209,22 +252,25 @@ def _take_over(graph: Graph, result: Node, new: Node) -> None:
 
 def first_size(graph: Graph, x: Node) -> int | Node:
     """Returns the length of ``x`` along its first axis: an int, or a node if the length is symbolic."""
-    size = x.meta["val"].shape[0]
-    return size if isinstance(size, int) else call(graph, _aten.sym_size.int, (x, 0), size)
+    size = value(x).shape[0]
+    return size if isinstance(size, int) else call(graph, _aten.sym_size.int, (x, 0))
 
 
-def divide(graph: Graph, size: int | Node, divisor: int) -> int | Node:
-    """Returns ``size // divisor``: an int, or a node if ``size`` is one."""
-    if isinstance(size, int):
-        return size // divisor
-    return call(graph, operator.floordiv, (size, divisor), size.meta["val"] // divisor)
-
-
-def call(graph: Graph, target: Any, arguments: tuple, value: object) -> Node:
-    """Adds a call to the graph, whose fake result is ``value``."""
+def call(graph: Graph, target: Any, arguments: tuple) -> Node:
+    """Adds a call to the graph, and its fake result."""
+    result = target(*map_arg(arguments, value))
     node = graph.call_function(target, arguments)
-    node.meta["val"] = value
+    node.meta["val"] = result
     return node
+
+
+def with_views(graph: Graph, path: Sequence[Node], x: Node) -> Node:
+    """Adds the views of a path to the graph again, for ``x``; returns the last one."""
+    for view in path:
+        if view.target in VIEWS:
+            x = graph.call_function(view.target, (x, *view.args[1:]))
+            x.meta["val"] = view.meta["val"]
+    return x
 
 
 # ---- their order ----------------------------------------------------------------------------------------------------
@@ -254,10 +300,7 @@ def keep_order(graph: Graph) -> None:
 
 def _tensor(graph: Graph, node: Node) -> Node:
     """Returns the result of a collective, or the first of several."""
-    value = node.meta["val"]
-    if isinstance(value, torch.Tensor):
-        return node
-    return call(graph, operator.getitem, (node, 0), value[0])
+    return node if isinstance(value(node), torch.Tensor) else call(graph, getitem, (node, 0))
 
 
 def _needs(node: Node, earlier: Node) -> bool:

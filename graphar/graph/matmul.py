@@ -117,7 +117,7 @@ class Matmul:
     def _why_not_scaled(self, product: Product) -> Reason | None:
         if self.partition == TP_INVARIANT:
             return products.NO_TREE
-        return "each rank adds a bias to its product" if product.bias else product.why_no_scales
+        return "each rank adds a bias to its product" if product.bias else product.why_no_scales()
 
     def replace(self, graph: Graph, summed: Summed, places: Places) -> None:
         node, op, path, product = summed.node, _FUSED[summed.of], rows.path(summed.inputs[0]), summed.matmul

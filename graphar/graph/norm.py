@@ -22,9 +22,20 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from graphar.errors import Reason
 from graphar.graph import collectives, rows
-from graphar.graph.collectives import CASTS, VIEWS, Collective, are_same, arguments, call, first, path_behind, value
+from graphar.graph.collectives import (
+    ALLREDUCE,
+    CASTS,
+    REDUCESCATTER,
+    VIEWS,
+    Collective,
+    are_same,
+    arguments,
+    call,
+    first,
+    path_behind,
+    value,
+)
 from graphar.graph.places import Places
-from graphar.graph.single import ALLREDUCE, REDUCESCATTER, place
 from graphar.numerics.dtypes import TYPE_NAMES
 from graphar.ops import norms
 from graphar.plan.select import has_norm_kernel
@@ -96,11 +107,10 @@ def replace(graph: Graph, collective: NormedSum, places: Places) -> None:
         if collective.op == REDUCESCATTER.name:  # its first axis is divided between ranks, so its input stays as it is
             residual = rows.reshape(graph, residual, collective.node.meta["val"].shape[:-1])
         else:
-            for view in [node for node in path if node.target in VIEWS]:
-                x = call(graph, view.target, (x, *view.args[1:]), view.meta["val"])
-        arguments |= {"x": x, "residual": residual} | place(graph, collective, x, places)
-        pair = rows.called(graph, op.one, op.write(arguments))
-        results = [call(graph, operator.getitem, (pair, i), pair.meta["val"][i]) for i in range(2)]
+            x = collectives.with_views(graph, path, x)
+        arguments |= {"x": x, "residual": residual} | collectives.place(graph, collective, x, places)
+        pair = call(graph, op.one, op.write(arguments))
+        results = [call(graph, operator.getitem, (pair, i)) for i in range(2)]
         normed, summed = [rows.reshape(graph, result, add.meta["val"].shape[:-1]) for result in results]
     pair.stack_trace = collective.node.stack_trace
     norm.nodes[-1].replace_all_uses_with(normed)

@@ -10,13 +10,12 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_file
 from torch.fx import Graph
 
 from graphar.errors import Reason
-from graphar.graph import breaks, collectives, epilogue, norm, tp_invariance
+from graphar.graph import collectives, epilogue, norm, tp_invariance
 from graphar.graph.allgather_matmul import AllgatherMatmul
-from graphar.graph.collectives import Collective
+from graphar.graph.collectives import ALLGATHER, ALLREDUCE, REDUCESCATTER, Collective
 from graphar.graph.matmul import Matmul
 from graphar.graph.places import Places
 from graphar.graph.report import Entry, Report
-from graphar.graph.single import ALLGATHER, ALLREDUCE, REDUCESCATTER
 from graphar.numerics.partitions import BATCH_INVARIANT, TP_INVARIANT
 
 REWRITES: dict[str, tuple[Any, ...]] = {  # by name
@@ -86,9 +85,8 @@ class CompilePass(CustomGraphPass):
             if name not in self._optional - self.on:
                 self._rewrite(graph, name)
         if self.tp_invariant:
-            broken = breaks.find(graph, self._places, self.report.graphs)
+            broken = tp_invariance.rewrite(graph, self._places, self.report.graphs)
             self.report.breaks = [*(self.report.breaks or []), *broken]
-            tp_invariance.add_in_order(graph, self._places)
         collectives.keep_order(graph)
         self.report.graphs += 1
 

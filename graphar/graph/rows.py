@@ -64,7 +64,7 @@ def move(graph: Graph, node: Node, new: Node) -> Node:
         target, (x, *rest) = step.target, cast(tuple, map_arg(step.args, lambda old: moved.get(old, old)))
         if target in VIEWS:
             target, rest = _aten.reshape.default, [[*rest[0][:-1], columns]]
-        moved[step] = called(graph, target, (x, *rest))
+        moved[step] = call(graph, target, (x, *rest))
         moved[step].stack_trace = step.stack_trace
     return moved[node]
 
@@ -80,12 +80,7 @@ def reshape(graph: Graph, x: Node, sizes: torch.Size) -> Node:
     if are_same(leading, sizes):
         return x
     known = [size if isinstance(size, int) else -1 for size in sizes]
-    return called(graph, _aten.reshape.default, (x, [*known, columns]))
-
-
-def called(graph: Graph, target: Any, arguments: tuple) -> Node:
-    """Adds a call to the graph, and its fake result."""
-    return call(graph, target, arguments, target(*map_arg(arguments, lambda node: node.meta["val"])))
+    return call(graph, _aten.reshape.default, (x, [*known, columns]))
 
 
 def _first(node: Node) -> int | torch.SymInt | None:
