@@ -125,8 +125,10 @@ def _choose(gathered: Gathered) -> tuple[Product, Reason | None]:
 
 def _why_not_one(gathered: Gathered, product: Product) -> Reason | None:
     dtype, columns, bias = value(product.node).dtype, product.columns, product.bias
-    if product.scales and (why := product.why_no_scales() or _why_no_own_scale(gathered, product.a, product.scales[0])):
+    if product.scales and (why := product.why_no_scales()):
         return why
+    if product.scales and not _are_scales_gathered(gathered, product):
+        return "the scales are not gathered like the rows"
     if not rows.are_all(product.a):
         return "only some of the gathered rows are multiplied"
     if not isinstance(columns, int):
@@ -149,21 +151,15 @@ def _share_scales(graph: Graph, gather: Node, results: Node) -> None:
         graph.erase_node(gather)
 
 
-def _why_no_own_scale(gathered: Gathered, a: Node, a_scale: Node) -> Reason | None:
-    """Returns why the op cannot gather the scales of a product's rows."""
-    of_scales = rows.origin(a_scale)
-    are_gathered = _is_gather(of_scales) and _are_alike(of_scales, gathered.node)
-    if not (are_gathered and all(map(rows.are_in_order, (a, a_scale)))):
-        return "the scales are not gathered like the rows"
-    return None
-
-
-def _are_alike(gather: Node, other: Node) -> bool:
-    """Whether two nodes gather the same rows of the same ranks."""
-    these, others = [allgather.OP.read(node.args) for node in (gather, other)]
-    sizes = [[size.meta["val"] if isinstance(size, Node) else size for size in of["sizes"]] for of in (these, others)]
-    where = [(of["communicator"], of["axis"]) for of in (these, others)]
-    return where[0] == where[1] and are_same(*sizes)
+def _are_scales_gathered(gathered: Gathered, product: Product) -> bool:
+    """Whether the scales of a product's rows are gathered like the rows: from the same rows of the same ranks."""
+    of_rows, of_scales = product.a, product.scales[0] if product.scales else product.a
+    gather = rows.origin(of_scales)
+    if not (_is_gather(gather) and all(map(rows.are_in_order, (of_rows, of_scales)))):
+        return False
+    these, others = [allgather.OP.read(node.args) for node in (gather, gathered.node)]
+    sizes = [[value(size) if isinstance(size, Node) else size for size in of["sizes"]] for of in (these, others)]
+    return all(these[name] == others[name] for name in ("communicator", "axis")) and are_same(*sizes)
 
 
 def _why_not_faster(gathered: Gathered, places: Places) -> Reason | None:

@@ -43,11 +43,6 @@ def first(node: Node) -> Node:
     return cast(Node, node.args[0])
 
 
-def operands(node: Node) -> list[Any]:
-    """Returns the operands of an op without their names."""
-    return list(node.args)
-
-
 def sources(node: Node) -> list[Node]:
     """Returns the nodes of the first argument of an op: a tensor, or a list of them."""
     first: Any = next(iter([*node.args, *node.kwargs.values()]))
@@ -128,25 +123,22 @@ def path_behind(collective: Collective) -> list[Node]:
     return path
 
 
-def take_results(graph: Graph) -> None:
-    """Erases the copies of results into inputs, by which a functional graph expresses in-place collectives."""
+def simplify(graph: Graph) -> None:
+    """Erases copies of results into inputs, which express in-place collectives, and views that change no shape.
+
+    DTensor's graphs have such views between any two operations.
+    """
     for node in graph.find_nodes(op="call_function", target=_aten.copy.default):
         place, result = node.args
         if result.target is _wait and _layout(place) == _layout(result):
             node.replace_all_uses_with(result)
             graph.erase_node(node)
-
-
-def drop_views_of_same_shape(graph: Graph) -> None:
-    """Erases views that have the shape of what they view. DTensor's graphs have some between any two operations."""
-    for target in VIEWS:
-        for node in graph.find_nodes(op="call_function", target=target):
-            x = node.args[0]
-            # A result of the graph stays a view: it tells which input's memory it shares.
-            returned = any(user.op == "output" for user in node.users)
-            if not returned and are_same(x.meta["val"].shape, node.meta["val"].shape):
-                node.replace_all_uses_with(x)
-                graph.erase_node(node)
+    for node in [node for target in VIEWS for node in graph.find_nodes(op="call_function", target=target)]:
+        # A result of the graph stays a view: it tells which input's memory it shares.
+        returned = any(user.op == "output" for user in node.users)
+        if not returned and are_same(value(first(node)).shape, value(node).shape):
+            node.replace_all_uses_with(first(node))
+            graph.erase_node(node)
 
 
 def reached(starts: Iterable[Node], following: Callable[[Node], Iterable[Node]]) -> set[Node]:
@@ -290,17 +282,13 @@ def keep_order(graph: Graph) -> None:
         if op := op_of(node.target):
             if last is not None and not _needs(node, last):
                 with graph.inserting_before(node):
-                    node.args = op.write(op.read(node.args) | {"after": [_tensor(graph, last)]})
+                    result = last if isinstance(value(last), torch.Tensor) else call(graph, getitem, (last, 0))
+                    node.args = op.write(op.read(node.args) | {"after": [result]})
             # Inductor cuts lists to the lengths in the traced call: it would drop an ``after``.
             node.meta.pop("eager_input_vals", None)
             last = node
         elif node.target is _wait:
             last = node
-
-
-def _tensor(graph: Graph, node: Node) -> Node:
-    """Returns the result of a collective, or the first of several."""
-    return node if isinstance(value(node), torch.Tensor) else call(graph, getitem, (node, 0))
 
 
 def _needs(node: Node, earlier: Node) -> bool:

@@ -9,10 +9,9 @@ from typing import Any
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch.fx import Graph
 
-from graphar.errors import Reason
 from graphar.graph import collectives, epilogue, norm, tp_invariance
 from graphar.graph.allgather_matmul import AllgatherMatmul
-from graphar.graph.collectives import ALLGATHER, ALLREDUCE, REDUCESCATTER, Collective
+from graphar.graph.collectives import ALLGATHER, ALLREDUCE, REDUCESCATTER
 from graphar.graph.matmul import Matmul
 from graphar.graph.places import Places
 from graphar.graph.report import Entry, Report
@@ -79,8 +78,7 @@ class CompilePass(CustomGraphPass):
 
     def __call__(self, graph: Graph) -> None:
         """Rewrites a graph in place; its nodes must have fake tensors in ``meta["val"]``."""
-        collectives.take_results(graph)
-        collectives.drop_views_of_same_shape(graph)
+        collectives.simplify(graph)
         for name in self._rewrites:
             if name not in self._optional - self.on:
                 self._rewrite(graph, name)
@@ -94,7 +92,10 @@ class CompilePass(CustomGraphPass):
         for rewrite in self._rewrites[name]:
             for collective in rewrite.find(graph):
                 why_left = "turned off" if name in self.off else rewrite.why_not(collective, self._places)
-                self._note(name, collective, why_left)
+                for x in collective.tensors():
+                    shape = tuple(size if isinstance(size, int) else str(size) for size in x.shape)
+                    where = (self.report.graphs, name, str(collective), str(collective.group))
+                    self.report.entries.append(Entry(*where, shape, x.dtype, x.device.type, why_left or ""))
                 if not why_left:
                     rewrite.replace(graph, collective, self._places)
 
@@ -118,12 +119,6 @@ class CompilePass(CustomGraphPass):
 
     def __exit__(self, *_) -> None:
         self.uninstall()
-
-    def _note(self, rewrite: str, collective: Collective, why_left: Reason | None) -> None:
-        for x in collective.tensors():
-            shape = tuple(size if isinstance(size, int) else str(size) for size in x.shape)
-            where = (self.report.graphs, rewrite, str(collective), str(collective.group))
-            self.report.entries.append(Entry(*where, shape, x.dtype, x.device.type, why_left or ""))
 
 
 def _check_names(option: str, wanted: Iterable[str], known: Iterable[str]) -> frozenset[str]:

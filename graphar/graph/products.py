@@ -24,7 +24,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.nn.functional import ScalingType
 
 from graphar.errors import Reason
-from graphar.graph.collectives import VIEWS, are_same, arguments, call, first, operands, value
+from graphar.graph.collectives import VIEWS, are_same, arguments, call, first, value
 from graphar.numerics.fp8_products import BLOCK, FP8
 from graphar.ops.matmul_operands import RESULT_DTYPES
 
@@ -78,7 +78,8 @@ class Product:
         """The scales of ``a`` and of the weight as torch takes them, if the operands are in e4m3."""
         if self.node.target not in SCALED:
             return None
-        of_a, of_w = map(arguments(self.node).get, ("scale_a", "scale_b"))
+        named = arguments(self.node)
+        of_a, of_w = named["scale_a"], named["scale_b"]
         return (of_a[0], of_w[0]) if self.node.target is _V2 else (of_a, of_w)
 
     @property
@@ -158,7 +159,7 @@ def _blocks(length: int | torch.SymInt) -> int | torch.SymInt:
 
 def stored(graph: Graph, weight: Node) -> Node:
     """Returns the weight as torch.nn.Linear stores it, [out, in]: the source of a transpose, or a new transpose."""
-    permuted = weight.target is _aten.permute.default and list(operands(weight)[1]) == [1, 0]
+    permuted = weight.target is _aten.permute.default and list(arguments(weight)["dims"]) == [1, 0]
     if permuted or weight.target is _aten.t.default:
         return first(weight)
     return call(graph, _aten.permute.default, (weight, [1, 0]))

@@ -21,18 +21,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from graphar.errors import Reason
 from graphar.graph import collectives
-from graphar.graph.collectives import (
-    CASTS,
-    VIEWS,
-    Collective,
-    arguments,
-    call,
-    first,
-    first_size,
-    operands,
-    reached,
-    value,
-)
+from graphar.graph.collectives import CASTS, VIEWS, Collective, arguments, call, first, reached, value
 from graphar.graph.matmul import TRANSPOSES, Matmul, why_no_kernel
 from graphar.graph.places import Places
 from graphar.graph.products import MATMULS, Product, stored
@@ -55,6 +44,7 @@ _PRODUCTS = (  # torch's other ops that add products
 _LOOKUPS = (_aten.embedding.default, _aten.index.Tensor, _aten.gather.default)
 _CONSTANTS = (_aten.full.default, _aten.scalar_tensor.default, _aten.full_like.default, _aten.zeros_like.default)
 _ROOT = re.compile(r"^L\['\w+'\](\[\d+\])?\.?")  # what torch calls the module that is compiled
+_RESHAPED = (_aten.unsqueeze.default, _aten.squeeze.dim, _aten.squeeze.dims)
 _OF_HEADS = "its kernel may add in an order that depends on the number of heads"
 _OF_TOKENS = "it adds the tokens of this rank alone, such as the gradient of a norm's weight"
 _OF_ONE_RANK = "one rank does not tell whether the layer is row-parallel: call graphar.nn.make_tp_invariant first"
@@ -106,14 +96,24 @@ def _why_not_added(a: Node, places: Places) -> Reason | None:
 
 def _bias_gradients(graph: Graph) -> list[Node]:
     """Returns the gradients of biases: the sums over rows of gradients that matmuls multiply by weights or inputs."""
-    multiplied = {_origin(gradient): features for node in graph.nodes for gradient, features in _multiplied(node)}
-    totals = []
-    for node in graph.find_nodes(op="call_function", target=_SUM):
-        features = multiplied.get(_origin(first(node)))
-        is_of_layer = features is not None and statically_known_true(value(first(node)).shape[-1] == features)
-        if node.users and _is_over_rows(node) and is_of_layer:
-            totals.append(node)
-    return totals
+    multiplied = {}  # by gradient of a layer: the layer's features
+    for node in graph.nodes:
+        op = op_of(node.target)
+        if node.target in MATMULS:
+            a = Product(node).a
+        elif op and op.takes("a") and not op.takes("gathered"):  # which takes only the rows of this rank
+            a = op.read(node.args)["a"]
+        else:
+            continue
+        # A weight's gradient multiplies transposed rows.
+        multiplied[_origin(a)] = value(a).shape[0 if a.target in TRANSPOSES else -1]
+    totals = [node for node in graph.find_nodes(op="call_function", target=_SUM) if node.users and _is_over_rows(node)]
+    return [
+        total
+        for total in totals
+        if (features := multiplied.get(_origin(first(total)))) is not None
+        and statically_known_true(value(first(total)).shape[-1] == features)
+    ]
 
 
 def _is_over_rows(total: Node) -> bool:
@@ -121,19 +121,6 @@ def _is_over_rows(total: Node) -> bool:
     kind = value(first(total))
     axes = sorted(axis % kind.ndim for axis in arguments(total)["dim"] or ()) if kind.ndim else []
     return kind.ndim > 1 and axes == [*range(kind.ndim - 1)] and isinstance(kind.shape[-1], int)
-
-
-def _multiplied(node: Node) -> list[tuple[Node, int | torch.SymInt]]:
-    """Returns what a matmul has as the gradient of a layer, with the layer's features; nothing if it is none."""
-    op = op_of(node.target)
-    if op and op.takes("a") and not op.takes("gathered"):  # which takes only the rows of this rank
-        a = op.read(node.args)["a"]
-    elif node.target in MATMULS:
-        a = Product(node).a
-    else:
-        return []
-    # A weight's gradient multiplies transposed rows.
-    return [(a, a.meta["val"].shape[0 if a.target in TRANSPOSES else -1])]
 
 
 def _origin(node: Node) -> Node:
@@ -159,7 +146,7 @@ def _replace_bias_gradient(graph: Graph, total: Node) -> None:
         dy = call(graph, _aten.reshape.default, (x, [-1, kind.shape[-1]])) if kind.ndim > 2 else x
         like = value(dy)
         how = {"dtype": kind.dtype, "device": kind.device, "pin_memory": False}
-        ones = graph.call_function(_aten.full.default, ([1, first_size(graph, dy)], 1), how)
+        ones = graph.call_function(_aten.full.default, ([1, collectives.first_size(graph, dy)], 1), how)
         ones.meta["val"] = like.new_ones((1, like.shape[0]))
         added = call(graph, _LINEAR, (ones, stored(graph, dy), None, LEAVES, torch.float32))
         new = call(graph, _aten.reshape.default, (added, list(result.shape)))
@@ -180,7 +167,8 @@ def _why(node: Node, places: Places, divided: bool) -> Reason | None:
         return _OF_HEADS
     if name in _PRODUCTS:
         return "graphar has no such product"
-    if node.target is _SUM and _is_product_in_parts(first(node)):
+    parts = first(node).args if node.target is _SUM and first(node).target is _aten.mul.Tensor else ()
+    if parts and all(isinstance(x, Node) and x.target in _RESHAPED for x in parts):
         return "torch has written a matmul as products and a sum"
     if node.target is _SUM and divided and _is_over_rows(node):
         return _OF_TOKENS
@@ -232,20 +220,11 @@ def _is_lookup(node: Node, masked: bool = False) -> bool:
         rest = [named[name] for name in ("self", "other") if named[name].target not in _CONSTANTS]
         return len(rest) == 1 and _is_lookup(rest[0], True)
     if node.target is _aten.mul.Tensor:
-        x, mask = operands(node)
-        return isinstance(mask, Node) and _is_mask(mask) and _is_lookup(x, True)
+        x, mask = arguments(node).values()
+        while isinstance(mask, Node) and mask.target in (*VIEWS, *CASTS, _aten.unsqueeze.default):
+            mask = first(mask)
+        return isinstance(mask, Node) and value(mask).dtype == torch.bool and _is_lookup(x, True)
     return masked and node.target in _LOOKUPS
-
-
-def _is_mask(node: Node) -> bool:
-    while node.target in (*VIEWS, *CASTS, _aten.unsqueeze.default):
-        node = first(node)
-    return value(node).dtype == torch.bool
-
-
-def _is_product_in_parts(node: Node) -> bool:
-    parts = (_aten.unsqueeze.default, _aten.squeeze.dim, _aten.squeeze.dims)
-    return node.target is _aten.mul.Tensor and all(isinstance(x, Node) and x.target in parts for x in node.args)
 
 
 def _name(node: Node) -> str:
