@@ -104,20 +104,12 @@ def _texts(report: Report, subject: str, numels: list[int]) -> Iterator[str]:
 
 
 def _as_json(report: Report) -> dict[str, Any]:
-    failures = [
-        {
-            "world_size": one.case.world_size,
-            "dtype": str(one.case.dtype).removeprefix("torch."),
-            "sanitizer": one.case.sanitizer,
-            "seed": one.seed,
-            "numels": list(one.numels),
-            "call": one.call,
-            "what": one.what,
-            "last_steps": one.last_steps,
-        }
-        for one in report.failures
-    ]
-    counts = {"passed": len(report.passed), "skipped": list(report.skipped), "time_s": report.time_s}
+    failures = []
+    for one in report.failures:
+        dtype = str(one.case.dtype).removeprefix("torch.")
+        case = {"world_size": one.case.world_size, "dtype": dtype, "sanitizer": one.case.sanitizer}
+        failures.append(case | {name: field for name, field in vars(one).items() if name != "case"})
+    counts = {"passed": len(report.passed), "skipped": report.skipped, "time_s": report.time_s}
     return {"algorithm": report.algorithm.value, **counts, "failures": failures}
 
 
@@ -144,8 +136,8 @@ def _one_of(names: Iterable[str]) -> Callable[[str], str]:
     """Returns an argparse type for a name, of a dtype also in a short form."""
 
     def name(text: str) -> str:
-        if dtype_name(text) not in names:
+        if (found := dtype_name(text)) not in names:
             raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(names)}")
-        return dtype_name(text)
+        return found
 
     return name
