@@ -82,11 +82,7 @@ def backends(text: str) -> list[str]:
 
 
 def sizes_of(options: argparse.Namespace, defaults: Sequence[int]) -> list[int]:
-    """Returns the sizes in bytes that the options give, or else those of ``defaults`` that the op allows.
-
-    Raises:
-        ValueError: a size is too large for the op, or the options contradict each other.
-    """
+    """Returns the sizes in bytes that the options give, or else those of ``defaults`` that the op allows."""
     most = MAX_NBYTES[options.op]
     found = options.sizes or [nbytes for nbytes in defaults if nbytes <= most]
     if options.stepfactor < 2 or (options.sizes and options.minbytes is not None):

@@ -29,11 +29,7 @@ EXIT_STATUS = (
 def add_command(
     commands, name: str, run: Callable[[argparse.Namespace], int], *, summary: str, description: str, quiet: str
 ) -> argparse.ArgumentParser:
-    """Adds a command to `python -m graphar`, and returns its parser.
-
-    ``summary`` is its line in the list of commands, ``description`` the text above the options in its --help, and
-    ``quiet`` the help of --quiet. ``run`` returns the exit status.
-    """
+    """Adds a command, which ``run`` runs, and returns its parser. ``quiet`` is the help of --quiet."""
     one = commands.add_parser(name, help=summary, description=description, epilog=EXIT_STATUS)
     one.add_argument("--json", action="store_true", help="print one JSON document instead of text")
     one.add_argument("--quiet", action="store_true", help=quiet)
@@ -88,11 +84,7 @@ def by_name(dtypes: Iterable[torch.dtype]) -> dict[str, torch.dtype]:
 
 
 def add_call(command: argparse.ArgumentParser, dtypes: Iterable[str], *, count: str, what: str, ranks: str) -> None:
-    """Adds the sizes, dtype, ranks and codec of calls.
-
-    ``dtypes`` are names. ``count`` is argparse's number of sizes, which are those of ``what``. ``ranks`` says which
-    ranks are the default, which :func:`ranks_here` counts.
-    """
+    """Adds the sizes of ``what``, dtype, ranks and codec of calls. ``count`` is argparse's number of sizes."""
     command.add_argument("sizes", type=size, nargs=count, metavar="SIZE", help=f"size of {what}, such as 2K or 1.5M")
     command.add_argument(
         "-d",

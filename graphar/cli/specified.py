@@ -33,14 +33,10 @@ _WITH_CODEC = {"allreduce": reference.quantized_allreduce, "reducescatter": refe
 
 
 class SpecifiedCall:
-    """A call of an op on the tensors of all ranks.
+    """A call of the function ``op`` of graphar on the tensors of all ranks.
 
-    Args:
-        op: the name of the op's function in graphar.
-        operands: the tensors of all ranks, for each of the function's arguments.
-        equal: further arguments, each equal on all ranks.
-        options: of the function. The specification of a fused matmul ignores its codec. An algorithm from outside the
-            package may have a specification of its own.
+    ``operands`` has the tensors of all ranks for each of the function's arguments, and ``equal`` further arguments,
+    each equal on all ranks. The specification of a fused matmul ignores its codec.
     """
 
     def __init__(self, op: str, operands: Sequence[OfRanks], equal: OfRanks = (), **options) -> None:

@@ -41,17 +41,13 @@ class Place:
 
 
 class Places:
-    """Where every rank of the default group is, and the tuning table of rank 0. Making one is collective.
+    """Where every rank of the default group is. Making one is collective.
 
     Attributes:
         world: the name of the default group.
         count: the number of its ranks.
-        table: the tuning table that choices go by.
+        table: the tuning table of rank 0.
         chip: the table's chip, with the fewest streaming multiprocessors of any rank's GPU, and the most communicators.
-
-    Raises:
-        ValueError: there is no default group.
-        CommunicatorError: a rank did not arrive in time.
     """
 
     def __init__(self) -> None:

@@ -101,13 +101,8 @@ class Routing(_OfTorch):
     """The calls of a process group. Each goes to graphar, or to torch's own group of the same ranks.
 
     Methods have the names and arguments that torch calls. They take what torch.distributed's functions pass: lists of
-    tensors, and an options object. Other overloads of ProcessGroup's methods go to torch's own group.
-
-    The base of torch's is made with the rank and the number of ranks.
-
-    Args:
-        ranks: their numbers in the default group.
-        name: the name of the group.
+    tensors, and an options object. Other overloads of ProcessGroup's methods go to torch's own group. ``ranks`` are
+    numbers in the default group.
     """
 
     def __init__(self, store: Store, rank: int, ranks: list[int], name: str, timeout: timedelta) -> None:

@@ -13,11 +13,7 @@ from graphar.runtime.checks.tensor_checks import check_own_memory
 
 
 class Arguments:
-    """The arguments of a call, with contiguous tensors in place of others.
-
-    Raises:
-        ValueError: elements of an output share memory.
-    """
+    """The arguments of a call, with contiguous tensors in place of others; ValueError for outputs that share memory."""
 
     def __init__(self, name: str, rank: int, given: tuple, named: dict) -> None:
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []  # each output, and what is in its place

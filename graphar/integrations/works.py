@@ -54,11 +54,9 @@ class GrapharWork(dist.Work):
 
 @untraced
 class CombinedWork(dist.Work):
-    """Several calls as one. Once they are complete, results are copied: by ``wait()``, or by the work's future.
+    """Several calls as one, which write ``outputs``. Once they are complete, results are copied into their outputs.
 
-    Args:
-        outputs: the tensors that the calls write.
-        copies: pairs of an output and of the tensor that holds its result.
+    ``copies`` are pairs of an output and of the tensor that holds its result.
     """
 
     def __init__(
