@@ -51,7 +51,7 @@ def are_in_order(node: Node) -> bool:
 
 
 def move(graph: Graph, node: Node, new: Node) -> Node:
-    """Adds the ops that made ``node`` from its origin again, for the rows of ``new``, which is shaped like the origin."""
+    """Adds the ops that made ``node`` from its origin again, for the rows of ``new``, shaped like the origin."""
     sizes, columns = node.meta["val"].shape[:-1], new.meta["val"].shape[-1]
     if are_in_order(node) and can_reshape(sizes):
         return reshape(graph, new, sizes)
