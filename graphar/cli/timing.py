@@ -155,7 +155,7 @@ class Timer(Stopwatch):
         return [time_us / CALLS for time_us in times]
 
     def _medians(self, runs: Sequence[Callable[[], None]], before: Callable[[int], None] | None = None) -> list[float]:
-        """Returns the median time of each of ``runs``; hopeless ones stop early. ``before`` gets the index of the next run."""
+        """Returns the median time of each of ``runs``; hopeless ones stop early. ``before`` gets a run's index."""
         times: list[list[float]] = [[] for _ in runs]
         for turn in range(1 + REPEATS):
             for at in _worthwhile(times):

@@ -94,7 +94,7 @@ class Matmul:
         if product is None:
             return "several products are added before the sum"
         if product.scales and self.partition == TP_INVARIANT:
-            return products.NO_TREE
+            return "products with scales are not added as a tree"
         if product.scales and product.bias:
             return "each rank adds a bias to its product"
         if product.scales and (why := product.why_no_scales()):

@@ -39,7 +39,6 @@ _NAMES: dict[Any, tuple[str, str, str]] = {
     _aten.addmm.default: ("mat1", "mat2", "self"),
     _aten.linear.default: ("input", "weight", "bias"),
 }
-NO_TREE = "products with scales are not added as a tree"
 _RECIPES = [  # the recipes of scale_a and of scale_b that graphar has
     ([ScalingType.TensorWise.value], [ScalingType.TensorWise.value]),
     ([ScalingType.RowWise.value], [ScalingType.RowWise.value]),
