@@ -20,9 +20,9 @@ ops, functional = torch.ops.graphar, torch.nn.functional
 ROWS, COLUMNS, K = 8, 16, 24
 
 
-def traced(function, *more, dtype=torch.bfloat16, rows=(ROWS,)):
-    """Traces a function of a [rows, K], w [COLUMNS, K] and ``more``."""
-    return Traced(function, (*rows, K), (COLUMNS, K), *more, dtype=dtype)
+def traced(function, *more, rows=(ROWS,), columns=COLUMNS, **kinds):
+    """Traces a function of a [rows, K], w [columns, K] and ``more``."""
+    return Traced(function, (*rows, K), (columns, K), *more, **kinds)
 
 
 FORMS = {
@@ -144,51 +144,45 @@ def test_a_matmul_a_sum_and_an_epilogue_become_one_op(make_pass, pays):
     assert [entry.rewrite for entry in compile_pass.report.rewritten] == ["epilogue", "matmul"]
 
 
-@pytest.mark.parametrize(
-    "way",
-    [
-        lambda y: ops.allreduce.default(y, *sums.SUM.arguments(algorithm="two_shot_lossless")),
-        lambda y: ops.reducescatter.default(y, *sums.SCATTER.arguments(rank=0, axis=1, sizes=[4, 4, 4, 4])),
-    ],
-    ids=["another algorithm", "another axis"],
-)
-def test_a_models_own_sum_in_another_way_is_left(make_pass, pays, way):
-    compile_pass = make_pass()
-
-    rewritten(compile_pass, traced(lambda a, w: way(functional.linear(a, w))))
-
-    assert [entry.why_left for entry in of_matmul(compile_pass.report)] == ["the sum names an algorithm or an axis"]
+def own_sum(a, w):
+    return ops.allreduce.default(a @ w.t(), *sums.SUM.arguments(algorithm="two_shot_lossless"))
 
 
-LEFT = {
-    "the product has further uses": (lambda a, w: (lambda y: (summed(y), y))(functional.linear(a, w)), {}),
-    "several products are added before the sum": (lambda a, w: summed(functional.linear(a, w) + (a * 2) @ w.t()), {}),
-    "the product is summed in another shape": (lambda a, w: summed(functional.linear(a, w).view(-1, 2 * COLUMNS)), {}),
-    "no matmul of torch.float32 sums its tiles": (FORMS["a product"], {"dtype": torch.float32}),
-}
+def own_scatter(a, w):
+    return ops.reducescatter.default(a @ w.t(), *sums.SCATTER.arguments(rank=0, axis=1, sizes=[4, 4, 4, 4]))
 
 
-@pytest.mark.parametrize("why", LEFT)
-def test_others_are_left_and_the_report_says_why(make_pass, pays, why):
-    compile_pass, (function, how) = make_pass(), LEFT[why]
+def with_itself_as_residual(a, w, weight):
+    y = functional.linear(a, w)
+    return llamas(summed(y) + y, weight)
 
-    calls = rewritten(compile_pass, traced(function, **how)).calls()
 
-    assert ops.allreduce.default in calls
+NO_TILES = "no matmul of torch.float32 sums its tiles"
+A_PRODUCT, INVARIANT = FORMS["a product"], {"batch_invariant": True}
+IN_FP32, ON_GPUS = {"dtype": torch.float32}, {"device": "cuda"}
+LEFT = [  # the reason, the function, what it takes beside a and w, how it is traced, and the pass
+    ("the product has further uses", lambda a, w: (lambda y: (summed(y), y))(a @ w.t()), [], {}, {}),
+    ("the product has further uses", with_itself_as_residual, [(COLUMNS,)], {"rows": (ROWS, 2)}, {}),
+    ("several products are added before the sum", lambda a, w: summed(a @ w.t() + (a * 2) @ w.t()), [], {}, {}),
+    ("the product is summed in another shape", lambda a, w: summed((a @ w.t()).view(-1, 2 * COLUMNS)), [], {}, {}),
+    ("the sum names an algorithm or an axis", own_sum, [], {}, {}),
+    ("the sum names an algorithm or an axis", own_scatter, [], {}, {}),
+    (NO_TILES, A_PRODUCT, [], IN_FP32, {}),
+    (NO_TILES, A_PRODUCT, [], ON_GPUS | IN_FP32, INVARIANT),
+    ("graphar's matmul needs a multiple of 8 columns, not 12", A_PRODUCT, [], ON_GPUS | {"columns": 12}, INVARIANT),
+    ("rank 3 has no GPU of sm_90a", A_PRODUCT, [], ON_GPUS, INVARIANT | {"arch": "sm_80"}),
+    ("graphar's matmul needs a GPU", A_PRODUCT, [], {}, INVARIANT),
+]
+
+
+@pytest.mark.parametrize(("why", "function", "more", "kinds", "how"), LEFT)
+def test_others_are_left_and_the_report_says_why(make_pass, pays, why, function, more, kinds, how):
+    compile_pass = make_pass(**how)
+
+    calls = rewritten(compile_pass, traced(function, *more, **kinds)).calls()
+
+    assert torch.ops.aten.mm.default in calls
     assert [entry.why_left for entry in of_matmul(compile_pass.report)] == [why]
-
-
-def test_a_product_that_is_the_norms_residual_too_is_left(make_pass, pays):
-    def layer(a, w, weight):
-        y = functional.linear(a, w)
-        return llamas(summed(y) + y, weight)
-
-    compile_pass, shape = make_pass(), (COLUMNS,)
-
-    graph = rewritten(compile_pass, traced(layer, shape, rows=(ROWS, 2))).graph
-
-    assert ops.allreduce_residual_rmsnorm.default in [node.target for node in graph.nodes]
-    assert [entry.why_left for entry in of_matmul(compile_pass.report)] == ["the product has further uses"]
 
 
 # Of few rows: every rank may sum all of them, which was measured to be faster; a part for each was not.
@@ -236,27 +230,6 @@ def test_a_product_with_a_bias_of_its_own_is_no_matmul_of_the_report(make_pass, 
 
     assert torch.ops.aten.addmm.default in calls
     assert of_matmul(compile_pass.report) == []
-
-
-NOT_INVARIANT = {
-    "no matmul of torch.float32 sums its tiles": ({}, {"dtype": torch.float32}, COLUMNS),
-    "graphar's matmul needs a multiple of 8 columns, not 12": ({}, {}, 12),
-    "rank 3 has no GPU of sm_90a": ({"arch": "sm_80"}, {}, COLUMNS),
-    "graphar's matmul needs a GPU": ({}, {"device": "cpu"}, COLUMNS),
-}
-
-
-@pytest.mark.parametrize("why", NOT_INVARIANT)
-def test_what_graphars_matmul_cannot_multiply_is_left_to_torch_and_the_report_says_why(make_pass, pays, why):
-    where, kind, columns = NOT_INVARIANT[why]
-    compile_pass = make_pass(batch_invariant=True, **where)
-
-    calls = rewritten(
-        compile_pass, Traced(FORMS["a product"], (ROWS, K), (columns, K), **{"device": "cuda"} | kind)
-    ).calls()
-
-    assert torch.ops.aten.mm.default in calls
-    assert [entry.why_left for entry in of_matmul(compile_pass.report)] == [why]
 
 
 # ---- bits -----------------------------------------------------------------------------------------------------------

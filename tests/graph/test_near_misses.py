@@ -50,6 +50,7 @@ WRITTEN = {**NORMS, "another": squared_by_itself}
 # By name: a function, the shapes of its tensors, and the passes.
 FORMS = {
     "sums": (lambda x: summed(x), [SAME], FUSED),
+    "sums of sums": (lambda x: summed(summed(x)), [SAME], FUSED),
     "sums of parts": (lambda x: scattered(x), [SAME], FUSED),
     "coalesced sums": (coalesced, [SAME, SAME], FUSED),
     "an epilogue": (lambda x, y, b: (summed(x) * 0.5 + y + b).relu(), [SAME, SAME, BIAS], FUSED),

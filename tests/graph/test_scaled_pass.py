@@ -251,24 +251,6 @@ def test_scales_that_are_used_before_the_rows_are_gathered_keep_a_gather_of_thei
     assert (gather.target, fused.target) == (ops.allgather.default, ops.fused_allgather_matmul.default)
 
 
-NOT_GATHERED = {
-    "scales of other rows": lambda a, w, a_scale, w_scale: torchs(gathered(a), w, a_scale, w_scale),
-    "a number for all rows": lambda a, w, a_scale, w_scale: torchs(gathered(a), w, a_scale[0, 0], w_scale[0, 0]),
-    "rows of another order": lambda a, w, a_scale, w_scale: torchs(
-        gathered(a.view(2, -1, K), 1).view(-1, K), w, gathered(a_scale), w_scale
-    ),
-}
-
-
-@pytest.mark.parametrize("name", NOT_GATHERED)
-def test_scales_that_are_not_gathered_like_the_rows_leave_the_product_as_it_is(make_pass, pays, name):
-    shape = (RANKS * ROWS, 1) if name == "scales of other rows" else (ROWS, 1)
-
-    why = left_because(make_pass(), traced_gather(NOT_GATHERED[name], of_a=shape))
-
-    assert why == "the scales are not gathered like the rows"
-
-
 # ---- what is left ---------------------------------------------------------------------------------------------------
 
 
@@ -293,26 +275,38 @@ def alone(*tensors):
     return summed(torchs(*tensors))
 
 
-LEFT = {
-    "each rank adds a bias to its product": (with_bias, {}, ((ROWS, 1), (1, COLUMNS), (COLUMNS,))),
-    "several products are added before the sum": (added, {}, ()),
-    f"graphar multiplies {FP8} by {FP8}, not torch.float8_e5m2 by {FP8}": (
-        alone,
-        {"kinds": (torch.float8_e5m2, FP8, FP32, FP32)},
-        (),
-    ),
-    "the scales are neither of rows nor of blocks, in fp32": (alone, {}, ((ROWS, 3), (3, COLUMNS))),
-    "the product has further uses": (lambda *tensors: (lambda y: (summed(y), y))(torchs(*tensors)), {}, ()),
-    "no matmul of torch.float32 sums its tiles": (lambda *tensors: summed(torchs(*tensors, out_dtype=FP32)), {}, ()),
-    "the product is scaled again": (scaled_again, {}, ((), (), ())),
-    "graphar has no such recipe of scales": (of_blocks_alike, {}, ((ROWS, 3), (COLUMNS, 3))),
-    "rank 3 has no GPU of sm_90a": (alone, {"device": "cuda"}, ()),
-}
+def with_scales_of_other_rows(a, w, a_scale, w_scale):
+    return torchs(gathered(a), w, a_scale, w_scale)
 
 
-@pytest.mark.parametrize("why", LEFT)
-def test_others_are_left_and_the_report_says_why(make_pass, pays, why):
-    function, how, shapes = LEFT[why]
+def with_a_number_for_all_rows(a, w, a_scale, w_scale):
+    return torchs(gathered(a), w, a_scale[0, 0], w_scale[0, 0])
+
+
+def with_rows_of_another_order(a, w, a_scale, w_scale):
+    return torchs(gathered(a.view(2, -1, K), 1).view(-1, K), w, gathered(a_scale), w_scale)
+
+
+OTHER_DTYPE = f"graphar multiplies {FP8} by {FP8}, not torch.float8_e5m2 by {FP8}"
+NOT_GATHERED = "the scales are not gathered like the rows"
+LEFT = [  # the reason, the function, its shapes, and how it is traced
+    ("each rank adds a bias to its product", with_bias, [(ROWS, 1), (1, COLUMNS), (COLUMNS,)], {}),
+    ("several products are added before the sum", added, [], {}),
+    (OTHER_DTYPE, alone, [], {"kinds": (torch.float8_e5m2, FP8, FP32, FP32)}),
+    ("the scales are neither of rows nor of blocks, in fp32", alone, [(ROWS, 3), (3, COLUMNS)], {}),
+    ("the product has further uses", lambda *tensors: (lambda y: (summed(y), y))(torchs(*tensors)), [], {}),
+    ("no matmul of torch.float32 sums its tiles", lambda *one: summed(torchs(*one, out_dtype=FP32)), [], {}),
+    ("the product is scaled again", scaled_again, [(), (), ()], {}),
+    ("graphar has no such recipe of scales", of_blocks_alike, [(ROWS, 3), (COLUMNS, 3)], {}),
+    ("rank 3 has no GPU of sm_90a", alone, [], {"device": "cuda"}),
+    (NOT_GATHERED, with_scales_of_other_rows, [(RANKS * ROWS, 1)], {}),
+    (NOT_GATHERED, with_a_number_for_all_rows, [], {}),
+    (NOT_GATHERED, with_rows_of_another_order, [], {}),
+]
+
+
+@pytest.mark.parametrize(("why", "function", "shapes", "how"), LEFT)
+def test_others_are_left_and_the_report_says_why(make_pass, pays, why, function, shapes, how):
     where = {"arch": "sm_80"} if "sm_90a" in why else {}
 
     assert left_because(make_pass(**where), traced(function, *shapes, **how)) == why
