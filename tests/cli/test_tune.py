@@ -154,9 +154,7 @@ def test_numbers_that_gain_nothing_stay_and_parts_get_entries(three_gpus, capsys
     assert Table.from_json(found.to_json()) == found
 
 
-def test_a_number_that_makes_calls_faster_is_taken_and_told_with_the_geometric_mean_of_its_gains(
-    three_gpus, monkeypatch, capsys
-):
+def test_a_number_that_makes_calls_faster_is_taken_and_told_with_its_mean_gain(three_gpus, monkeypatch, capsys):
     def measure_under(timer, workload, tables):
         """With 8 blocks, the first of the two calls takes half and the second an eighth of the time."""
         gain = 2.0 if workload.rows == 2048 else 8.0
