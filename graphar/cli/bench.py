@@ -48,13 +48,8 @@ def add(commands) -> None:
         quiet="show no progress",
     )
     add_call(one, DTYPES, count="*", what="one rank's input", ranks="all GPUs")
-    one.add_argument(
-        "--op",
-        choices=list(MAX_NBYTES),
-        default="allreduce",
-        metavar="OP",
-        help=f"{', '.join(MAX_NBYTES)} (default: allreduce)",
-    )
+    ops = f"{', '.join(MAX_NBYTES)} (default: allreduce)"
+    one.add_argument("--op", choices=list(MAX_NBYTES), default="allreduce", metavar="OP", help=ops)
     one.add_argument("--algorithm", default="auto", metavar="NAME", help="the algorithm to time (default: auto)")
     add_load(one)
     one.add_argument("-b", "--minbytes", type=size, metavar="SIZE", help="in place of sizes: the smallest of several")
@@ -65,12 +60,8 @@ def add(commands) -> None:
     one.add_argument("-c", "--check", type=int, choices=(0, 1), default=1, help="compare with the exact result")
     one.add_argument("-g", "--ngpus", choices=("1",), metavar="1", help="GPUs of a process; torchrun starts several")
     one.add_argument("-o", choices=("sum",), metavar="sum", help="what a reduction computes")
-    one.add_argument(
-        "--backend",
-        type=backends,
-        metavar="NAMES",
-        help=f"under torchrun: {', '.join(BACKENDS)}, separated by commas (default: graphar, and nccl or gloo)",
-    )
+    named = f"under torchrun: {', '.join(BACKENDS)}, separated by commas (default: graphar, and nccl or gloo)"
+    one.add_argument("--backend", type=backends, metavar="NAMES", help=named)
 
 
 def backends(text: str) -> list[str]:
