@@ -11,7 +11,7 @@ import torch.distributed as dist
 import graphar
 from graphar.graph import places
 from graphar.ops import allgather, allgather_matmul
-from tests.graph.graphs import DEFAULT, PAYS, RANKS, Drawing, Traced, gathered, given, of_matmul, rewritten
+from tests.graph.graphs import DEFAULT, PAYS, RANKS, Drawing, Traced, gathered, given, inputs_of, of_matmul, rewritten
 from tests.parallel_models import HIDDEN, Block, FunctionalBlock, compiled, sequence_parallel
 from tests.processes import run_ranks
 
@@ -29,10 +29,6 @@ def traced(function, *more, rows=(ROWS,), **kinds):
 def fused_in(graph):
     (fused,) = [node for node in graph.nodes if node.target is FUSED]
     return fused
-
-
-def inputs_of(graph):
-    return [node for node in graph.nodes if node.op == "placeholder"]
 
 
 # ---- graphs ---------------------------------------------------------------------------------------------------------

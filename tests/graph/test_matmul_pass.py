@@ -12,7 +12,20 @@ from graphar.ops import matmul_norms, matmul_sums, sums
 from graphar.ops.register import op_of
 from tests import inside
 from tests.cases import integers, normal, same_bits
-from tests.graph.graphs import EPS, PAYS, RANKS, Traced, given, llamas, of_matmul, rewritten, scattered, summed
+from tests.graph.graphs import (
+    EPS,
+    PAYS,
+    RANKS,
+    Traced,
+    fused_in,
+    given,
+    inputs_of,
+    llamas,
+    of_matmul,
+    rewritten,
+    scattered,
+    summed,
+)
 from tests.parallel_models import MLP, TOKENS, SequenceParallelMLP, compiled, tokens
 from tests.processes import run_ranks
 
@@ -32,27 +45,36 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("name", FORMS)
-def test_a_matmul_and_its_sum_become_one_op(make_pass, pays, name):
-    compile_pass = make_pass()
+def normed(total):
+    return lambda a, w, residual, weight: llamas(residual + total(functional.linear(a, w)), weight)
 
-    graph = rewritten(compile_pass, traced(FORMS[name])).graph
 
-    (fused,) = [node for node in graph.nodes if node.target is ops.fused_matmul_allreduce.default]
-    a, w = [node for node in graph.nodes if node.op == "placeholder"]
-    assert fused.args == (a, w, *matmul_sums.SUM.arguments())
-    assert not [node for node in graph.nodes if node.target is torch.ops.aten.mm.default]
+PARTS, NORM, RELU = {"rank": 0, "sizes": [2] * RANKS}, {"eps": EPS, "weight_offset": 0.0}, {"epilogue": "relu(v)"}
+SUM, SCATTER, RESIDUAL, WEIGHT = matmul_sums.SUM, matmul_sums.SCATTER, (ROWS, COLUMNS), (COLUMNS,)
+FUSED = {  # the function, what it takes beside a and w, its rows, the fused op, and what it is told
+    **{name: (form, [], (ROWS,), SUM, {}) for name, form in FORMS.items()},
+    "three dimensions": (FORMS["a linear layer"], [], (2, ROWS), SUM, {}),
+    "an epilogue": (lambda a, w: summed(functional.linear(a, w)).relu(), [], (ROWS,), SUM, RELU),
+    "parts": (lambda a, w: scattered(functional.linear(a, w)), [], (ROWS,), SCATTER, PARTS),
+    "parts and an epilogue": (lambda a, w: scattered(a @ w.t()).relu(), [], (ROWS,), SCATTER, PARTS | RELU),
+    "a norm": (normed(summed), [RESIDUAL, WEIGHT], (ROWS,), matmul_norms.NORM, NORM),
+    "a norm of parts": (normed(scattered), [(2, COLUMNS), WEIGHT], (ROWS,), matmul_norms.SCATTERED_NORM, NORM | PARTS),
+}
+
+
+@pytest.mark.parametrize(("function", "more", "rows", "op", "told"), FUSED.values(), ids=FUSED)
+def test_a_matmul_and_its_sum_become_one_op(make_pass, pays, function, more, rows, op, told):
+    compile_pass, drawing = make_pass(on=["epilogue"] if "epilogue" in told else []), traced(function, *more, rows=rows)
+    before = drawing.graph.output_node().args[0].meta["val"].shape
+
+    graph = rewritten(compile_pass, drawing).graph
+
+    fused = fused_in(graph)
+    assert fused.target is op.one
+    assert fused.args == (*inputs_of(graph), *op.arguments(**told))
+    assert graph.output_node().args[0].meta["val"].shape == before
+    assert torch.ops.aten.mm.default not in drawing.calls()
     assert [entry.why_left for entry in of_matmul(compile_pass.report)] == [""]
-
-
-def test_a_layer_of_three_dimensions_takes_its_input_as_it_is(make_pass, pays):
-    compile_pass = make_pass()
-
-    graph = rewritten(compile_pass, traced(FORMS["a linear layer"], rows=(2, ROWS))).graph
-
-    (fused,) = [node for node in graph.nodes if node.target is ops.fused_matmul_allreduce.default]
-    assert fused.args[0].op == "placeholder"
-    assert fused.meta["val"].shape == (2, ROWS, COLUMNS)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -66,46 +88,6 @@ def test_partials_that_are_added_as_a_tree_stay_apart_from_their_matmul(make_pas
     assert [node.target for node in graph.nodes if op_of(node.target)] == [getattr(ops, op).default]
 
 
-SCATTERED = {
-    "a reduce-scatter": ({}, lambda v: v, {}),
-    "and an epilogue": ({"on": ["epilogue"]}, torch.relu, {"epilogue": "relu(v)"}),
-}
-
-
-@pytest.mark.parametrize(("options", "after", "more"), SCATTERED.values(), ids=SCATTERED)
-def test_a_matmul_and_a_reduce_scatter_of_its_rows_become_one_op(make_pass, pays, options, after, more):
-    graph = rewritten(make_pass(**options), traced(lambda a, w: after(scattered(functional.linear(a, w))))).graph
-
-    (fused,) = [node for node in graph.nodes if node.target is ops.fused_matmul_reducescatter.default]
-    a, w = [node for node in graph.nodes if node.op == "placeholder"]
-    assert fused.args == (a, w, *matmul_sums.SCATTER.arguments(rank=0, sizes=[2, 2, 2, 2], **more))
-    assert tuple(fused.meta["val"].shape) == (ROWS // 4, COLUMNS)
-
-
-PARTS = {"rank": 0, "sizes": [ROWS // RANKS] * RANKS}
-NORMED = {  # a sum, this rank's rows, and the fused op with what it is told
-    "a sum": (summed, ROWS, matmul_norms.NORM, {}),
-    "a reduce-scatter": (scattered, ROWS // RANKS, matmul_norms.SCATTERED_NORM, PARTS),
-}
-
-
-def normed(total):
-    return lambda a, w, residual, weight: llamas(residual + total(functional.linear(a, w)), weight)
-
-
-@pytest.mark.parametrize("name", NORMED)
-def test_a_matmul_its_sum_and_a_norm_become_one_op(make_pass, pays, name):
-    total, rows, op, place = NORMED[name]
-
-    drawing = traced(normed(total), (rows, COLUMNS), (COLUMNS,))
-    graph = rewritten(make_pass(), drawing).graph
-
-    inputs = [node for node in graph.nodes if node.op == "placeholder"]
-    (fused,) = [node for node in graph.nodes if op_of(node.target)]
-    assert fused.target is op.one
-    assert fused.args == (*inputs, *op.arguments(eps=1e-5, weight_offset=0.0, **place))
-
-
 @pytest.mark.parametrize(("batch", "copies"), [(1, 0), (2, 1)])
 def test_where_tokens_of_a_batch_are_scattered_the_rows_of_the_first_operand_are_put_in_order(
     make_pass, pays, batch, copies
@@ -116,7 +98,7 @@ def test_where_tokens_of_a_batch_are_scattered_the_rows_of_the_first_operand_are
 
     drawing = rewritten(make_pass(), traced(scatter, rows=(batch, ROWS)))
 
-    (fused,) = [node for node in drawing.graph.nodes if node.target is ops.fused_matmul_reducescatter.default]
+    fused = fused_in(drawing.graph)
     assert given(fused)["a"].meta["val"].shape == (batch * RANKS, ROWS // RANKS, K)
     assert fused.meta["val"].shape == (batch, ROWS // RANKS, COLUMNS)
     assert drawing.calls().count(torch.ops.aten.cat.default) == copies
@@ -131,17 +113,6 @@ def test_a_residual_that_is_a_fused_sum_itself_is_taken_as_it_became(make_pass, 
     first, second = (node for node in graph.nodes if op_of(node.target))
     assert first.target is ops.fused_matmul_allreduce.default
     assert given(second)["residual"] is first
-
-
-def test_a_matmul_a_sum_and_an_epilogue_become_one_op(make_pass, pays):
-    compile_pass = make_pass(on=["epilogue"])
-
-    graph = rewritten(compile_pass, traced(lambda a, w: summed(functional.linear(a, w)).relu())).graph
-
-    (fused,) = [node for node in graph.nodes if node.target is ops.fused_matmul_allreduce.default]
-    a, w = [node for node in graph.nodes if node.op == "placeholder"]
-    assert fused.args == (a, w, *matmul_sums.SUM.arguments(epilogue="relu(v)"))
-    assert [entry.rewrite for entry in compile_pass.report.rewritten] == ["epilogue", "matmul"]
 
 
 def own_sum(a, w):

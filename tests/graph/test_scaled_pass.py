@@ -12,7 +12,20 @@ import graphar
 from graphar.graph import places
 from graphar.ops.register import op_of
 from tests.cases import same_bits
-from tests.graph.graphs import PAYS, RANKS, Traced, gathered, given, llamas, of_matmul, rewritten, scattered, summed
+from tests.graph.graphs import (
+    PAYS,
+    RANKS,
+    Traced,
+    fused_in,
+    gathered,
+    given,
+    inputs_of,
+    llamas,
+    of_matmul,
+    rewritten,
+    scattered,
+    summed,
+)
 from tests.parallel_models import compiled
 from tests.processes import run_ranks
 
@@ -42,11 +55,6 @@ def traced(function, of_a=(ROWS, 1), of_w=(1, COLUMNS), *more, rows=(ROWS,), kin
     return Traced(function, *shapes, dtype=kinds, **how)
 
 
-def fused_in(graph):
-    (node,) = [one for one in graph.nodes if op_of(one.target)]
-    return node
-
-
 def left_because(compile_pass, drawing):
     """Why the pass leaves the product of a graph, which it does."""
     calls = rewritten(compile_pass, drawing).calls()
@@ -74,7 +82,7 @@ def test_a_product_with_scales_and_its_sum_become_one_op(make_pass, pays, name):
     graph = rewritten(compile_pass, traced(lambda *tensors: summed(product(*tensors)), *scales)).graph
 
     fused = fused_in(graph)
-    a, w, a_scale, w_scale = [node for node in graph.nodes if node.op == "placeholder"]
+    a, w, a_scale, w_scale = inputs_of(graph)
     assert fused.target is ops.fused_matmul_allreduce.default
     assert (fused.args[:2], given(fused)["scales"]) == ((a, w), [a_scale, w_scale])
     assert given(fused)["scaled_dtype"] == fused.meta["val"].dtype == BF16
@@ -88,7 +96,7 @@ def test_scales_of_blocks_are_given_as_checkpoints_store_them(make_pass, pays):
 
     graph = rewritten(make_pass(), traced(layer, (ROWS, 3), (2, 3))).graph
 
-    *_, a_scale, w_scale = [node for node in graph.nodes if node.op == "placeholder"]
+    *_, a_scale, w_scale = inputs_of(graph)
     assert given(fused_in(graph))["scales"] == [a_scale, w_scale]
 
 
@@ -150,7 +158,7 @@ def test_a_product_its_sum_and_a_norm_become_one_op(make_pass, pays, name):
     drawing = traced(layer, (ROWS, 1), (1, COLUMNS), (rows, COLUMNS), (COLUMNS,))
     graph = rewritten(compile_pass, drawing).graph
 
-    fused, inputs = fused_in(graph), [node for node in graph.nodes if node.op == "placeholder"]
+    fused, inputs = fused_in(graph), inputs_of(graph)
     assert fused.target is target
     assert [*fused.args[:2], *given(fused)["scales"], *fused.args[2:4]] == inputs
     assert [one.dtype for one in fused.meta["val"]] == [BF16] * 2
@@ -196,7 +204,7 @@ def test_gathered_rows_and_scales_and_their_product_become_one_op(make_pass, pay
     drawing = rewritten(compile_pass, traced_gather(layer, **shapes))
 
     fused = fused_in(drawing.graph)
-    a, w, a_scale, w_scale = [node for node in drawing.graph.nodes if node.op == "placeholder"]
+    a, w, a_scale, w_scale = inputs_of(drawing.graph)
     assert fused.target is ops.fused_allgather_matmul.default
     assert (given(fused)["a"], given(fused)["w"], given(fused)["scales"]) == (a, w, [a_scale, w_scale])
     assert given(fused)["sizes"] == [ROWS] * RANKS
@@ -211,7 +219,7 @@ def test_the_bias_of_a_gathered_product_is_added_by_the_op(make_pass, pays):
 
     graph = rewritten(make_pass(), traced_gather(layer, (COLUMNS,), kinds=[BF16])).graph
 
-    *_, bias = [node for node in graph.nodes if node.op == "placeholder"]
+    *_, bias = inputs_of(graph)
     assert given(fused_in(graph))["bias"] == [bias]
 
 

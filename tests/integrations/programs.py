@@ -355,31 +355,12 @@ def several_tensors_of_a_rank(rank, n):
 
 
 PROGRAMS = {
-    "averages round once": averages_round_once,
-    "averages in fp32": averages_in_fp32,
-    "uneven parts": uneven_parts,
-    "asynchronous calls": asynchronous_calls,
-    "calls of the group itself": calls_of_the_group_itself,
-    "recv from any rank": recv_from_any_rank,
-    "batches of sends": batches_of_sends,
-    "coalesced calls": coalesced_calls,
-    "calls of graphar": calls_of_graphar,
-    "functional collectives": functional_collectives,
-    "torch.compile": compiled,
-    "torch.compile with graph breaks": compiled_with_breaks,
-    "torch.compile of DistributedDataParallel": compiled_ddp,
-    "DTensor": dtensors,
-    "subgroups": subgroups,
-    "device meshes": device_meshes,
-    "DistributedDataParallel": ddp,
-    "fully_shard": fsdp,
-    "wrong sizes": wrong_sizes,
-    "several tensors of a rank": several_tensors_of_a_rank,
+    program.__name__.replace("_", " "): program
+    for program in (
+        *(averages_round_once, averages_in_fp32, uneven_parts, asynchronous_calls, calls_of_the_group_itself),
+        *(recv_from_any_rank, batches_of_sends, coalesced_calls, calls_of_graphar, functional_collectives),
+        *(compiled, compiled_with_breaks, compiled_ddp, dtensors, subgroups, device_meshes, ddp, fsdp),
+        *(wrong_sizes, several_tensors_of_a_rank),
+    )
 }
-WITHOUT_GRAPHAR = (
-    "torch.compile with graph breaks",
-    "wrong sizes",
-    "recv from any rank",
-    "batches of sends",
-    "pipeline",
-)
+WITHOUT_GRAPHAR = ("compiled with breaks", "wrong sizes", "recv from any rank", "batches of sends", "pipeline")
