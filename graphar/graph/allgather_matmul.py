@@ -26,7 +26,7 @@ from graphar.errors import Reason
 from graphar.graph import products, rows
 from graphar.graph.collectives import CASTS, VIEWS, Collective, are_same, call, first, ours, reached, value
 from graphar.graph.matmul import MANY_ROWS, TRANSPOSES, why_no_kernel
-from graphar.graph.places import Places
+from graphar.graph.places import Places, resolve
 from graphar.graph.products import Product
 from graphar.numerics.dtypes import TYPE_NAMES
 from graphar.numerics.fp8_products import FP8
@@ -164,7 +164,7 @@ def _are_scales_gathered(gathered: Gathered, product: Product) -> bool:
 
 def _why_not_faster(gathered: Gathered, places: Places) -> Reason | None:
     count = math.prod(gathered.node.meta["val"].shape[:-1])
-    world_size = places.resolve(gathered.group).size()
+    world_size = resolve(gathered.group).size()
     count = count if isinstance(count, int) else MANY_ROWS
     if places.table.allgather_matmul.faster(world_size, count, places.chip) == "none":
         return "not known to be faster as one op"

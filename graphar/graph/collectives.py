@@ -22,7 +22,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.fx.node import map_arg
 
 from graphar.errors import Reason
-from graphar.graph.places import Places
+from graphar.graph.places import Places, resolve
 from graphar.numerics.dtypes import ACCUMULATION_DTYPES, TYPE_NAMES
 from graphar.ops import allgather, sums
 from graphar.ops.register import Op, op_of
@@ -30,6 +30,11 @@ from graphar.ranks.groups import process_group
 
 _torch_ops = torch.ops._c10d_functional
 _wait = _torch_ops.wait_tensor.default
+_NAMES: dict[Any, str] = {  # by torch's ops, without "_coalesced"
+    getattr(_torch_ops, f"{name}{form}").default: name
+    for name in ("all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor")
+    for form in ("", "_coalesced")
+}
 _aten = torch.ops.aten
 CASTS = (torch.ops.prims.convert_element_type.default, _aten._to_copy.default)
 VIEWS = (_aten.view.default, _aten.reshape.default, _aten._unsafe_view.default)
@@ -71,7 +76,7 @@ class Collective:
     op: str  # the name of torch's op, without "_coalesced"
     # For each input, the nodes that hold its result; an empty list if the graph does not use it.
     results: list[list[Node]]
-    group: object  # the name of the process group
+    group: Any  # the name of the process group
     reduction: str  # "sum" or another; an empty string for an all-gather
 
     def __str__(self) -> str:
@@ -92,21 +97,23 @@ class Collective:
         return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
-def find(graph: Graph, op: str) -> list[Collective]:
-    """Returns the collectives of a graph that are ``op`` or its coalesced form, in the graph's order."""
-    single, coalesced = getattr(_torch_ops, op).default, getattr(_torch_ops, f"{op}_coalesced").default
-    return [read(node, op) for node in graph.nodes if node.target in (single, coalesced)]
-
-
-def read(node: Node, op: str) -> Collective:
-    """Returns the collective that a node of torch's ``op``, or of its coalesced form, is."""
+def read(node: Node) -> Collective | None:
+    """Returns the collective of torch's that a node is; None if it is something else."""
+    if node.target not in _NAMES:
+        return None
     named = arguments(node)
     x = next(iter(named.values()))
     results = [[node]]
     if not isinstance(x, Node):
         taken = [user for user in node.users if user.target is getitem]
         results = [[user for user in taken if user.args[1] == i] for i in range(len(x))]
-    return Collective(node, op, results, named["group_name"], named.get("reduce_op", "").lower())
+    return Collective(node, _NAMES[node.target], results, named["group_name"], named.get("reduce_op", "").lower())
+
+
+def sums_of_one(graph: Graph) -> list[Collective]:
+    """Returns the all-reduces and reduce-scatters of a graph that are not coalesced, in the graph's order."""
+    found = [collective for node in graph.nodes if (collective := read(node)) and collective.reduction]
+    return [collective for collective in found if collective.results == [[collective.node]]]
 
 
 def ours(node: Node, op: Op) -> dict[str, Any]:
@@ -187,7 +194,8 @@ class Single:
     op: Op
 
     def find(self, graph: Graph) -> list[Collective]:
-        return find(graph, self.name)
+        found = [collective for node in graph.nodes if (collective := read(node))]
+        return [collective for collective in found if collective.op == self.name]
 
     def why_not(self, collective: Collective, places: Places) -> Reason | None:
         if self.op is not allgather.OP:
@@ -226,7 +234,7 @@ def place(graph: Graph, collective: Collective, x: Node, places: Places) -> dict
     """Returns the arguments that tell graphar's op for ``x`` the group, and each rank's part along axis 0."""
     arguments: dict[str, object] = {"communicator": places.communicator_name(collective.group)}
     if collective.op != ALLREDUCE.name:
-        group, part = places.resolve(collective.group), first_size(graph, x)
+        group, part = resolve(collective.group), first_size(graph, x)
         if collective.op == REDUCESCATTER.name:
             part = part // group.size() if isinstance(part, int) else call(graph, floordiv, (part, group.size()))
         arguments |= {"rank": group.rank(), "sizes": [part] * group.size()}

@@ -39,8 +39,7 @@ class FollowedSum(Collective):
 
 
 def find(graph: Graph) -> list[FollowedSum]:
-    sums = [total for op in _SUMS for total in collectives.find(graph, op)]
-    return [followed for total in sums if total.results == [[total.node]] and (followed := _followed(total))]
+    return [followed for total in collectives.sums_of_one(graph) if (followed := _followed(total))]
 
 
 def why_not(collective: FollowedSum, places: Places) -> Reason | None:

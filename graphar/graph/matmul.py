@@ -27,7 +27,7 @@ from torch.fx.node import map_arg
 from graphar.errors import Reason
 from graphar.graph import products, rows
 from graphar.graph.collectives import VIEWS, Collective, are_same, first, ours, value
-from graphar.graph.places import Places
+from graphar.graph.places import Places, resolve
 from graphar.graph.products import Product, is_constant
 from graphar.numerics.dtypes import TYPE_NAMES
 from graphar.numerics.leaf_tree import LEAVES
@@ -148,7 +148,7 @@ def _why_not_faster(summed: Summed, product: Product, places: Places) -> Reason 
     count, columns = value(product.node).shape
     count = count if isinstance(count, int) else MANY_ROWS
     scattered = summed.of in _SCATTERED or bool(summed.call.get("epilogue"))
-    world_size, policy = places.resolve(summed.group).size(), places.table.matmul
+    world_size, policy = resolve(summed.group).size(), places.table.matmul
     factors = Factors(product.format())
     if not prefers_tiles(policy, places.chip, world_size, count, columns, scattered, factors=factors):
         return "not known to be faster as one op"
@@ -166,7 +166,7 @@ def _why_not_own(summed: Summed, places: Places, columns: int) -> Reason | None:
 
 def _why_no_tree(summed: Summed, product: Product, places: Places) -> Reason | None:
     """Returns why graphar cannot add the products as a tree of leaves. The answer is the same on every rank."""
-    ranks, length, bias = places.resolve(summed.group).size(), value(product.weight).shape[0], product.bias
+    ranks, length, bias = resolve(summed.group).size(), value(product.weight).shape[0], product.bias
     is_divided = bias and bias.target in _QUOTIENTS and not bias.kwargs and bias.args[1:] == (ranks,)
     if bias and not (is_divided and value(bias).ndim == 1):
         return "each rank adds something else than its part of a bias to its product"

@@ -63,9 +63,7 @@ def _expect(holds: bool, why: str) -> None:
 
 
 def find(graph: Graph) -> list[NormedSum]:
-    every = [collective for op in _OPS for collective in collectives.find(graph, op)]
-    singles = [collective for collective in every if collective.results == [[collective.node]]]
-    sums = [normed for collective in singles if (normed := _normed(collective))]
+    sums = [normed for total in collectives.sums_of_one(graph) if (normed := _normed(total))]
     return list({normed.path[-1]: normed for normed in sums}.values())  # if two sums are added, keep the later
 
 

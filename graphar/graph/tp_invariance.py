@@ -21,7 +21,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from graphar.errors import Reason
 from graphar.graph import collectives
-from graphar.graph.collectives import CASTS, VIEWS, Collective, arguments, call, first, reached, value
+from graphar.graph.collectives import CASTS, VIEWS, arguments, call, first, reached, value
 from graphar.graph.matmul import TRANSPOSES, Matmul, why_no_kernel
 from graphar.graph.places import Places
 from graphar.graph.products import MATMULS, Product, stored
@@ -35,7 +35,6 @@ _aten = torch.ops.aten
 _LINEAR = torch.ops.graphar.linear.default
 _SUM = _aten.sum.dim_IntList
 _TREE = Matmul(TP_INVARIANT)
-_CALLS = ("all_reduce", "reduce_scatter_tensor")
 _BATCHED = ("bmm", "baddbmm")
 _PRODUCTS = (  # torch's other ops that add products
     *("addbmm", "convolution", "convolution_backward", "dot", "matmul", "mkldnn_rnn_layer", "vdot"),
@@ -188,23 +187,18 @@ def _why_ours(op: Op, node: Node, places: Places) -> Reason | None:
 
 def _why_torchs(node: Node, places: Places) -> Reason | None:
     """Returns why a collective of torch's adds in another order; None if it is exact, as a maximum is."""
-    collective = _of_torch(node)
-    if not collective or collective.reduction in ("min", "max", "band", "bor", "bxor"):
+    collective = collectives.read(node)
+    if not collective or collective.reduction in ("", "min", "max", "band", "bor", "bxor"):
         return None
     if all(map(_is_lookup, collective.inputs)):
         return None
     return collectives.why_not(collective, places) or collectives.why_no_sum(collective) or _why_sum(node)
 
 
-def _of_torch(node: Node) -> Collective | None:
-    name = _name(node).removesuffix("_coalesced") if getattr(node.target, "namespace", "") == "_c10d_functional" else ""
-    return collectives.read(node, name) if name in _CALLS else None
-
-
 def _why_sum(node: Node) -> Reason | None:
     """Returns why a sum over ranks that follows no matmul adds in another order."""
-    before = reached([node], lambda other: other.all_input_nodes)
-    if any((collective := _of_torch(other)) and collective.reduction == "max" for other in before):
+    before = map(collectives.read, reached([node], lambda other: other.all_input_nodes))
+    if any(collective.reduction == "max" for collective in before if collective):
         return "it sums over features that ranks divide, such as a vocabulary"
     return "it sums what is no product of a matmul"
 
