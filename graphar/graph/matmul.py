@@ -110,13 +110,16 @@ class Matmul:
             return "the product has further uses"
         if summed.call.get("algorithm", "auto") != "auto" or summed.call.get("axis", 0) != 0:
             return "the sum names an algorithm or an axis"
-        if self.partition == BATCH_INVARIANT:
-            return _why_not_own(summed, places, columns)
         if self.partition == TP_INVARIANT:
             return _why_no_tree(summed, product, places)
-        if product.scales and total.is_cuda and (why := places.why_no_matmul(summed.group)):
+        needs_own = self.partition == BATCH_INVARIANT
+        if needs_own and not total.is_cuda:
+            return "graphar's matmul needs a GPU"
+        if needs_own and columns % COLUMNS:
+            return f"graphar's matmul needs a multiple of {COLUMNS} columns, not {columns}"
+        if total.is_cuda and (needs_own or product.scales) and (why := places.why_no_matmul(summed.group)):
             return why
-        return _why_not_faster(summed, product, places)
+        return None if needs_own else _why_not_faster(summed, product, places)
 
     def replace(self, graph: Graph, summed: Summed, places: Places) -> None:
         node, op, path, product = summed.node, _FUSED[summed.of], rows.path(summed.inputs[0]), summed.matmul
@@ -153,15 +156,6 @@ def _why_not_faster(summed: Summed, product: Product, places: Places) -> Reason 
     if not prefers_tiles(policy, places.chip, world_size, count, columns, scattered, factors=factors):
         return "not known to be faster as one op"
     return None
-
-
-def _why_not_own(summed: Summed, places: Places, columns: int) -> Reason | None:
-    """Returns why graphar's matmul cannot multiply. The answer is the same on every rank."""
-    if summed.tensors()[0].device.type != "cuda":
-        return "graphar's matmul needs a GPU"
-    if columns % COLUMNS:
-        return f"graphar's matmul needs a multiple of {COLUMNS} columns, not {columns}"
-    return places.why_no_matmul(summed.group)
 
 
 def _why_no_tree(summed: Summed, product: Product, places: Places) -> Reason | None:
