@@ -30,11 +30,11 @@ def add_command(
     commands, name: str, run: Callable[[argparse.Namespace], int], *, summary: str, description: str, quiet: str
 ) -> argparse.ArgumentParser:
     """Adds a command, which ``run`` runs, and returns its parser. ``quiet`` is the help of --quiet."""
-    one = commands.add_parser(name, help=summary, description=description, epilog=EXIT_STATUS)
-    one.add_argument("--json", action="store_true", help="print one JSON document instead of text")
-    one.add_argument("--quiet", action="store_true", help=quiet)
-    one.set_defaults(run=run)
-    return one
+    command = commands.add_parser(name, help=summary, description=description, epilog=EXIT_STATUS)
+    command.add_argument("--json", action="store_true", help="print one JSON document instead of text")
+    command.add_argument("--quiet", action="store_true", help=quiet)
+    command.set_defaults(run=run)
+    return command
 
 
 def size(text: str) -> int:

@@ -19,7 +19,7 @@ DTYPES = by_name(TYPE_NAMES)
 
 
 def add(commands) -> None:
-    one = add_command(
+    command = add_command(
         commands,
         "simulate",
         run,
@@ -30,20 +30,20 @@ def add(commands) -> None:
         quiet="show no progress",
     )
     named = "a Python file, which is run and calls graphar.load_algorithm: all algorithms that it loads; or one of "
-    one.add_argument("subject", type=_subject, metavar="FILE.py|ALGORITHM", help=named + ", ".join(ALGORITHMS))
+    command.add_argument("subject", type=_subject, metavar="FILE.py|ALGORITHM", help=named + ", ".join(ALGORITHMS))
     listed = f"numbers of ranks, such as 2,4 or 2-{MAX_RANKS} (default: 2-{MAX_RANKS})"
-    one.add_argument("--ranks", type=_world_sizes, default=list(WORLD_SIZES), metavar="N[,N|-N]", help=listed)
+    command.add_argument("--ranks", type=_world_sizes, default=list(WORLD_SIZES), metavar="N[,N|-N]", help=listed)
     sanitizers = f"some of {','.join(SANITIZERS)} (default: all): plain runs use none, thread is ThreadSanitizer, and"
     sanitizers += " address is AddressSanitizer and UBSan"
     of = _some(_one_of(SANITIZERS))
-    one.add_argument("--sanitizers", type=of, default=list(SANITIZERS), metavar="NAMES", help=sanitizers)
-    one.add_argument("--seeds", type=count, default=3, metavar="N", help="seeds of each case (default: 3)")
-    one.add_argument("--seed", type=int, metavar="SEED", help="this seed alone, which repeats a failure")
+    command.add_argument("--sanitizers", type=of, default=list(SANITIZERS), metavar="NAMES", help=sanitizers)
+    command.add_argument("--seeds", type=count, default=3, metavar="N", help="seeds of each case (default: 3)")
+    command.add_argument("--seed", type=int, metavar="SEED", help="this seed alone, which repeats a failure")
     sizes = f"elements of a tensor, or of the largest part (default: {','.join(map(str, NUMELS))})"
-    one.add_argument("--numel", type=_some(count), default=list(NUMELS), metavar="N,N", help=sizes)
+    command.add_argument("--numel", type=_some(count), default=list(NUMELS), metavar="N,N", help=sizes)
     dtypes = f"some of {','.join(DTYPES)}, or short forms such as bf16 (default: bfloat16,float32)"
     default = ["bfloat16", "float32"]
-    one.add_argument("--dtypes", type=_some(_one_of(DTYPES)), default=default, metavar="NAMES", help=dtypes)
+    command.add_argument("--dtypes", type=_some(_one_of(DTYPES)), default=default, metavar="NAMES", help=dtypes)
 
 
 def run(options: argparse.Namespace) -> int:
