@@ -65,39 +65,34 @@ def left_because(compile_pass, drawing):
 
 # ---- what is fused --------------------------------------------------------------------------------------------------
 
-ROWS_AND_NUMBERS = {
-    "rows": (torchs, (ROWS, 1), (1, COLUMNS)),
-    "tensors": (torchs, (), ()),
-    "a tensor as one element": (torchs, (1,), (1,)),
-    "rows in the second form": (second, (ROWS, 1), (1, COLUMNS)),
-    "fast accumulation": (functools.partial(torchs, use_fast_accum=True), (ROWS, 1), (1, COLUMNS)),
+
+def of_stored_blocks(a, w, a_scale, w_scale):
+    return torchs(a, w, a_scale, w_scale.t())  # as checkpoints store them
+
+
+PRODUCTS = {  # the product, the shapes of its scales, and the dtype of its result
+    "rows": (torchs, (ROWS, 1), (1, COLUMNS), BF16),
+    "tensors": (torchs, (), (), BF16),
+    "a tensor as one element": (torchs, (1,), (1,), BF16),
+    "rows in the second form": (second, (ROWS, 1), (1, COLUMNS), BF16),
+    "fast accumulation": (functools.partial(torchs, use_fast_accum=True), (ROWS, 1), (1, COLUMNS), BF16),
+    "blocks": (of_stored_blocks, (ROWS, 3), (2, 3), BF16),
+    "fp16": (functools.partial(torchs, out_dtype=torch.float16), (ROWS, 1), (1, COLUMNS), torch.float16),
 }
 
 
-@pytest.mark.parametrize("name", ROWS_AND_NUMBERS)
-def test_a_product_with_scales_and_its_sum_become_one_op(make_pass, pays, name):
-    product, *scales = ROWS_AND_NUMBERS[name]
+@pytest.mark.parametrize(("product", "of_a", "of_w", "dtype"), PRODUCTS.values(), ids=PRODUCTS)
+def test_a_product_with_scales_and_its_sum_become_one_op(make_pass, pays, product, of_a, of_w, dtype):
     compile_pass = make_pass()
 
-    graph = rewritten(compile_pass, traced(lambda *tensors: summed(product(*tensors)), *scales)).graph
+    graph = rewritten(compile_pass, traced(lambda *tensors: summed(product(*tensors)), of_a, of_w)).graph
 
     fused = fused_in(graph)
-    a, w, a_scale, w_scale = inputs_of(graph)
     assert fused.target is ops.fused_matmul_allreduce.default
-    assert (fused.args[:2], given(fused)["scales"]) == ((a, w), [a_scale, w_scale])
-    assert given(fused)["scaled_dtype"] == fused.meta["val"].dtype == BF16
+    assert [*fused.args[:2], *given(fused)["scales"]] == inputs_of(graph)
+    assert given(fused)["scaled_dtype"] == fused.meta["val"].dtype == dtype
     assert not [node for node in graph.nodes if node.target in (aten._scaled_mm.default, aten._scaled_mm_v2.default)]
     assert [entry.why_left for entry in of_matmul(compile_pass.report)] == [""]
-
-
-def test_scales_of_blocks_are_given_as_checkpoints_store_them(make_pass, pays):
-    def layer(a, w, a_scale, w_scale):
-        return summed(torchs(a, w, a_scale, w_scale.t()))
-
-    graph = rewritten(make_pass(), traced(layer, (ROWS, 3), (2, 3))).graph
-
-    *_, a_scale, w_scale = inputs_of(graph)
-    assert given(fused_in(graph))["scales"] == [a_scale, w_scale]
 
 
 def test_padded_scales_of_blocks_lose_their_padding(make_pass, pays):
@@ -107,15 +102,6 @@ def test_padded_scales_of_blocks_lose_their_padding(make_pass, pays):
 
     of_a, of_w = [one.meta["val"].shape for one in given(fused)["scales"]]
     assert (of_a, of_w) == ((ROWS, 3), (2, 3))
-
-
-def test_results_in_fp16_stay_fp16(make_pass, pays):
-    def layer(*tensors):
-        return summed(torchs(*tensors, out_dtype=torch.float16))
-
-    fused = fused_in(rewritten(make_pass(), traced(layer)).graph)
-
-    assert given(fused)["scaled_dtype"] == fused.meta["val"].dtype == torch.float16
 
 
 def test_a_product_and_its_reduce_scatter_become_one_op(make_pass, pays):
