@@ -37,7 +37,7 @@ _COLUMNS = "{:>12} {:>13} {:>9} {:>6} {:>8}  {:>9} {:>7} {:>7} {:>6}  {:>9} {:>7
 
 
 def add(commands) -> None:
-    one = add_command(
+    command = add_command(
         commands,
         "bench",
         run,
@@ -47,30 +47,21 @@ def add(commands) -> None:
         "an all-gather is that of its result. `nox -s perf` in a checkout sets graphar beside its peers.",
         quiet="show no progress",
     )
-    add_call(one, DTYPES, count="*", what="one rank's input", ranks="all GPUs")
-    one.add_argument(
-        "--op",
-        choices=list(MAX_NBYTES),
-        default="allreduce",
-        metavar="OP",
-        help=f"{', '.join(MAX_NBYTES)} (default: allreduce)",
-    )
-    one.add_argument("--algorithm", default="auto", metavar="NAME", help="the algorithm to time (default: auto)")
-    add_load(one)
-    one.add_argument("-b", "--minbytes", type=size, metavar="SIZE", help="in place of sizes: the smallest of several")
-    one.add_argument("-e", "--maxbytes", type=size, metavar="SIZE", help="the largest (default: the smallest)")
-    one.add_argument("-f", "--stepfactor", type=int, default=2, metavar="N", help="from size to size (default: 2)")
-    one.add_argument("-n", "--iters", type=count, default=20, metavar="N", help="timed calls (default: 20)")
-    one.add_argument("-w", "--warmup_iters", type=count, default=5, metavar="N", help="calls before (default: 5)")
-    one.add_argument("-c", "--check", type=int, choices=(0, 1), default=1, help="compare with the exact result")
-    one.add_argument("-g", "--ngpus", choices=("1",), metavar="1", help="GPUs of a process; torchrun starts several")
-    one.add_argument("-o", choices=("sum",), metavar="sum", help="what a reduction computes")
-    one.add_argument(
-        "--backend",
-        type=backends,
-        metavar="NAMES",
-        help=f"under torchrun: {', '.join(BACKENDS)}, separated by commas (default: graphar, and nccl or gloo)",
-    )
+    add_call(command, DTYPES, count="*", what="one rank's input", ranks="all GPUs")
+    ops = f"{', '.join(MAX_NBYTES)} (default: allreduce)"
+    command.add_argument("--op", choices=list(MAX_NBYTES), default="allreduce", metavar="OP", help=ops)
+    command.add_argument("--algorithm", default="auto", metavar="NAME", help="the algorithm to time (default: auto)")
+    add_load(command)
+    command.add_argument("-b", "--minbytes", type=size, metavar="SIZE", help="in place of sizes: the smallest one")
+    command.add_argument("-e", "--maxbytes", type=size, metavar="SIZE", help="the largest (default: the smallest)")
+    command.add_argument("-f", "--stepfactor", type=int, default=2, metavar="N", help="from size to size (default: 2)")
+    command.add_argument("-n", "--iters", type=count, default=20, metavar="N", help="timed calls (default: 20)")
+    command.add_argument("-w", "--warmup_iters", type=count, default=5, metavar="N", help="calls before (default: 5)")
+    command.add_argument("-c", "--check", type=int, choices=(0, 1), default=1, help="compare with the exact result")
+    command.add_argument("-g", "--ngpus", choices=("1",), metavar="1", help="GPUs of a process; torchrun starts more")
+    command.add_argument("-o", choices=("sum",), metavar="sum", help="what a reduction computes")
+    named = f"under torchrun: {', '.join(BACKENDS)}, separated by commas (default: graphar, and nccl or gloo)"
+    command.add_argument("--backend", type=backends, metavar="NAMES", help=named)
 
 
 def backends(text: str) -> list[str]:
@@ -82,11 +73,7 @@ def backends(text: str) -> list[str]:
 
 
 def sizes_of(options: argparse.Namespace, defaults: Sequence[int]) -> list[int]:
-    """Returns the sizes in bytes that the options give, or else those of ``defaults`` that the op allows.
-
-    Raises:
-        ValueError: a size is too large for the op, or the options contradict each other.
-    """
+    """Returns the sizes in bytes that the options give, or else those of ``defaults`` that the op allows."""
     most = MAX_NBYTES[options.op]
     found = options.sizes or [nbytes for nbytes in defaults if nbytes <= most]
     if options.stepfactor < 2 or (options.sizes and options.minbytes is not None):
@@ -121,10 +108,10 @@ def run(options: argparse.Namespace) -> int:
     with Ranks(options, world_size) as ranks:
         on_gpu, is_first = ranks.devices[0].type == "cuda", 0 in ranks.numbers
         backends = options.backend or (["graphar"] if is_one_process else ["graphar", "nccl" if on_gpu else "gloo"])
-        calls, rows = [ranks.calls_of(backend) for backend in backends], []
+        calls, rows = {backend: ranks.calls_of(backend) for backend in backends}, []
         with progress("bench", len(sizes), options.quiet or not is_first) as done:
             for nbytes in sizes:
-                rows += [ranks.row(one, nbytes) for one in calls]
+                rows += [ranks.row(backend, of_backend, nbytes) for backend, of_backend in calls.items()]
                 done(format_nbytes(nbytes))
     where = torch.cuda.get_device_name() if on_gpu else "CPU"
     if is_first and options.json:

@@ -25,6 +25,7 @@ _SMALL = 2.0**-100  # scale of the timed input: sums in place grow with each ite
 _FEW, _MANY = 29, 65521  # different values of the checked input: of few, sums of 8 ranks are exact in every order
 
 Call = Callable[[Any, Any], Any]  # of an input and an output, in one process of lists of them; returns the results
+Calls = tuple[Call | None, Call | None]  # out of place and in place; None: the backend has no such call
 
 
 @dataclass(frozen=True)
@@ -51,15 +52,6 @@ class Row:
 
     def measured(self) -> list[Measured]:
         return [one for one in (self.out_of_place, self.in_place) if one]
-
-
-@dataclass(frozen=True)
-class Calls:
-    """A backend's collective, from an input into an output of its size, and with an output that holds its input."""
-
-    backend: str
-    out_of_place: Call | None
-    in_place: Call | None
 
 
 class Ranks:
@@ -104,36 +96,28 @@ class Ranks:
         if backend == "graphar":
             own = partial(getattr(graphar, op), group=self._communicator, **self._how)
             if op == "allreduce":
-                return Calls(backend, lambda x, out: own(x, out=out), lambda x, out: own(x, out=x))
-            return Calls(backend, lambda x, out: own(x), None)  # a new result each time
+                return lambda x, out: own(x, out=out), lambda x, out: own(x, out=x)
+            return lambda x, out: own(x), None  # a new result each time
         group = dist.new_group(backend=backend)
-        if op == "allreduce":
 
-            def summed(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-                dist.all_reduce(x, group=group)
-                return x
-
-            return Calls(backend, None, summed)
-        function = dist.all_gather_into_tensor if op == "allgather" else dist.reduce_scatter_tensor
+        def summed(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+            dist.all_reduce(x, group=group)
+            return x
 
         def moved(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-            function(out, x, group=group)
+            (dist.all_gather_into_tensor if op == "allgather" else dist.reduce_scatter_tensor)(out, x, group=group)
             return out
 
-        return Calls(backend, moved, moved)
+        return (None, summed) if op == "allreduce" else (moved, moved)
 
-    def row(self, calls: Calls, nbytes: int) -> Row:
+    def row(self, backend: str, calls: Calls, nbytes: int) -> Row:
         """Times and checks a backend's calls of a size. Collective."""
         count = max(1, nbytes // self._dtype.itemsize)
         if self._options.op != "allreduce":
             count = -(-count // self.world_size) * self.world_size
-        measured = [
-            call and self._measure(calls.backend, call, count, in_place)
-            for in_place, call in ((False, calls.out_of_place), (True, calls.in_place))
-        ]
+        measured = [call and self._measure(backend, call, count, at > 0) for at, call in enumerate(calls)]
         redop = "none" if self._options.op == "allgather" else "sum"
-        nbytes = count * self._dtype.itemsize
-        return Row(nbytes, count, self._options.dtype, redop, calls.backend, *measured)
+        return Row(count * self._dtype.itemsize, count, self._options.dtype, redop, backend, *measured)
 
     def _measure(self, backend: str, call: Call, count: int, in_place: bool) -> Measured:
         wrong = self._count_wrong(backend, call, *self._tensors(count, in_place)) if self._options.check else None
@@ -147,8 +131,8 @@ class Ranks:
                 call(*given)
 
         run(self._options.warmup_iters)
-        elapsed_us = self._elapsed_us(partial(run, self._options.iters))
-        time_us = self._of_all_processes(elapsed_us, dist.ReduceOp.MAX) / self._options.iters
+        elapsed_us = self._of_all_processes(self._elapsed_us(partial(run, self._options.iters)), dist.ReduceOp.MAX)
+        time_us = elapsed_us / self._options.iters
         rates = bandwidths(self._options.op, count * self._dtype.itemsize, self.world_size, time_us)
         return Measured(time_us, *rates, wrong)
 

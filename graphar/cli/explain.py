@@ -28,7 +28,7 @@ DTYPES = by_name((*TYPE_NAMES, torch.float64, torch.int32))
 
 
 def add(commands) -> None:
-    one = add_command(
+    command = add_command(
         commands,
         "explain",
         run,
@@ -37,9 +37,9 @@ def add(commands) -> None:
         " graph; with a codec also whether it is faster.",
         quiet="leave out the heading",
     )
-    add_call(one, DTYPES, count="+", what="one rank's tensor", ranks="this machine's GPUs")
-    add_load(one)
-    one.add_argument(
+    add_call(command, DTYPES, count="+", what="one rank's tensor", ranks="this machine's GPUs")
+    add_load(command)
+    command.add_argument(
         "--device", metavar="NAME", help=f'name of the GPU, such as "NVIDIA H200" (default: this one, or {ELSEWHERE})'
     )
 

@@ -29,16 +29,12 @@ EXIT_STATUS = (
 def add_command(
     commands, name: str, run: Callable[[argparse.Namespace], int], *, summary: str, description: str, quiet: str
 ) -> argparse.ArgumentParser:
-    """Adds a command to `python -m graphar`, and returns its parser.
-
-    ``summary`` is its line in the list of commands, ``description`` the text above the options in its --help, and
-    ``quiet`` the help of --quiet. ``run`` returns the exit status.
-    """
-    one = commands.add_parser(name, help=summary, description=description, epilog=EXIT_STATUS)
-    one.add_argument("--json", action="store_true", help="print one JSON document instead of text")
-    one.add_argument("--quiet", action="store_true", help=quiet)
-    one.set_defaults(run=run)
-    return one
+    """Adds a command, which ``run`` runs, and returns its parser. ``quiet`` is the help of --quiet."""
+    command = commands.add_parser(name, help=summary, description=description, epilog=EXIT_STATUS)
+    command.add_argument("--json", action="store_true", help="print one JSON document instead of text")
+    command.add_argument("--quiet", action="store_true", help=quiet)
+    command.set_defaults(run=run)
+    return command
 
 
 def size(text: str) -> int:
@@ -88,38 +84,21 @@ def by_name(dtypes: Iterable[torch.dtype]) -> dict[str, torch.dtype]:
 
 
 def add_call(command: argparse.ArgumentParser, dtypes: Iterable[str], *, count: str, what: str, ranks: str) -> None:
-    """Adds the sizes, dtype, ranks and codec of calls.
-
-    ``dtypes`` are names. ``count`` is argparse's number of sizes, which are those of ``what``. ``ranks`` says which
-    ranks are the default, which :func:`ranks_here` counts.
-    """
+    """Adds the sizes of ``what``, dtype, ranks and codec of calls. ``count`` is argparse's number of sizes."""
     command.add_argument("sizes", type=size, nargs=count, metavar="SIZE", help=f"size of {what}, such as 2K or 1.5M")
-    command.add_argument(
-        "-d",
-        "--dtype",
-        "--datatype",
-        type=dtype_name,
-        choices=list(dtypes),
-        default="bfloat16",
-        metavar="DTYPE",
-        help=f"dtype of the elements: {', '.join(dtypes)}, or short forms such as bf16 (default: bfloat16)",
-    )
+    listed = f"dtype of the elements: {', '.join(dtypes)}, or short forms such as bf16 (default: bfloat16)"
+    one_of = {"type": dtype_name, "choices": list(dtypes), "default": "bfloat16"}
+    command.add_argument("-d", "--dtype", "--datatype", metavar="DTYPE", help=listed, **one_of)
     default = f"ranks (default: {ranks}, or 4)"
     command.add_argument("--world-size", type=world_size, metavar="N", help=f"{default}, at most {MAX_RANKS}")
-    listed = f"codec of an all-reduce: {', '.join(NAMES)}"
-    command.add_argument("--codec", choices=NAMES, metavar="CODEC", help=listed)
+    codecs = f"codec of an all-reduce: {', '.join(NAMES)}"
+    command.add_argument("--codec", choices=NAMES, metavar="CODEC", help=codecs)
 
 
 def add_load(command: argparse.ArgumentParser) -> None:
     """Adds files of algorithms from outside the package, which :func:`load` runs."""
-    command.add_argument(
-        "--load",
-        type=python_file,
-        nargs="+",
-        default=(),
-        metavar="FILE.py",
-        help="Python files to run first, which call graphar.load_algorithm: algorithms of your own",
-    )
+    files = "Python files to run first, which call graphar.load_algorithm: algorithms of your own"
+    command.add_argument("--load", type=python_file, nargs="+", default=(), metavar="FILE.py", help=files)
 
 
 def load(files: Sequence[str]) -> None:

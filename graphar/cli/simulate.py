@@ -19,7 +19,7 @@ DTYPES = by_name(TYPE_NAMES)
 
 
 def add(commands) -> None:
-    one = add_command(
+    command = add_command(
         commands,
         "simulate",
         run,
@@ -30,28 +30,20 @@ def add(commands) -> None:
         quiet="show no progress",
     )
     named = "a Python file, which is run and calls graphar.load_algorithm: all algorithms that it loads; or one of "
-    one.add_argument("subject", type=_subject, metavar="FILE.py|ALGORITHM", help=named + ", ".join(ALGORITHMS))
+    command.add_argument("subject", type=_subject, metavar="FILE.py|ALGORITHM", help=named + ", ".join(ALGORITHMS))
     listed = f"numbers of ranks, such as 2,4 or 2-{MAX_RANKS} (default: 2-{MAX_RANKS})"
-    one.add_argument("--ranks", type=_world_sizes, default=list(WORLD_SIZES), metavar="N[,N|-N]", help=listed)
-    one.add_argument(
-        "--sanitizers",
-        type=_some(_one_of(SANITIZERS)),
-        default=list(SANITIZERS),
-        metavar="NAMES",
-        help=f"some of {','.join(SANITIZERS)} (default: all): plain runs use none, thread is ThreadSanitizer, and"
-        " address is AddressSanitizer and UBSan",
-    )
-    one.add_argument("--seeds", type=count, default=3, metavar="N", help="seeds of each case (default: 3)")
-    one.add_argument("--seed", type=int, metavar="SEED", help="this seed alone, which repeats a failure")
+    command.add_argument("--ranks", type=_world_sizes, default=list(WORLD_SIZES), metavar="N[,N|-N]", help=listed)
+    sanitizers = f"some of {','.join(SANITIZERS)} (default: all): plain runs use none, thread is ThreadSanitizer, and"
+    sanitizers += " address is AddressSanitizer and UBSan"
+    of = _some(_one_of(SANITIZERS))
+    command.add_argument("--sanitizers", type=of, default=list(SANITIZERS), metavar="NAMES", help=sanitizers)
+    command.add_argument("--seeds", type=count, default=3, metavar="N", help="seeds of each case (default: 3)")
+    command.add_argument("--seed", type=int, metavar="SEED", help="this seed alone, which repeats a failure")
     sizes = f"elements of a tensor, or of the largest part (default: {','.join(map(str, NUMELS))})"
-    one.add_argument("--numel", type=_some(count), default=list(NUMELS), metavar="N,N", help=sizes)
-    one.add_argument(
-        "--dtypes",
-        type=_some(_one_of(DTYPES)),
-        default=["bfloat16", "float32"],
-        metavar="NAMES",
-        help=f"some of {','.join(DTYPES)}, or short forms such as bf16 (default: bfloat16,float32)",
-    )
+    command.add_argument("--numel", type=_some(count), default=list(NUMELS), metavar="N,N", help=sizes)
+    dtypes = f"some of {','.join(DTYPES)}, or short forms such as bf16 (default: bfloat16,float32)"
+    default = ["bfloat16", "float32"]
+    command.add_argument("--dtypes", type=_some(_one_of(DTYPES)), default=default, metavar="NAMES", help=dtypes)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -104,20 +96,12 @@ def _texts(report: Report, subject: str, numels: list[int]) -> Iterator[str]:
 
 
 def _as_json(report: Report) -> dict[str, Any]:
-    failures = [
-        {
-            "world_size": one.case.world_size,
-            "dtype": str(one.case.dtype).removeprefix("torch."),
-            "sanitizer": one.case.sanitizer,
-            "seed": one.seed,
-            "numels": list(one.numels),
-            "call": one.call,
-            "what": one.what,
-            "last_steps": one.last_steps,
-        }
-        for one in report.failures
-    ]
-    counts = {"passed": len(report.passed), "skipped": list(report.skipped), "time_s": report.time_s}
+    failures = []
+    for one in report.failures:
+        dtype = str(one.case.dtype).removeprefix("torch.")
+        case = {"world_size": one.case.world_size, "dtype": dtype, "sanitizer": one.case.sanitizer}
+        failures.append(case | {name: field for name, field in vars(one).items() if name != "case"})
+    counts = {"passed": len(report.passed), "skipped": report.skipped, "time_s": report.time_s}
     return {"algorithm": report.algorithm.value, **counts, "failures": failures}
 
 
@@ -144,8 +128,8 @@ def _one_of(names: Iterable[str]) -> Callable[[str], str]:
     """Returns an argparse type for a name, of a dtype also in a short form."""
 
     def name(text: str) -> str:
-        if dtype_name(text) not in names:
+        if (found := dtype_name(text)) not in names:
             raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(names)}")
-        return dtype_name(text)
+        return found
 
     return name

@@ -33,14 +33,10 @@ _WITH_CODEC = {"allreduce": reference.quantized_allreduce, "reducescatter": refe
 
 
 class SpecifiedCall:
-    """A call of an op on the tensors of all ranks.
+    """A call of the function ``op`` of graphar on the tensors of all ranks.
 
-    Args:
-        op: the name of the op's function in graphar.
-        operands: the tensors of all ranks, for each of the function's arguments.
-        equal: further arguments, each equal on all ranks.
-        options: of the function. The specification of a fused matmul ignores its codec. An algorithm from outside the
-            package may have a specification of its own.
+    ``operands`` has the tensors of all ranks for each of the function's arguments, and ``equal`` further arguments,
+    each equal on all ranks. The specification of a fused matmul ignores its codec.
     """
 
     def __init__(self, op: str, operands: Sequence[OfRanks], equal: OfRanks = (), **options) -> None:
@@ -50,12 +46,18 @@ class SpecifiedCall:
         """Returns a function that makes the call. Its tensors are on the devices of ``ranks`` already."""
         operands = [*self._operands, *([one] * ranks.world_size for one in self._equal)]
         placed = [[x.to(device) for x, device in zip(xs, ranks.devices or (), strict=True)] for xs in operands]
-        return lambda: _by_rank(getattr(graphar, self._op)(*placed, group=ranks, **self._options))
+
+        def call() -> Results:
+            found = getattr(graphar, self._op)(*placed, group=ranks, **self._options)
+            return list(zip(*found, strict=True)) if isinstance(found, tuple) else [(one,) for one in found]
+
+        return call
 
     def expected(self) -> Results:
         """Returns the specification's results, computed on the device of the first rank's tensor."""
         first = self._operands[0][0].device
-        own = own_specification(self._options.get("algorithm", "auto"))
+        algorithm = self._options.get("algorithm", "auto")
+        own: Any = None if algorithm == "auto" else Algorithm(algorithm).row.specification  # in place of the op's
         specification = own or getattr(reference, self._op)
         if self._options.get("codec") and self._op in _WITH_CODEC:
             specification = partial(_WITH_CODEC[self._op], codec=self._options["codec"])
@@ -75,15 +77,6 @@ class SpecifiedCall:
         else:  # every rank gets the same
             of_ranks = [specification(*operands)] * len(self._operands[0])
         return [one if isinstance(one, tuple) else (one,) for one in of_ranks]
-
-
-def own_specification(algorithm: str) -> Callable | None:
-    """Returns what an algorithm computes in place of the op's specification, or None."""
-    return None if algorithm == "auto" else Algorithm(algorithm).row.specification
-
-
-def _by_rank(found: list[torch.Tensor] | tuple[list[torch.Tensor], ...]) -> Results:
-    return list(zip(*found, strict=True)) if isinstance(found, tuple) else [(one,) for one in found]
 
 
 def random(

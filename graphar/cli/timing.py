@@ -71,13 +71,7 @@ class Stopwatch:
 
 
 class Timer(Stopwatch):
-    """Times configurations of all-reduce between the first ``world_size`` GPUs; a context manager.
-
-    ``auto`` may compress, whatever the environment says.
-
-    Raises:
-        UnsupportedError: graphar's kernels cannot reach all of these GPUs.
-    """
+    """Times calls between the first ``world_size`` GPUs, which ``auto`` may compress; a context manager."""
 
     def __init__(self, world_size: int) -> None:
         communicator = Communicator(devices=range(world_size), timeout_s=_DEADLINE_S, lossless=True)
@@ -100,12 +94,8 @@ class Timer(Stopwatch):
     def measure(self, call: Call, configs: Sequence[Config]) -> list[float]:
         """Returns the median time of an all-reduce with each of ``configs``, in microseconds; repeats alternate.
 
-        The tensors have normal random values. Codecs round to nearest. Results are compared with the specification bit
-        for bit: of single calls, and of the timed graphs.
-
-        Raises:
-            GrapharError: a result is wrong; the message names the configuration.
-            CollectiveTimeout: a kernel waited past its deadline.
+        Raises GrapharError, which names the configuration, if a single call or a timed graph gives other bits than the
+        specification of normal random values.
         """
         xs = specified.random(self.communicator.devices or (), call.work.numel, dtype=call.dtype)
         self.communicator.synchronize()  # other streams will read them
@@ -126,12 +116,8 @@ class Timer(Stopwatch):
     def measure_under(self, workload: Workload, tables: Sequence[Table]) -> list[float]:
         """Returns the median time of one call under each of ``tables``, in microseconds; repeats alternate.
 
-        The calls of a repeat are queued behind a pause, so that the host's time does not count. Results are compared
-        with the specification, before and after the calls that are timed.
-
-        Raises:
-            GrapharError: a result is wrong; the message names the call.
-            CollectiveTimeout: a kernel waited past its deadline.
+        The calls of a repeat are queued behind a pause, so that the host's time does not count. Raises GrapharError if
+        a result is wrong before or after the calls that are timed.
         """
         engine, prepared = self.communicator.engine, Prepared(workload, self.communicator)
         self.communicator.synchronize()  # the tensors are made; other streams will read them
@@ -169,10 +155,7 @@ class Timer(Stopwatch):
         return [time_us / CALLS for time_us in times]
 
     def _medians(self, runs: Sequence[Callable[[], None]], before: Callable[[int], None] | None = None) -> list[float]:
-        """Returns the median time of each of ``runs``, which queue work on the streams; hopeless ones stop early.
-
-        ``before`` is called with the index of a run, before its time begins.
-        """
+        """Returns the median time of each of ``runs``; hopeless ones stop early. ``before`` gets a run's index."""
         times: list[list[float]] = [[] for _ in runs]
         for turn in range(1 + REPEATS):
             for at in _worthwhile(times):

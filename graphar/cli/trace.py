@@ -29,7 +29,7 @@ class Waited:
 
 
 def add(commands) -> None:
-    one = add_command(
+    command = add_command(
         commands,
         "trace",
         run,
@@ -39,14 +39,10 @@ def add(commands) -> None:
         " such calls are not known.",
         quiet="print nothing but errors",
     )
-    one.add_argument(
-        "files",
-        type=Path,
-        nargs="+",
-        metavar="FILE",
-        help="trace of one process, such as trace.json or trace.rank1.json",
-    )
-    one.add_argument("--out", type=Path, metavar="FILE", help="where to write the joined trace, which Perfetto opens")
+    named = "trace of one process, such as trace.json or trace.rank1.json"
+    command.add_argument("files", type=Path, nargs="+", metavar="FILE", help=named)
+    written = "where to write the joined trace, which Perfetto opens"
+    command.add_argument("--out", type=Path, metavar="FILE", help=written)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -66,10 +62,8 @@ def run(options: argparse.Namespace) -> int:
             )
         print(f"wrote {options.out}" if options.out else "--out FILE writes the joined trace, which Perfetto opens")
     if missing:
-        ranks = ", ".join(map(str, missing))
-        return fail(
-            f"trace: the files hold nothing of rank(s) {ranks}, which took part in calls; name their files, too"
-        )
+        ranks = f"rank(s) {', '.join(map(str, missing))}"
+        return fail(f"trace: the files hold nothing of {ranks}, which took part in calls; name their files, too")
     return 0
 
 
@@ -85,15 +79,14 @@ def summarise(slices: Sequence[dict]) -> list[Waited]:
     for one in slices:
         if "waited_us" in one["args"]:
             groups.setdefault((one["name"], one["args"]["nbytes"]), []).append(one)
-    return [_waited(*key, mine) for key, mine in groups.items()]
-
-
-def _waited(name: str, nbytes: int, slices: Sequence[dict]) -> Waited:
-    waits = [one["args"]["waited_us"] for one in slices]
-    last: dict[tuple, int | None] = {}  # by call; None if nobody waited
-    for one in slices:
-        call = tuple(one["args"]["ranks"]), one["args"]["call"]
-        last[call] = one["args"].get("for_rank", last.get(call))
-    by_rank = Counter(rank for rank in last.values() if rank is not None)
-    time_us, waited_us = statistics.median(one["dur"] for one in slices), statistics.fmean(waits)
-    return Waited(name, nbytes, len(last), time_us, waited_us, max(waits), dict(sorted(by_rank.items())))
+    found = []
+    for (name, nbytes), of_group in groups.items():
+        waits = [one["args"]["waited_us"] for one in of_group]
+        last: dict[tuple, int | None] = {}  # by call; None if nobody waited
+        for one in of_group:
+            call = tuple(one["args"]["ranks"]), one["args"]["call"]
+            last[call] = one["args"].get("for_rank", last.get(call))
+        by_rank = Counter(rank for rank in last.values() if rank is not None)
+        time_us, waited_us = statistics.median(one["dur"] for one in of_group), statistics.fmean(waits)
+        found.append(Waited(name, nbytes, len(last), time_us, waited_us, max(waits), dict(sorted(by_rank.items()))))
+    return found

@@ -48,17 +48,10 @@ def add(commands) -> None:
     )
     command.add_argument("--world-size", type=int, nargs="+", metavar="N", help="numbers of GPUs (default: 2 to all)")
     command.add_argument("--max-nbytes", type=size, metavar="SIZE", help="largest size, such as 64M (default: 1G)")
-    command.add_argument(
-        "--codecs", nargs="*", choices=NAMES, default=NAMES, metavar="NAME", help="codecs to time (default: all)"
-    )
-    command.add_argument(
-        "--only",
-        nargs="+",
-        choices=SECTIONS,
-        default=SECTIONS,
-        metavar="SECTION",
-        help=f"sections of the table to measure: {', '.join(SECTIONS)} (default: all); others stay as they are",
-    )
+    codecs = "codecs to time (default: all)"
+    command.add_argument("--codecs", nargs="*", choices=NAMES, default=NAMES, metavar="NAME", help=codecs)
+    sections = f"sections of the table to measure: {', '.join(SECTIONS)} (default: all); others stay as they are"
+    command.add_argument("--only", nargs="+", choices=SECTIONS, default=SECTIONS, metavar="SECTION", help=sections)
     command.add_argument("--out", type=Path, metavar="FILE", help="where the table goes (default: the user's cache)")
     add_load(command)
     command.add_argument("--report", metavar="PATH", help="report that the table names as its source")

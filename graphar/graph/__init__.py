@@ -3,13 +3,12 @@
     passes.py       CompilePass: runs the rewrites over a graph, fills the report, gives Inductor's cache its key
     hook.py         installs and removes a pass in Inductor's configuration, which may hold passes of others
     places.py       which process groups graphar serves, found without calling a collective op
-    collectives.py  what a collective looks like in a graph, how it is replaced, and how collectives stay in order, also
-                    in graphs of programs that do not call enable()
-    single.py       the rewrites "allreduce", "reducescatter" and "allgather"
+    collectives.py  what a collective looks like in a graph, the rewrites "allreduce", "reducescatter" and "allgather",
+                    and how collectives stay in order, also in graphs of programs that do not call enable()
     norm.py  epilogue.py    one rewrite each
     products.py     the matmuls of a graph, their scales, and weights as layers store them
     matmul.py  allgather_matmul.py    the rewrite "matmul": a matmul and its sum, an all-gather and its matmul
-    tp_invariance.py  breaks.py    with tp_invariant=True: the other matmuls, and what may still change bits
+    tp_invariance.py    with tp_invariant=True: the other matmuls, and what may still change bits
     rows.py         ops that move whole rows between a collective and a matmul
     report.py       which collectives were rewritten, and why the others were not
 

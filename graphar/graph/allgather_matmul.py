@@ -26,7 +26,7 @@ from graphar.errors import Reason
 from graphar.graph import products, rows
 from graphar.graph.collectives import CASTS, VIEWS, Collective, are_same, call, first, ours, reached, value
 from graphar.graph.matmul import MANY_ROWS, TRANSPOSES, why_no_kernel
-from graphar.graph.places import Places
+from graphar.graph.places import Places, resolve
 from graphar.graph.products import Product
 from graphar.numerics.dtypes import TYPE_NAMES
 from graphar.numerics.fp8_products import FP8
@@ -95,10 +95,10 @@ class AllgatherMatmul:
             arguments |= {"a": gathered.inputs[0], "w": product.stored_weight(graph), "bias": [bias] if bias else []}
             arguments |= {"gathered": others, "partition": self.partition}
             arguments |= product.scaling(graph, lambda scale: first(rows.origin(scale)))
-            results = rows.called(graph, allgather_matmul.OP.one, allgather_matmul.OP.write(arguments))
+            results = call(graph, allgather_matmul.OP.one, allgather_matmul.OP.write(arguments))
             results.stack_trace = matmul.stack_trace
-            multiplied = call(graph, operator.getitem, (results, 0), value(results)[0])
-            whole = call(graph, operator.getitem, (results, 1), value(results)[1]) if others else None
+            multiplied = call(graph, operator.getitem, (results, 0))
+            whole = call(graph, operator.getitem, (results, 1)) if others else None
         with graph.inserting_before(matmul):
             matmul.replace_all_uses_with(rows.move(graph, x, multiplied))
         for old in reversed([*scales, *path[1:], matmul]):
@@ -125,8 +125,10 @@ def _choose(gathered: Gathered) -> tuple[Product, Reason | None]:
 
 def _why_not_one(gathered: Gathered, product: Product) -> Reason | None:
     dtype, columns, bias = value(product.node).dtype, product.columns, product.bias
-    if product.scales and (why := product.why_no_scales or _why_no_own_scale(gathered, product.a, product.scales[0])):
+    if product.scales and (why := product.why_no_scales()):
         return why
+    if product.scales and not _are_scales_gathered(gathered, product):
+        return "the scales are not gathered like the rows"
     if not rows.are_all(product.a):
         return "only some of the gathered rows are multiplied"
     if not isinstance(columns, int):
@@ -145,30 +147,24 @@ def _share_scales(graph: Graph, gather: Node, results: Node) -> None:
     scales = results.meta["val"][2]
     if are_same(gather.meta["val"].shape, scales.shape) and not any(user < results for user in gather.users):
         with graph.inserting_after(results):
-            gather.replace_all_uses_with(call(graph, operator.getitem, (results, 2), scales))
+            gather.replace_all_uses_with(call(graph, operator.getitem, (results, 2)))
         graph.erase_node(gather)
 
 
-def _why_no_own_scale(gathered: Gathered, a: Node, a_scale: Node) -> Reason | None:
-    """Returns why the op cannot gather the scales of a product's rows."""
-    of_scales = rows.origin(a_scale)
-    are_gathered = _is_gather(of_scales) and _are_alike(of_scales, gathered.node)
-    if not (are_gathered and all(map(rows.are_in_order, (a, a_scale)))):
-        return "the scales are not gathered like the rows"
-    return None
-
-
-def _are_alike(gather: Node, other: Node) -> bool:
-    """Whether two nodes gather the same rows of the same ranks."""
-    these, others = [allgather.OP.read(node.args) for node in (gather, other)]
-    sizes = [[size.meta["val"] if isinstance(size, Node) else size for size in of["sizes"]] for of in (these, others)]
-    where = [(of["communicator"], of["axis"]) for of in (these, others)]
-    return where[0] == where[1] and are_same(*sizes)
+def _are_scales_gathered(gathered: Gathered, product: Product) -> bool:
+    """Whether the scales of a product's rows are gathered like the rows: from the same rows of the same ranks."""
+    of_rows, of_scales = product.a, product.scales[0] if product.scales else product.a
+    gather = rows.origin(of_scales)
+    if not (_is_gather(gather) and all(map(rows.are_in_order, (of_rows, of_scales)))):
+        return False
+    these, others = [allgather.OP.read(node.args) for node in (gather, gathered.node)]
+    sizes = [[value(size) if isinstance(size, Node) else size for size in of["sizes"]] for of in (these, others)]
+    return all(these[name] == others[name] for name in ("communicator", "axis")) and are_same(*sizes)
 
 
 def _why_not_faster(gathered: Gathered, places: Places) -> Reason | None:
     count = math.prod(gathered.node.meta["val"].shape[:-1])
-    world_size = places.resolve(gathered.group).size()
+    world_size = resolve(gathered.group).size()
     count = count if isinstance(count, int) else MANY_ROWS
     if places.table.allgather_matmul.faster(world_size, count, places.chip) == "none":
         return "not known to be faster as one op"

@@ -1,30 +1,40 @@
-"""What torch's functional collectives look like in a graph, and how they are replaced.
+"""What torch's functional collectives look like in a graph, and how graphar's ops replace them.
 
 x -- all_reduce(x, 'sum', group) -- wait_tensor -- ...
 
 x, y -- all_reduce_coalesced([x, y], 'sum', group) --+-- getitem 0 -- wait_tensor -- ...
                                                      +-- getitem 1 -- wait_tensor -- ...
+
+all_reduce becomes graphar::allreduce, reduce_scatter_tensor graphar::reducescatter along axis 0, and
+all_gather_into_tensor graphar::allgather along axis 0.
 """
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
+from operator import floordiv, getitem
 from typing import Any, cast
 
 import torch
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.fx.node import map_arg
 
 from graphar.errors import Reason
-from graphar.graph.places import Places
+from graphar.graph.places import Places, resolve
 from graphar.numerics.dtypes import ACCUMULATION_DTYPES, TYPE_NAMES
+from graphar.ops import allgather, sums
 from graphar.ops.register import Op, op_of
 from graphar.ranks.groups import process_group
 
 _torch_ops = torch.ops._c10d_functional
 _wait = _torch_ops.wait_tensor.default
+_NAMES: dict[Any, str] = {  # by torch's ops, without "_coalesced"
+    getattr(_torch_ops, f"{name}{form}").default: name
+    for name in ("all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor")
+    for form in ("", "_coalesced")
+}
 _aten = torch.ops.aten
 CASTS = (torch.ops.prims.convert_element_type.default, _aten._to_copy.default)
 VIEWS = (_aten.view.default, _aten.reshape.default, _aten._unsafe_view.default)
@@ -36,11 +46,6 @@ VIEWS = (_aten.view.default, _aten.reshape.default, _aten._unsafe_view.default)
 def first(node: Node) -> Node:
     """Returns the first operand of an op that takes a tensor."""
     return cast(Node, node.args[0])
-
-
-def operands(node: Node) -> list[Any]:
-    """Returns the operands of an op without their names."""
-    return list(node.args)
 
 
 def sources(node: Node) -> list[Node]:
@@ -71,7 +76,7 @@ class Collective:
     op: str  # the name of torch's op, without "_coalesced"
     # For each input, the nodes that hold its result; an empty list if the graph does not use it.
     results: list[list[Node]]
-    group: object  # the name of the process group
+    group: Any  # the name of the process group
     reduction: str  # "sum" or another; an empty string for an all-gather
 
     def __str__(self) -> str:
@@ -92,21 +97,23 @@ class Collective:
         return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
-def find(graph: Graph, op: str) -> list[Collective]:
-    """Returns the collectives of a graph that are ``op`` or its coalesced form, in the graph's order."""
-    single, coalesced = getattr(_torch_ops, op).default, getattr(_torch_ops, f"{op}_coalesced").default
-    return [read(node, op) for node in graph.nodes if node.target in (single, coalesced)]
-
-
-def read(node: Node, op: str) -> Collective:
-    """Returns the collective that a node of torch's ``op``, or of its coalesced form, is."""
+def read(node: Node) -> Collective | None:
+    """Returns the collective of torch's that a node is; None if it is something else."""
+    if node.target not in _NAMES:
+        return None
     named = arguments(node)
     x = next(iter(named.values()))
     results = [[node]]
     if not isinstance(x, Node):
-        taken = [user for user in node.users if user.target is operator.getitem]
+        taken = [user for user in node.users if user.target is getitem]
         results = [[user for user in taken if user.args[1] == i] for i in range(len(x))]
-    return Collective(node, op, results, named["group_name"], named.get("reduce_op", "").lower())
+    return Collective(node, _NAMES[node.target], results, named["group_name"], named.get("reduce_op", "").lower())
+
+
+def sums_of_one(graph: Graph) -> list[Collective]:
+    """Returns the all-reduces and reduce-scatters of a graph that are not coalesced, in the graph's order."""
+    found = [collective for node in graph.nodes if (collective := read(node)) and collective.reduction]
+    return [collective for collective in found if collective.results == [[collective.node]]]
 
 
 def ours(node: Node, op: Op) -> dict[str, Any]:
@@ -123,25 +130,22 @@ def path_behind(collective: Collective) -> list[Node]:
     return path
 
 
-def take_results(graph: Graph) -> None:
-    """Erases the copies of results into inputs, by which a functional graph expresses in-place collectives."""
+def simplify(graph: Graph) -> None:
+    """Erases copies of results into inputs, which express in-place collectives, and views that change no shape.
+
+    DTensor's graphs have such views between any two operations.
+    """
     for node in graph.find_nodes(op="call_function", target=_aten.copy.default):
         place, result = node.args
         if result.target is _wait and _layout(place) == _layout(result):
             node.replace_all_uses_with(result)
             graph.erase_node(node)
-
-
-def drop_views_of_same_shape(graph: Graph) -> None:
-    """Erases views that have the shape of what they view. DTensor's graphs have some between any two operations."""
-    for target in VIEWS:
-        for node in graph.find_nodes(op="call_function", target=target):
-            x = node.args[0]
-            # A result of the graph stays a view: it tells which input's memory it shares.
-            returned = any(user.op == "output" for user in node.users)
-            if not returned and are_same(x.meta["val"].shape, node.meta["val"].shape):
-                node.replace_all_uses_with(x)
-                graph.erase_node(node)
+    for node in [node for target in VIEWS for node in graph.find_nodes(op="call_function", target=target)]:
+        # A result of the graph stays a view: it tells which input's memory it shares.
+        returned = any(user.op == "output" for user in node.users)
+        if not returned and are_same(value(first(node)).shape, value(node).shape):
+            node.replace_all_uses_with(first(node))
+            graph.erase_node(node)
 
 
 def reached(starts: Iterable[Node], following: Callable[[Node], Iterable[Node]]) -> set[Node]:
@@ -182,20 +186,59 @@ def why_no_sum(collective: Collective) -> Reason | None:
     return None
 
 
-def replace(graph: Graph, collective: Collective, make: Callable[[Node], Node]) -> None:
-    """Replaces a collective and its waits with ``make(x)`` for each input ``x``; ``make`` adds nodes to the graph."""
-    for x, results, value in zip(collective.inputs, collective.results, collective.values(), strict=True):
-        with graph.inserting_before(collective.node):
-            new = make(x)
-        new.meta["val"], new.stack_trace = value, collective.node.stack_trace
-        for result in results:
-            _take_over(graph, result, new)
-        if not new.users:
-            # Inductor drops unused ops but not waits. If another rank used its result, it would wait for this rank.
-            with graph.inserting_after(new):
-                call(graph, _wait, (new,), value)
-    if collective.results != [[collective.node]]:
-        graph.erase_node(collective.node)
+@dataclass(frozen=True)
+class Single:
+    """The rewrite that replaces torch's collective ``name`` with ``op``."""
+
+    name: str
+    op: Op
+
+    def find(self, graph: Graph) -> list[Collective]:
+        found = [collective for node in graph.nodes if (collective := read(node))]
+        return [collective for collective in found if collective.op == self.name]
+
+    def why_not(self, collective: Collective, places: Places) -> Reason | None:
+        if self.op is not allgather.OP:
+            return why_not(collective, places) or why_no_sum(collective)
+        if any(x.ndim == 0 for x in collective.tensors()):
+            return "graphar joins tensors along an axis, and this one has none"
+        return why_not(collective, places)
+
+    def replace(self, graph: Graph, collective: Collective, places: Places) -> None:
+        """Replaces a collective and its waits with a call of the op for each input."""
+        for x, results, value in zip(collective.inputs, collective.results, collective.values(), strict=True):
+            with graph.inserting_before(collective.node):
+                new = self.call(graph, collective, x, places)
+            new.meta["val"], new.stack_trace = value, collective.node.stack_trace
+            for result in results:
+                _take_over(graph, result, new)
+            if not new.users:
+                # Inductor drops unused ops but not waits. If another rank used its result, it would wait for this rank.
+                with graph.inserting_after(new):
+                    call(graph, _wait, (new,))
+        if collective.results != [[collective.node]]:
+            graph.erase_node(collective.node)
+
+    def call(self, graph: Graph, collective: Collective, x: Node, places: Places, **more) -> Node:
+        """Adds a call of the op with ``x`` and the arguments ``more`` to the graph."""
+        arguments = {"x": x} | place(graph, collective, x, places) | more
+        return graph.call_function(self.op.one, self.op.write(arguments))
+
+
+ALLREDUCE = Single("all_reduce", sums.SUM)
+REDUCESCATTER = Single("reduce_scatter_tensor", sums.SCATTER)
+ALLGATHER = Single("all_gather_into_tensor", allgather.OP)
+
+
+def place(graph: Graph, collective: Collective, x: Node, places: Places) -> dict[str, object]:
+    """Returns the arguments that tell graphar's op for ``x`` the group, and each rank's part along axis 0."""
+    arguments: dict[str, object] = {"communicator": places.communicator_name(collective.group)}
+    if collective.op != ALLREDUCE.name:
+        group, part = resolve(collective.group), first_size(graph, x)
+        if collective.op == REDUCESCATTER.name:
+            part = part // group.size() if isinstance(part, int) else call(graph, floordiv, (part, group.size()))
+        arguments |= {"rank": group.rank(), "sizes": [part] * group.size()}
+    return arguments
 
 
 def _take_over(graph: Graph, result: Node, new: Node) -> None:
@@ -209,22 +252,25 @@ def _take_over(graph: Graph, result: Node, new: Node) -> None:
 
 def first_size(graph: Graph, x: Node) -> int | Node:
     """Returns the length of ``x`` along its first axis: an int, or a node if the length is symbolic."""
-    size = x.meta["val"].shape[0]
-    return size if isinstance(size, int) else call(graph, _aten.sym_size.int, (x, 0), size)
+    size = value(x).shape[0]
+    return size if isinstance(size, int) else call(graph, _aten.sym_size.int, (x, 0))
 
 
-def divide(graph: Graph, size: int | Node, divisor: int) -> int | Node:
-    """Returns ``size // divisor``: an int, or a node if ``size`` is one."""
-    if isinstance(size, int):
-        return size // divisor
-    return call(graph, operator.floordiv, (size, divisor), size.meta["val"] // divisor)
-
-
-def call(graph: Graph, target: Any, arguments: tuple, value: object) -> Node:
-    """Adds a call to the graph, whose fake result is ``value``."""
+def call(graph: Graph, target: Any, arguments: tuple) -> Node:
+    """Adds a call to the graph, and its fake result."""
+    result = target(*map_arg(arguments, value))
     node = graph.call_function(target, arguments)
-    node.meta["val"] = value
+    node.meta["val"] = result
     return node
+
+
+def with_views(graph: Graph, path: Sequence[Node], x: Node) -> Node:
+    """Adds the views of a path to the graph again, for ``x``; returns the last one."""
+    for view in path:
+        if view.target in VIEWS:
+            x = graph.call_function(view.target, (x, *view.args[1:]))
+            x.meta["val"] = view.meta["val"]
+    return x
 
 
 # ---- their order ----------------------------------------------------------------------------------------------------
@@ -244,20 +290,13 @@ def keep_order(graph: Graph) -> None:
         if op := op_of(node.target):
             if last is not None and not _needs(node, last):
                 with graph.inserting_before(node):
-                    node.args = op.write(op.read(node.args) | {"after": [_tensor(graph, last)]})
+                    result = last if isinstance(value(last), torch.Tensor) else call(graph, getitem, (last, 0))
+                    node.args = op.write(op.read(node.args) | {"after": [result]})
             # Inductor cuts lists to the lengths in the traced call: it would drop an ``after``.
             node.meta.pop("eager_input_vals", None)
             last = node
         elif node.target is _wait:
             last = node
-
-
-def _tensor(graph: Graph, node: Node) -> Node:
-    """Returns the result of a collective, or the first of several."""
-    value = node.meta["val"]
-    if isinstance(value, torch.Tensor):
-        return node
-    return call(graph, operator.getitem, (node, 0), value[0])
 
 
 def _needs(node: Node, earlier: Node) -> bool:

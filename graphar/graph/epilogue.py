@@ -18,9 +18,8 @@ from torch.fx import Graph, Node
 
 from graphar.errors import Reason
 from graphar.graph import collectives
-from graphar.graph.collectives import CASTS, VIEWS, Collective, path_behind, reached
+from graphar.graph.collectives import ALLREDUCE, CASTS, REDUCESCATTER, Collective, path_behind, reached
 from graphar.graph.places import Places
-from graphar.graph.single import ALLREDUCE, REDUCESCATTER
 from graphar.numerics.dtypes import TYPE_NAMES
 from graphar.numerics.epilogues import syntax
 from graphar.numerics.epilogues.tracer import IGNORED, RULES, as_stored
@@ -40,8 +39,7 @@ class FollowedSum(Collective):
 
 
 def find(graph: Graph) -> list[FollowedSum]:
-    sums = [total for op in _SUMS for total in collectives.find(graph, op)]
-    return [followed for total in sums if total.results == [[total.node]] and (followed := _followed(total))]
+    return [followed for total in collectives.sums_of_one(graph) if (followed := _followed(total))]
 
 
 def why_not(collective: FollowedSum, places: Places) -> Reason | None:
@@ -58,8 +56,7 @@ def replace(graph: Graph, collective: FollowedSum, places: Places) -> None:
     with graph.inserting_before(collective.path[-1].next):
         result = _SUMS[collective.op].call(graph, collective, x, places, epilogue=collective.text)
         result.meta["val"], result.stack_trace = collective.values()[0], collective.node.stack_trace
-        for view in [node for node in collective.path if node.target in VIEWS]:
-            result = collectives.call(graph, view.target, (result, *view.args[1:]), view.meta["val"])
+        result = collectives.with_views(graph, collective.path, result)
     collective.nodes[-1].replace_all_uses_with(result)
     for node in reversed([*collective.path, *collective.nodes]):
         graph.erase_node(node)

@@ -26,8 +26,8 @@ from torch.fx.node import map_arg
 
 from graphar.errors import Reason
 from graphar.graph import products, rows
-from graphar.graph.collectives import VIEWS, Collective, are_same, first, operands, ours, value
-from graphar.graph.places import Places
+from graphar.graph.collectives import VIEWS, Collective, are_same, first, ours, value
+from graphar.graph.places import Places, resolve
 from graphar.graph.products import Product, is_constant
 from graphar.numerics.dtypes import TYPE_NAMES
 from graphar.numerics.leaf_tree import LEAVES
@@ -93,7 +93,11 @@ class Matmul:
             return f"no matmul of {total.dtype} sums its tiles"
         if product is None:
             return "several products are added before the sum"
-        if product.scales and (why := self._why_not_scaled(product)):
+        if product.scales and self.partition == TP_INVARIANT:
+            return "products with scales are not added as a tree"
+        if product.scales and product.bias:
+            return "each rank adds a bias to its product"
+        if product.scales and (why := product.why_no_scales()):
             return why
         columns = product.columns
         if not isinstance(columns, int) or rows.origin(x) is not product.node or not rows.are_all(x):
@@ -106,18 +110,16 @@ class Matmul:
             return "the product has further uses"
         if summed.call.get("algorithm", "auto") != "auto" or summed.call.get("axis", 0) != 0:
             return "the sum names an algorithm or an axis"
-        if self.partition == BATCH_INVARIANT:
-            return _why_not_own(summed, places, columns)
         if self.partition == TP_INVARIANT:
             return _why_no_tree(summed, product, places)
-        if product.scales and total.is_cuda and (why := places.why_no_matmul(summed.group)):
+        needs_own = self.partition == BATCH_INVARIANT
+        if needs_own and not total.is_cuda:
+            return "graphar's matmul needs a GPU"
+        if needs_own and columns % COLUMNS:
+            return f"graphar's matmul needs a multiple of {COLUMNS} columns, not {columns}"
+        if total.is_cuda and (needs_own or product.scales) and (why := places.why_no_matmul(summed.group)):
             return why
-        return _why_not_faster(summed, product, places)
-
-    def _why_not_scaled(self, product: Product) -> Reason | None:
-        if self.partition == TP_INVARIANT:
-            return products.NO_TREE
-        return "each rank adds a bias to its product" if product.bias else product.why_no_scales
+        return None if needs_own else _why_not_faster(summed, product, places)
 
     def replace(self, graph: Graph, summed: Summed, places: Places) -> None:
         node, op, path, product = summed.node, _FUSED[summed.of], rows.path(summed.inputs[0]), summed.matmul
@@ -149,26 +151,18 @@ def _why_not_faster(summed: Summed, product: Product, places: Places) -> Reason 
     count, columns = value(product.node).shape
     count = count if isinstance(count, int) else MANY_ROWS
     scattered = summed.of in _SCATTERED or bool(summed.call.get("epilogue"))
-    world_size, policy = places.resolve(summed.group).size(), places.table.matmul
+    world_size, policy = resolve(summed.group).size(), places.table.matmul
     factors = Factors(product.format())
     if not prefers_tiles(policy, places.chip, world_size, count, columns, scattered, factors=factors):
         return "not known to be faster as one op"
     return None
 
 
-def _why_not_own(summed: Summed, places: Places, columns: int) -> Reason | None:
-    """Returns why graphar's matmul cannot multiply. The answer is the same on every rank."""
-    if summed.tensors()[0].device.type != "cuda":
-        return "graphar's matmul needs a GPU"
-    if columns % COLUMNS:
-        return f"graphar's matmul needs a multiple of {COLUMNS} columns, not {columns}"
-    return places.why_no_matmul(summed.group)
-
-
 def _why_no_tree(summed: Summed, product: Product, places: Places) -> Reason | None:
     """Returns why graphar cannot add the products as a tree of leaves. The answer is the same on every rank."""
-    ranks, length, bias = places.resolve(summed.group).size(), value(product.weight).shape[0], product.bias
-    if bias and not _is_part(bias, ranks):
+    ranks, length, bias = resolve(summed.group).size(), value(product.weight).shape[0], product.bias
+    is_divided = bias and bias.target in _QUOTIENTS and not bias.kwargs and bias.args[1:] == (ranks,)
+    if bias and not (is_divided and value(bias).ndim == 1):
         return "each rank adds something else than its part of a bias to its product"
     if product.node.kwargs or (bias and (summed.call.get("epilogue") or not _FUSED[summed.of].takes("bias"))):
         return "the product is scaled, or an epilogue or a norm follows its bias"
@@ -188,11 +182,6 @@ def why_no_kernel(x: torch.Tensor, group: object, places: Places) -> Reason | No
     if x.dtype not in MATMUL_TYPES:
         return f"no kernel multiplies {x.dtype}"
     return places.why_no_matmul(group)
-
-
-def _is_part(bias: Node, ranks: int) -> bool:
-    """Whether a node is a bias divided by the number of ranks, each of which adds it to its product."""
-    return bias.target in _QUOTIENTS and not bias.kwargs and bias.meta["val"].ndim == 1 and operands(bias)[1] == ranks
 
 
 def _take_bias(graph: Graph, total: Node, op: Op) -> None:

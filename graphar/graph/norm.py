@@ -22,9 +22,8 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from graphar.errors import Reason
 from graphar.graph import collectives, rows
-from graphar.graph.collectives import CASTS, VIEWS, Collective, are_same, arguments, call, first, path_behind, value
+from graphar.graph.collectives import ALLREDUCE, CASTS, REDUCESCATTER, Collective, arguments, call, first, value
 from graphar.graph.places import Places
-from graphar.graph.single import ALLREDUCE, REDUCESCATTER, place
 from graphar.numerics.dtypes import TYPE_NAMES
 from graphar.ops import norms
 from graphar.plan.select import has_norm_kernel
@@ -64,9 +63,7 @@ def _expect(holds: bool, why: str) -> None:
 
 
 def find(graph: Graph) -> list[NormedSum]:
-    every = [collective for op in _OPS for collective in collectives.find(graph, op)]
-    singles = [collective for collective in every if collective.results == [[collective.node]]]
-    sums = [normed for collective in singles if (normed := _normed(collective))]
+    sums = [normed for total in collectives.sums_of_one(graph) if (normed := _normed(total))]
     return list({normed.path[-1]: normed for normed in sums}.values())  # if two sums are added, keep the later
 
 
@@ -96,11 +93,10 @@ def replace(graph: Graph, collective: NormedSum, places: Places) -> None:
         if collective.op == REDUCESCATTER.name:  # its first axis is divided between ranks, so its input stays as it is
             residual = rows.reshape(graph, residual, collective.node.meta["val"].shape[:-1])
         else:
-            for view in [node for node in path if node.target in VIEWS]:
-                x = call(graph, view.target, (x, *view.args[1:]), view.meta["val"])
-        arguments |= {"x": x, "residual": residual} | place(graph, collective, x, places)
-        pair = rows.called(graph, op.one, op.write(arguments))
-        results = [call(graph, operator.getitem, (pair, i), pair.meta["val"][i]) for i in range(2)]
+            x = collectives.with_views(graph, path, x)
+        arguments |= {"x": x, "residual": residual} | collectives.place(graph, collective, x, places)
+        pair = call(graph, op.one, op.write(arguments))
+        results = [call(graph, operator.getitem, (pair, i)) for i in range(2)]
         normed, summed = [rows.reshape(graph, result, add.meta["val"].shape[:-1]) for result in results]
     pair.stack_trace = collective.node.stack_trace
     norm.nodes[-1].replace_all_uses_with(normed)
@@ -116,14 +112,15 @@ def _why_other_rows(collective: NormedSum) -> Reason | None:
     if scattered.ndim < 2:
         return "the scattered tensor has no rows"
     # Its residual and results are reshaped.
-    if rows.origin(total).target in VIEWS or not (collectives.are_same(*shapes) or all(map(rows.can_reshape, shapes))):
+    fits = collectives.are_same(*shapes) or all(map(rows.can_reshape, shapes))
+    if rows.origin(total).target in collectives.VIEWS or not fits:
         return "the sum is seen in another shape"
     return None
 
 
 def _normed(collective: Collective) -> NormedSum | None:
     """Returns the collective with the first nodes of a norm; None if no mean of squares follows."""
-    path = path_behind(collective)
+    path = collectives.path_behind(collective)
     for add in path[-1].users:
         if add.target is _aten.add.Tensor and (start := _mean_of_squares(add)):
             return NormedSum(**vars(collective), path=[*path, add], start=start)
@@ -132,22 +129,17 @@ def _normed(collective: Collective) -> NormedSum | None:
 
 def _mean_of_squares(add: Node) -> tuple[Node, Node, Node] | None:
     for wide in (add, *[user for user in add.users if _is_widened(user)]):
-        for square in wide.users:
-            if _is_square(square, wide):
-                for mean in [user for user in square.users if user.target is _aten.mean.dim]:
-                    return wide, square, mean
+        squares = (_aten.pow.Tensor_Scalar, (wide, 2)), (_aten.mul.Tensor, (wide, wide))
+        for square in [user for user in wide.users if (user.target, user.args) in squares]:
+            for mean in [user for user in square.users if user.target is _aten.mean.dim]:
+                return wide, square, mean
     return None
-
-
-def _is_square(node: Node, of: Node) -> bool:
-    return (node.target, node.args) in ((_aten.pow.Tensor_Scalar, (of, 2)), (_aten.mul.Tensor, (of, of)))
 
 
 def _is_widened(node: Node) -> bool:
     """Whether a node is a cast to fp32 on the same device."""
-    if node.target not in CASTS:
-        return False
-    return value(node).dtype == torch.float32 and value(node).device == value(first(node)).device
+    of = value(first(node)) if node.target in CASTS else None
+    return of is not None and (value(node).dtype, value(node).device) == (torch.float32, of.device)
 
 
 def _read(collective: NormedSum) -> Norm:
@@ -182,7 +174,7 @@ def _residual(total: Node, add: Node) -> Node:
     if not isinstance(residual, Node) or residual is total:
         raise _OtherForm("no residual is added to the sum")
     for kind in map(value, (total, residual)):
-        _expect(kind.dtype == x.dtype and are_same(kind.shape, x.shape), "the residual is not like the sum")
+        _expect(kind.dtype == x.dtype and collectives.are_same(kind.shape, x.shape), "the residual is not like the sum")
     return residual
 
 

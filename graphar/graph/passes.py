@@ -9,24 +9,20 @@ from typing import Any
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch.fx import Graph
 
-from graphar.errors import Reason
-from graphar.graph import breaks, collectives, epilogue, norm, tp_invariance
+from graphar.graph import collectives, epilogue, norm, tp_invariance
 from graphar.graph.allgather_matmul import AllgatherMatmul
-from graphar.graph.collectives import Collective
+from graphar.graph.collectives import ALLGATHER, ALLREDUCE, REDUCESCATTER
 from graphar.graph.matmul import Matmul
 from graphar.graph.places import Places
 from graphar.graph.report import Entry, Report
-from graphar.graph.single import ALLGATHER, ALLREDUCE, REDUCESCATTER
 from graphar.numerics.partitions import BATCH_INVARIANT, TP_INVARIANT
 
-REWRITES: dict[str, tuple[Any, ...]] = {  # by name
-    "norm": (norm,),
-    "epilogue": (epilogue,),
-    "allreduce": (ALLREDUCE,),
-    "reducescatter": (REDUCESCATTER,),
-    "allgather": (ALLGATHER,),
-    # These find the graphar ops that the rewrites above have made.
-    "matmul": (Matmul(), AllgatherMatmul()),
+REWRITES: dict[str, Any] = {  # by name; "matmul" is tried after these, on the ops of graphar's that they make
+    "norm": norm,
+    "epilogue": epilogue,
+    "allreduce": ALLREDUCE,
+    "reducescatter": REDUCESCATTER,
+    "allgather": ALLGATHER,
 }
 OPTIONAL = {"epilogue"}  # off by default: changes the bits of a model that already uses graphar's ops
 # A norm that is fused with a sum is not rounded between them, as it is in training and in a graph of one rank.
@@ -61,7 +57,8 @@ class CompilePass(CustomGraphPass):
         tp_invariant: bool = False,
     ) -> None:
         self._optional = _OPTIONAL_IN_TREES if tp_invariant else OPTIONAL
-        self.off, self.on = _check_names("off", off, REWRITES), _check_names("on", on, sorted(self._optional))
+        self.off = _check_names("off", off, (*REWRITES, "matmul"))
+        self.on = _check_names("on", on, sorted(self._optional))
         self.batch_invariant, self.constant_weights = batch_invariant, constant_weights
         self.tp_invariant = tp_invariant
         if tp_invariant and batch_invariant:
@@ -71,8 +68,8 @@ class CompilePass(CustomGraphPass):
                 f"compile_pass: tp_invariant=True needs the rewrites that off={sorted(needed)} switches off"
             )
         partition = TP_INVARIANT if tp_invariant else BATCH_INVARIANT if batch_invariant else "auto"
-        fused: tuple[Any, ...] = Matmul(partition, constant_weights), AllgatherMatmul(partition)
-        self._rewrites = REWRITES | {"matmul": fused}
+        fused = Matmul(partition, constant_weights), AllgatherMatmul(partition)
+        self._rewrites = [*REWRITES.items(), *(("matmul", rewrite) for rewrite in fused)]
         self.report = Report(breaks=[] if tp_invariant else None)
         self.replaced: CompilePass | None = None
         self.uninstall: Callable[[], None] = lambda: None  # hook.install replaces it
@@ -80,25 +77,20 @@ class CompilePass(CustomGraphPass):
 
     def __call__(self, graph: Graph) -> None:
         """Rewrites a graph in place; its nodes must have fake tensors in ``meta["val"]``."""
-        collectives.take_results(graph)
-        collectives.drop_views_of_same_shape(graph)
-        for name in self._rewrites:
-            if name not in self._optional - self.on:
-                self._rewrite(graph, name)
-        if self.tp_invariant:
-            broken = breaks.find(graph, self._places, self.report.graphs)
-            self.report.breaks = [*(self.report.breaks or []), *broken]
-            tp_invariance.add_in_order(graph, self._places)
-        collectives.keep_order(graph)
-        self.report.graphs += 1
-
-    def _rewrite(self, graph: Graph, name: str) -> None:
-        for rewrite in self._rewrites[name]:
-            for collective in rewrite.find(graph):
+        collectives.simplify(graph)
+        for name, rewrite in self._rewrites:
+            for collective in rewrite.find(graph) if name not in self._optional - self.on else ():
                 why_left = "turned off" if name in self.off else rewrite.why_not(collective, self._places)
-                self._note(name, collective, why_left)
+                for x in collective.tensors():
+                    shape = tuple(size if isinstance(size, int) else str(size) for size in x.shape)
+                    where = (self.report.graphs, name, str(collective), str(collective.group))
+                    self.report.entries.append(Entry(*where, shape, x.dtype, x.device.type, why_left or ""))
                 if not why_left:
                     rewrite.replace(graph, collective, self._places)
+        if self.report.breaks is not None:
+            self.report.breaks += tp_invariance.rewrite(graph, self._places, self.report.graphs)
+        collectives.keep_order(graph)
+        self.report.graphs += 1
 
     def uuid(self) -> bytes:
         """The pass's part of Inductor's cache key: its source, its options, and where the ranks are."""
@@ -120,12 +112,6 @@ class CompilePass(CustomGraphPass):
 
     def __exit__(self, *_) -> None:
         self.uninstall()
-
-    def _note(self, rewrite: str, collective: Collective, why_left: Reason | None) -> None:
-        for x in collective.tensors():
-            shape = tuple(size if isinstance(size, int) else str(size) for size in x.shape)
-            where = (self.report.graphs, rewrite, str(collective), str(collective.group))
-            self.report.entries.append(Entry(*where, shape, x.dtype, x.device.type, why_left or ""))
 
 
 def _check_names(option: str, wanted: Iterable[str], known: Iterable[str]) -> frozenset[str]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import _resolve_process_group
+from torch._C._distributed_c10d import _resolve_process_group as resolve
 
 from graphar.errors import Reason
 from graphar.plan.algorithms import MATMUL_ARCH
@@ -41,17 +41,13 @@ class Place:
 
 
 class Places:
-    """Where every rank of the default group is, and the tuning table of rank 0. Making one is collective.
+    """Where every rank of the default group is. Making one is collective.
 
     Attributes:
         world: the name of the default group.
         count: the number of its ranks.
-        table: the tuning table that choices go by.
+        table: the tuning table of rank 0.
         chip: the table's chip, with the fewest streaming multiprocessors of any rank's GPU, and the most communicators.
-
-    Raises:
-        ValueError: there is no default group.
-        CommunicatorError: a rank did not arrive in time.
     """
 
     def __init__(self) -> None:
@@ -73,14 +69,14 @@ class Places:
         communicators = max((place.communicators for place in with_gpu), default=self.table.chip.communicators)
         self.chip = replace(self.table.chip, sms=sms, communicators=communicators)
 
-    def why_not(self, group: object, device: str) -> Reason | None:
+    def why_not(self, group: Any, device: str) -> Reason | None:
         """Returns why graphar's ops cannot replace torch's collectives in ``group``.
 
         The answer is the same on every rank of the group. ``group`` is its name, as a graph has it; ``device`` is "cpu"
         or "cuda". On the CPU the ops run over the group itself, so its ranks may be anywhere.
         """
         try:
-            ranks = dist.get_process_group_ranks(self.resolve(group))
+            ranks = dist.get_process_group_ranks(resolve(group))
         except (RuntimeError, TypeError, ValueError):
             return f"this process knows no group {group!r}"
         if not self._places.keys() >= set(ranks):
@@ -95,19 +91,15 @@ class Places:
             return f"kernels serve at most {MAX_RANKS} ranks, not {len(ranks)}"
         return self._why_no_kernel(ranks)
 
-    def why_no_matmul(self, group: object) -> Reason | None:
+    def why_no_matmul(self, group: Any) -> Reason | None:
         """Returns which rank of ``group`` has a GPU without graphar's matmul."""
-        ranks = dist.get_process_group_ranks(self.resolve(group))
+        ranks = dist.get_process_group_ranks(resolve(group))
         others = [rank for rank in ranks if self._places[rank].arch != MATMUL_ARCH]
         return f"rank {others[0]} has no GPU of {MATMUL_ARCH}" if others else None
 
-    def resolve(self, group: Any) -> dist.ProcessGroup:
-        """Returns the process group that a graph names ``group``."""
-        return _resolve_process_group(group)
-
     def communicator_name(self, group: Any) -> str:
         """Returns the name of ``group`` in graphar's ops: "" for the default group, as in eager calls."""
-        return "" if self.resolve(group) is dist.group.WORLD else group
+        return "" if resolve(group) is dist.group.WORLD else group
 
     def describe(self) -> str:
         """Returns, as text, every fact outside a graph that decides on rewrites: groups, ranks, GPUs and the table."""

@@ -14,7 +14,7 @@ torch's scaled products multiply e4m3 operands:
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,21 +24,21 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.nn.functional import ScalingType
 
 from graphar.errors import Reason
-from graphar.graph import rows
-from graphar.graph.collectives import VIEWS, are_same, arguments, call, first, operands, value
+from graphar.graph.collectives import VIEWS, are_same, arguments, call, first, value
 from graphar.numerics.fp8_products import BLOCK, FP8
 from graphar.ops.matmul_operands import RESULT_DTYPES
 
 _aten = torch.ops.aten
-# By matmul, the positions of its arguments: the rows, the weight, and the bias.
-MATMULS: dict[Any, tuple[int, int, int | None]] = {
-    _aten.mm.default: (0, 1, None),
-    _aten.addmm.default: (1, 2, 0),
-    _aten.linear.default: (0, 1, 2),
-}
 _V2 = _aten._scaled_mm_v2.default
+MATMULS = (_aten.mm.default, _aten.addmm.default, _aten.linear.default)
 SCALED = (_aten._scaled_mm.default, _V2)
-NO_TREE = "products with scales are not added as a tree"
+# By matmul, how torch names the rows, the weight and the bias.
+_NAMES: dict[Any, tuple[str, str, str]] = {
+    **dict.fromkeys(SCALED, ("self", "mat2", "bias")),
+    _aten.mm.default: ("self", "mat2", "bias"),
+    _aten.addmm.default: ("mat1", "mat2", "self"),
+    _aten.linear.default: ("input", "weight", "bias"),
+}
 _RECIPES = [  # the recipes of scale_a and of scale_b that graphar has
     ([ScalingType.TensorWise.value], [ScalingType.TensorWise.value]),
     ([ScalingType.RowWise.value], [ScalingType.RowWise.value]),
@@ -51,14 +51,35 @@ _OF_TRAINING = ("primals", "tangents")  # how names of inputs begin in graphs wi
 
 @dataclass(frozen=True)
 class Product:
-    """A matmul of a graph."""
+    """A matmul of a graph. Its operands are those that the graph has now: rewrites of others may replace them."""
 
     node: Node
-    a: Node  # [..., K]
-    weight: Node  # [K, N], of linear [N, K]
-    bias: Node | None
-    scales: tuple[Node, Node] | None = None  # of a and of the weight as torch takes them, if the operands are in e4m3
-    why_no_scales: Reason | None = None  # why graphar has no such scaled product
+
+    def _argument(self, at: int) -> Any:
+        return arguments(self.node).get(_NAMES[self.node.target][at])
+
+    @property
+    def a(self) -> Node:
+        """[..., K]"""
+        return self._argument(0)
+
+    @property
+    def weight(self) -> Node:
+        """[K, N], of linear [N, K]"""
+        return self._argument(1)
+
+    @property
+    def bias(self) -> Node | None:
+        return self._argument(2)
+
+    @property
+    def scales(self) -> tuple[Node, Node] | None:
+        """The scales of ``a`` and of the weight as torch takes them, if the operands are in e4m3."""
+        if self.node.target not in SCALED:
+            return None
+        named = arguments(self.node)
+        of_a, of_w = named["scale_a"], named["scale_b"]
+        return (of_a[0], of_w[0]) if self.node.target is _V2 else (of_a, of_w)
 
     @property
     def columns(self) -> int | torch.SymInt:
@@ -67,6 +88,22 @@ class Product:
     def stored_weight(self, graph: Graph) -> Node:
         """Returns the weight as torch.nn.Linear stores it; adds a transpose to the graph if there is none."""
         return self.weight if self.node.target is _aten.linear.default else stored(graph, self.weight)
+
+    def why_no_scales(self) -> Reason | None:
+        """Returns why graphar has no such scaled product."""
+        named, dtypes = arguments(self.node), [value(operand).dtype for operand in (self.a, self.weight)]
+        if self.node.target is _V2:
+            recipes = list(named["recipe_a"]), list(named["recipe_b"])
+            rest = [*named["swizzle_a"], *named["swizzle_b"], *named.get("contraction_dim", ())]
+            if recipes not in _RECIPES or any(rest):
+                return "graphar has no such recipe of scales"
+        elif named.get("scale_result") is not None:
+            return "the product is scaled again"
+        if dtypes != [FP8, FP8]:
+            return f"graphar multiplies {FP8} by {FP8}, not {dtypes[0]} by {dtypes[1]}"
+        if value(self.node).dtype not in RESULT_DTYPES:
+            return f"the product is rounded to {value(self.node).dtype}"
+        return None if self.format() else "the scales are neither of rows nor of blocks, in fp32"
 
     def format(self) -> str:
         """Returns the format of the scales, "rows" or "blocks"; an empty string if there are none or others."""
@@ -92,48 +129,19 @@ class Product:
         (of_a, of_w), blocks = self.scales, _blocks(value(self.weight).shape[0])
         if self.format() != "rows":
             if not statically_known_true(value(of_w).shape[0] == blocks):
-                of_w = rows.called(graph, _aten.slice.Tensor, (of_w, 0, 0, blocks))
+                of_w = call(graph, _aten.slice.Tensor, (of_w, 0, 0, blocks))
             of_w = stored(graph, of_w)
         return {"scales": [moved(of_a), of_w], "scaled_dtype": value(self.node).dtype}
 
 
 def read(node: Node) -> Product | None:
     """Returns the matmul that a node is; None if it is something else."""
-    if node.target in MATMULS:
-        given = operands(node)
-        a, w, bias = MATMULS[node.target]
-        return Product(node, given[a], given[w], given[bias] if bias is not None and bias < len(given) else None)
-    if node.target not in SCALED:
-        return None
-    named = arguments(node)
-    of_a, of_w, why = named["scale_a"], named["scale_b"], None
-    if node.target is _V2:
-        why, of_a, of_w = _why_no_recipe(named), of_a[0], of_w[0]
-    elif named.get("scale_result") is not None:
-        why = "the product is scaled again"
-    product = Product(node, named["self"], named["mat2"], named.get("bias"), (of_a, of_w))
-    return replace(product, why_no_scales=why or _why_no_scales(product))
+    return Product(node) if node.target in _NAMES else None
 
 
 def is_number(scale: Node) -> bool:
     """Whether a scale is one number, for all rows."""
     return statically_known_true(value(scale).numel() == 1)
-
-
-def _why_no_recipe(named: dict[str, Any]) -> Reason | None:
-    recipes = list(named["recipe_a"]), list(named["recipe_b"])
-    if recipes not in _RECIPES or any([*named["swizzle_a"], *named["swizzle_b"], *named.get("contraction_dim", ())]):
-        return "graphar has no such recipe of scales"
-    return None
-
-
-def _why_no_scales(product: Product) -> Reason | None:
-    dtypes = [value(operand).dtype for operand in (product.a, product.weight)]
-    if dtypes != [FP8, FP8]:
-        return f"graphar multiplies {FP8} by {FP8}, not {dtypes[0]} by {dtypes[1]}"
-    if value(product.node).dtype not in RESULT_DTYPES:
-        return f"the product is rounded to {value(product.node).dtype}"
-    return None if product.format() else "the scales are neither of rows nor of blocks, in fp32"
 
 
 def _has_shape(scale: torch.Tensor, shape: tuple) -> bool:
@@ -150,10 +158,10 @@ def _blocks(length: int | torch.SymInt) -> int | torch.SymInt:
 
 def stored(graph: Graph, weight: Node) -> Node:
     """Returns the weight as torch.nn.Linear stores it, [out, in]: the source of a transpose, or a new transpose."""
-    permuted = weight.target is _aten.permute.default and list(operands(weight)[1]) == [1, 0]
+    permuted = weight.target is _aten.permute.default and list(arguments(weight)["dims"]) == [1, 0]
     if permuted or weight.target is _aten.t.default:
         return first(weight)
-    return call(graph, _aten.permute.default, (weight, [1, 0]), weight.meta["val"].t())
+    return call(graph, _aten.permute.default, (weight, [1, 0]))
 
 
 def is_constant(weight: Node) -> bool:

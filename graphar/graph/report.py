@@ -137,14 +137,13 @@ class Report:
         )
         lines = [counts, *(map(str, self.entries) if self.entries else [_NO_COLLECTIVES])]
         if self.breaks is not None:
-            lines += [self._invariance(self.breaks), *map(str, self.breaks)]
+            judged = sum(op.depends_on_kernel for op in self.breaks)
+            invariance = f"not tensor-parallel invariant: {_count(len(self.breaks) - judged, 'op')} may change bits"
+            if self.is_tp_invariant:
+                condition = f", if {_count(judged, 'kernel')} of attention are" if judged else ""
+                invariance = f"tensor-parallel invariant{condition}"
+            lines += [invariance, *map(str, self.breaks)]
         return "\n".join(lines)
-
-    def _invariance(self, breaks: list[Break]) -> str:
-        judged = sum(op.depends_on_kernel for op in breaks)
-        if not self.is_tp_invariant:
-            return f"not tensor-parallel invariant: {_count(len(breaks) - judged, 'op')} may change bits"
-        return "tensor-parallel invariant" + f", if {_count(judged, 'kernel')} of attention are" * bool(judged)
 
 
 def _count(number: int, what: str) -> str:

@@ -12,18 +12,17 @@ from __future__ import annotations
 
 import math
 import operator
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.fx.node import map_arg
 
-from graphar.graph.collectives import VIEWS, are_same, call, first, operands, reached, sources
+from graphar.graph.collectives import VIEWS, are_same, arguments, call, first, reached, sources, value
 
 _aten = torch.ops.aten
-# By op, the position of the dimension among the arguments.
-_DIMS: dict[Any, int] = {_aten.split.Tensor: 2, _aten.slice.Tensor: 1, _aten.cat.default: 1}
+_ALONG = (_aten.split.Tensor, _aten.slice.Tensor, _aten.cat.default)  # ops along the dimension ``dim``
 
 
 def origin(node: Node) -> Node:
@@ -52,10 +51,7 @@ def are_in_order(node: Node) -> bool:
 
 
 def move(graph: Graph, node: Node, new: Node) -> Node:
-    """Adds the ops that made ``node`` from its origin to the graph again, for the rows of ``new``; returns the result.
-
-    ``new`` has the shape of the origin, but for the last dimension.
-    """
+    """Adds the ops that made ``node`` from its origin again, for the rows of ``new``, shaped like the origin."""
     sizes, columns = node.meta["val"].shape[:-1], new.meta["val"].shape[-1]
     if are_in_order(node) and can_reshape(sizes):
         return reshape(graph, new, sizes)
@@ -64,7 +60,7 @@ def move(graph: Graph, node: Node, new: Node) -> Node:
         target, (x, *rest) = step.target, cast(tuple, map_arg(step.args, lambda old: moved.get(old, old)))
         if target in VIEWS:
             target, rest = _aten.reshape.default, [[*rest[0][:-1], columns]]
-        moved[step] = called(graph, target, (x, *rest))
+        moved[step] = call(graph, target, (x, *rest))
         moved[step].stack_trace = step.stack_trace
     return moved[node]
 
@@ -80,12 +76,7 @@ def reshape(graph: Graph, x: Node, sizes: torch.Size) -> Node:
     if are_same(leading, sizes):
         return x
     known = [size if isinstance(size, int) else -1 for size in sizes]
-    return called(graph, _aten.reshape.default, (x, [*known, columns]))
-
-
-def called(graph: Graph, target: Any, arguments: tuple) -> Node:
-    """Adds a call to the graph, and its fake result."""
-    return call(graph, target, arguments, target(*map_arg(arguments, lambda node: node.meta["val"])))
+    return call(graph, _aten.reshape.default, (x, [*known, columns]))
 
 
 def _first(node: Node) -> int | torch.SymInt | None:
@@ -94,26 +85,22 @@ def _first(node: Node) -> int | torch.SymInt | None:
         return 0
     before = sources(node)
     firsts = [begin for source in before if (begin := _first(source)) is not None]
-    leading = before[0].meta["val"].shape[: _dim(node)] if node.target in _DIMS else ()
+    leading = before[0].meta["val"].shape[: _dim(node)] if node.target in _ALONG else ()
     if len(firsts) < len(before) or not all(statically_known_true(size == 1) for size in leading):
         return None
     if node.target is _aten.cat.default:
         ends = [first + _count(source.meta["val"]) for first, source in zip(firsts, before, strict=True)]
         return firsts[0] if all(map(statically_known_true, map(operator.eq, ends, firsts[1:]))) else None
     if node.target is operator.getitem:
-        return firsts[0] + sum(map(_count, before[0].meta["val"][: operands(node)[1]]))
-    if node.target is _aten.slice.Tensor:
-        return _first_of_slice(node, firsts[0])
-    return firsts[0]
-
-
-def _first_of_slice(node: Node, first: int | torch.SymInt) -> int | torch.SymInt | None:
-    _, _, start, _, step = (*operands(node), *(None, 0, None, None, 1)[len(node.args) :])
-    start = start or 0
+        return firsts[0] + sum(map(_count, before[0].meta["val"][: node.args[1]]))
+    if node.target is not _aten.slice.Tensor:
+        return firsts[0]
+    named = arguments(node)
+    start = named.get("start") or 0
     start = start.meta["val"] if isinstance(start, Node) else start
-    if step != 1 or not statically_known_true(start >= 0):
+    if named.get("step", 1) != 1 or not statically_known_true(start >= 0):
         return None
-    return first + start * math.prod(node.meta["val"].shape[_dim(node) + 1 : -1])
+    return firsts[0] + start * math.prod(value(node).shape[_dim(node) + 1 : -1])
 
 
 def _count(x: torch.Tensor) -> int | torch.SymInt:
@@ -121,19 +108,18 @@ def _count(x: torch.Tensor) -> int | torch.SymInt:
 
 
 def _dim(node: Node) -> int:
-    at = _DIMS[node.target]
-    return (operands(node)[at] if len(node.args) > at else 0) % sources(node)[0].meta["val"].ndim
+    return arguments(node).get("dim", 0) % value(sources(node)[0]).ndim
 
 
 def _moves_rows(node: Node) -> bool:
     if node.target is operator.getitem:
         return first(node).target is _aten.split.Tensor and _moves_rows(first(node))
-    if node.kwargs or node.target not in (*_DIMS, *VIEWS):
+    if node.kwargs or node.target not in (*_ALONG, *VIEWS):
         return False
     before, after = [source.meta["val"] for source in sources(node)], node.meta["val"]
     if min(x.ndim for x in before) == 0:
         return False
-    if node.target in _DIMS:
+    if node.target in _ALONG:
         return len({x.ndim for x in before}) == 1 and _dim(node) < before[0].ndim - 1
     # Of rows without columns, a view may change the number.
     same = after.ndim > 0 and statically_known_true(before[0].shape[-1] == after.shape[-1])

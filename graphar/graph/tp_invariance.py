@@ -1,92 +1,125 @@
-"""Writes the matmuls of a graph so that their bits depend neither on rows nor on columns nor on the number of ranks.
+"""With tp_invariant=True: writes the rest of a graph so that its bits are the same on 1, 2, 4 and 8 ranks.
 
 It runs after all other rewrites. Matmuls that are summed over ranks are fused ops by then, with the partition
 "tp_invariant" (matmul.py), and so are those of gathered rows (allgather_matmul.py). The others become graphar::linear:
 
 a, w -- mm, addmm or linear          becomes graphar::linear, in the order of K
 dy, of a matmul -- sum over rows     becomes graphar::linear of ones and dy, as 8 leaves of rows: a bias's gradient
+
+Every other op is looked at, too, so that one which no rewrite knows becomes a Break of the report.
 """
 
 from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from graphar.errors import Reason
-from graphar.graph import products, rows
-from graphar.graph.collectives import VIEWS, arguments, call, first, first_size, value
-from graphar.graph.matmul import TRANSPOSES, why_no_kernel
+from graphar.graph import collectives
+from graphar.graph.collectives import CASTS, VIEWS, arguments, call, first, reached, value
+from graphar.graph.matmul import TRANSPOSES, Matmul, why_no_kernel
 from graphar.graph.places import Places
 from graphar.graph.products import MATMULS, Product, stored
+from graphar.graph.report import Break
 from graphar.numerics.dtypes import TYPE_NAMES
 from graphar.numerics.leaf_tree import LEAVES
-from graphar.ops.register import op_of
+from graphar.numerics.partitions import TP_INVARIANT
+from graphar.ops.register import Op, op_of
 
 _aten = torch.ops.aten
-LINEAR = torch.ops.graphar.linear.default
+_LINEAR = torch.ops.graphar.linear.default
+_SUM = _aten.sum.dim_IntList
+_TREE = Matmul(TP_INVARIANT)
+_BATCHED = ("bmm", "baddbmm")
+_PRODUCTS = (  # torch's other ops that add products
+    *("addbmm", "convolution", "convolution_backward", "dot", "matmul", "mkldnn_rnn_layer", "vdot"),
+    *("_grouped_mm", "_int_mm", "_scaled_grouped_mm", "_scaled_mm", "_scaled_mm_v2"),
+)
+_LOOKUPS = (_aten.embedding.default, _aten.index.Tensor, _aten.gather.default)
+_CONSTANTS = (_aten.full.default, _aten.scalar_tensor.default, _aten.full_like.default, _aten.zeros_like.default)
+_ROOT = re.compile(r"^L\['\w+'\](\[\d+\])?\.?")  # what torch calls the module that is compiled
+_RESHAPED = (_aten.unsqueeze.default, _aten.squeeze.dim, _aten.squeeze.dims)
+_OF_HEADS = "its kernel may add in an order that depends on the number of heads"
+_OF_TOKENS = "it adds the tokens of this rank alone, such as the gradient of a norm's weight"
+_OF_ONE_RANK = "one rank does not tell whether the layer is row-parallel: call graphar.nn.make_tp_invariant first"
 
 
-def add_in_order(graph: Graph, places: Places) -> None:
-    """Rewrites every matmul and every bias's gradient of a graph that no other rewrite has taken."""
-    for total in bias_gradients(graph):
-        if not why_not_added(first(total), places):
-            _replace_bias_gradient(graph, total)
-    for matmul in matmuls(graph):
-        if matmul.node.users and not why_not(matmul, places):
-            _replace_matmul(graph, matmul)
+def rewrite(graph: Graph, places: Places, number: int) -> list[Break]:
+    """Rewrites the matmuls and the biases' gradients that no other rewrite has taken.
+
+    Returns the ops that break the chain of invariance; ``number`` is the graph's number in the report.
+    """
+    broken: list[Break] = []
+    rewrites: list[Callable[[], None]] = []  # made when every op has been looked at, as other rewrites have left it
+    biases = _bias_gradients(graph)
+    divided = any(op.takes("sizes") for node in graph.nodes if (op := op_of(node.target)))
+    for node in [node for node in graph.nodes if node.op == "call_function"]:
+        if node in biases:
+            why = _why_not_added(first(node), places)
+            rewrites += [] if why else [partial(_replace_bias_gradient, graph, node)]
+        elif node.target in MATMULS and node.users:
+            why = _why_not_linear(Product(node), places)
+            rewrites += [] if why else [partial(_replace_matmul, graph, Product(node))]
+            why = why or (_OF_ONE_RANK if places.count == 1 else None)
+        else:
+            why = _why(node, places, divided)
+        if why:
+            broken.append(Break(number, str(node.target), _module(node), why, why == _OF_HEADS))
+    for make in rewrites:
+        make()
+    return broken
 
 
-def matmuls(graph: Graph) -> list[Product]:
-    """Returns the matmuls of a graph without scales."""
-    return [product for node in graph.nodes if node.target in MATMULS and (product := products.read(node))]
+# ---- what is rewritten ----------------------------------------------------------------------------------------------
 
 
-def why_not(matmul: Product, places: Places) -> Reason | None:
+def _why_not_linear(matmul: Product, places: Places) -> Reason | None:
     """Returns why a matmul cannot become graphar::linear."""
     dtype, bias = value(matmul.a).dtype, matmul.bias
     is_bias = bias is None or (value(bias).dtype, value(bias).ndim) == (dtype, 1)
     if matmul.node.kwargs or not is_bias or value(matmul.weight).ndim != 2:
         return "something else than a bias is added to the product"
-    return why_not_added(matmul.a, places)
+    return _why_not_added(matmul.a, places)
 
 
-def why_not_added(a: Node, places: Places) -> Reason | None:
+def _why_not_added(a: Node, places: Places) -> Reason | None:
     """Returns why graphar::linear cannot add products of ``a``."""
     x = a.meta["val"]
     return why_no_kernel(x, places.world, places) if x.dtype in TYPE_NAMES else f"no matmul of {x.dtype} adds in order"
 
 
-def bias_gradients(graph: Graph) -> list[Node]:
+def _bias_gradients(graph: Graph) -> list[Node]:
     """Returns the gradients of biases: the sums over rows of gradients that matmuls multiply by weights or inputs."""
-    multiplied = {_origin(gradient): features for node in graph.nodes for gradient, features in _multiplied(node)}
-    totals = []
-    for node in graph.find_nodes(op="call_function", target=_aten.sum.dim_IntList):
-        features = multiplied.get(_origin(first(node)))
-        is_of_layer = features is not None and statically_known_true(value(first(node)).shape[-1] == features)
-        if node.users and is_over_rows(node) and is_of_layer:
-            totals.append(node)
-    return totals
+    multiplied = {}  # by gradient of a layer: the layer's features
+    for node in graph.nodes:
+        op = op_of(node.target)
+        if node.target in MATMULS:
+            a = Product(node).a
+        elif op and op.takes("a") and not op.takes("gathered"):  # which takes only the rows of this rank
+            a = op.read(node.args)["a"]
+        else:
+            continue
+        # A weight's gradient multiplies transposed rows.
+        multiplied[_origin(a)] = value(a).shape[0 if a.target in TRANSPOSES else -1]
+    totals = [node for node in graph.find_nodes(op="call_function", target=_SUM) if node.users and _is_over_rows(node)]
+    return [
+        total
+        for total in totals
+        if (features := multiplied.get(_origin(first(total)))) is not None
+        and statically_known_true(value(first(total)).shape[-1] == features)
+    ]
 
 
-def is_over_rows(total: Node) -> bool:
+def _is_over_rows(total: Node) -> bool:
     """Whether a sum is over all dimensions but the last."""
     kind = value(first(total))
     axes = sorted(axis % kind.ndim for axis in arguments(total)["dim"] or ()) if kind.ndim else []
     return kind.ndim > 1 and axes == [*range(kind.ndim - 1)] and isinstance(kind.shape[-1], int)
-
-
-def _multiplied(node: Node) -> list[tuple[Node, int | torch.SymInt]]:
-    """Returns what a matmul has as the gradient of a layer, with the layer's features; nothing if it is none."""
-    op = op_of(node.target)
-    if op and op.takes("a") and not op.takes("gathered"):  # which takes only the rows of this rank
-        a = op.read(node.args)["a"]
-    elif node.target in MATMULS and (product := products.read(node)):
-        a = product.a
-    else:
-        return []
-    # A weight's gradient multiplies transposed rows.
-    return [(a, a.meta["val"].shape[0 if a.target in TRANSPOSES else -1])]
 
 
 def _origin(node: Node) -> Node:
@@ -95,13 +128,10 @@ def _origin(node: Node) -> Node:
     return node
 
 
-# ---- what is written ------------------------------------------------------------------------------------------------
-
-
 def _replace_matmul(graph: Graph, matmul: Product) -> None:
     node = matmul.node
     with graph.inserting_before(node):
-        new = graph.call_function(LINEAR, (matmul.a, matmul.stored_weight(graph), matmul.bias))
+        new = graph.call_function(_LINEAR, (matmul.a, matmul.stored_weight(graph), matmul.bias))
     new.meta = node.meta
     new.meta.pop("eager_input_vals", None)
     node.replace_all_uses_with(new)
@@ -112,14 +142,94 @@ def _replace_bias_gradient(graph: Graph, total: Node) -> None:
     x, result = first(total), value(total)
     kind = value(x)
     with graph.inserting_before(total):
-        dy = rows.called(graph, _aten.reshape.default, (x, [-1, kind.shape[-1]])) if kind.ndim > 2 else x
+        dy = call(graph, _aten.reshape.default, (x, [-1, kind.shape[-1]])) if kind.ndim > 2 else x
         like = value(dy)
-        ones = call(graph, _aten.full.default, ([1, first_size(graph, dy)], 1), like.new_ones((1, like.shape[0])))
-        ones.kwargs = {"dtype": kind.dtype, "device": kind.device, "pin_memory": False}
-        added = rows.called(graph, LINEAR, (ones, stored(graph, dy), None, LEAVES, torch.float32))
-        new = rows.called(graph, _aten.reshape.default, (added, list(result.shape)))
+        how = {"dtype": kind.dtype, "device": kind.device, "pin_memory": False}
+        ones = graph.call_function(_aten.full.default, ([1, collectives.first_size(graph, dy)], 1), how)
+        ones.meta["val"] = like.new_ones((1, like.shape[0]))
+        added = call(graph, _LINEAR, (ones, stored(graph, dy), None, LEAVES, torch.float32))
+        new = call(graph, _aten.reshape.default, (added, list(result.shape)))
         if result.dtype != torch.float32:
-            new = rows.called(graph, torch.ops.prims.convert_element_type.default, (new, result.dtype))
+            new = call(graph, torch.ops.prims.convert_element_type.default, (new, result.dtype))
     added.stack_trace = total.stack_trace
     total.replace_all_uses_with(new)
     graph.erase_node(total)
+
+
+# ---- what may change bits ------------------------------------------------------------------------------------------
+
+
+def _why(node: Node, places: Places, divided: bool) -> Reason | None:
+    """Returns why an op may change bits; ``divided`` is whether ranks have parts of a tensor of the graph."""
+    name = _name(node)
+    if "_attention" in name or name in _BATCHED:
+        return _OF_HEADS
+    if name in _PRODUCTS:
+        return "graphar has no such product"
+    parts = first(node).args if node.target is _SUM and first(node).target is _aten.mul.Tensor else ()
+    if parts and all(isinstance(x, Node) and x.target in _RESHAPED for x in parts):
+        return "torch has written a matmul as products and a sum"
+    if node.target is _SUM and divided and _is_over_rows(node):
+        return _OF_TOKENS
+    op = op_of(node.target)
+    return _why_ours(op, node, places) if op else _why_torchs(node, places)
+
+
+def _why_ours(op: Op, node: Node, places: Places) -> Reason | None:
+    options = op.read(node.args)
+    if "partition" in options:
+        return None if options["partition"] == TP_INVARIANT else f"its partition is {options['partition']!r}"
+    if op.name.startswith(("allgather", "cross_entropy")) or options.get("order") == "tree" or _is_lookup(first(node)):
+        return None
+    summed = _TREE.read(node)
+    return (summed and _TREE.why_not(summed, places)) or _why_sum(node)
+
+
+def _why_torchs(node: Node, places: Places) -> Reason | None:
+    """Returns why a collective of torch's adds in another order; None if it is exact, as a maximum is."""
+    collective = collectives.read(node)
+    if not collective or collective.reduction in ("", "min", "max", "band", "bor", "bxor"):
+        return None
+    if all(map(_is_lookup, collective.inputs)):
+        return None
+    return collectives.why_not(collective, places) or collectives.why_no_sum(collective) or _why_sum(node)
+
+
+def _why_sum(node: Node) -> Reason | None:
+    """Returns why a sum over ranks that follows no matmul adds in another order."""
+    before = map(collectives.read, reached([node], lambda other: other.all_input_nodes))
+    if any(collective.reduction == "max" for collective in before if collective):
+        return "it sums over features that ranks divide, such as a vocabulary"
+    return "it sums what is no product of a matmul"
+
+
+def _is_lookup(node: Node, masked: bool = False) -> bool:
+    """Whether a node holds rows of a table, and zeros where another rank has the row."""
+    if node.target in (*VIEWS, *CASTS, _aten.clone.default):
+        return _is_lookup(first(node), masked)
+    if node.target in (_aten.index_put.default, _aten.masked_fill.Scalar):
+        return _is_lookup(first(node), True)
+    if node.target is _aten.where.self:
+        named = arguments(node)
+        rest = [named[name] for name in ("self", "other") if named[name].target not in _CONSTANTS]
+        return len(rest) == 1 and _is_lookup(rest[0], True)
+    if node.target is _aten.mul.Tensor:
+        x, mask = arguments(node).values()
+        while isinstance(mask, Node) and mask.target in (*VIEWS, *CASTS, _aten.unsqueeze.default):
+            mask = first(mask)
+        return isinstance(mask, Node) and value(mask).dtype == torch.bool and _is_lookup(x, True)
+    return masked and node.target in _LOOKUPS
+
+
+def _name(node: Node) -> str:
+    """Returns the name of a torch op or of a higher-order op."""
+    if isinstance(node.target, torch._ops.OpOverload):
+        return node.target._schema.name.split("::")[-1]
+    return getattr(node.target, "__name__", "") if isinstance(node.target, torch._ops.HigherOrderOperator) else ""
+
+
+def _module(node: Node) -> str:
+    """Returns the name of the module that a node comes from; an empty string if torch does not tell."""
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+    path = [entry[0] for entry in stack.values()]
+    return _ROOT.sub("", path[-1]) if path else ""

@@ -1,13 +1,12 @@
 """The calls of torch.distributed that graphar serves: lists of tensors, averages, and tensors of any layout.
 
-Each takes the communicator, the tensors as torch passes them, and the deadline of waits. Small tensors of a call are
-copied into one, which takes one launch.
+Tensors are as torch passes them. Small tensors of a call are copied into one, which takes one launch.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -15,112 +14,135 @@ from graphar.communicator import Communicator
 from graphar.ops import options, sums
 from graphar.plan.call import Call, Operands
 from graphar.plan.work import Exchange, Parts
-from graphar.runtime.engine import Engine
 
 _PACK_NBYTES = 1 << 20  # to copy more takes longer than the launches that it saves
 
 Tensors = list[torch.Tensor]
 
 
-def allreduce(communicator: Communicator, average: bool, tensors: Tensors, timeout_s: float | None) -> None:
-    for pack in _packs(tensors) if len(tensors) > 1 else [slice(1)]:
-        xs = tensors[pack]
-        if len(xs) == 1:
-            _allreduce_one(communicator, average, xs[0], timeout_s)
-            continue
-        flat = torch.cat([x.detach().reshape(-1) for x in xs])
-        _allreduce_one(communicator, average, flat, timeout_s)
-        _unpack(flat.view(1, -1), xs)
+class Calls(NamedTuple):
+    """Calls with a communicator."""
 
+    communicator: Communicator
+    timeout_s: float | None = None  # the deadline of waits
+    average: bool = False  # whether a sum is divided by the number of ranks
 
-def _allreduce_one(communicator: Communicator, average: bool, x: torch.Tensor, timeout_s: float | None) -> None:
-    x = x.detach() if x.requires_grad else x
-    if average:
-        name, epilogue = communicator.engine.name, _division(communicator, x)
-        given = sums.Arguments(communicator=name, timeout_s=timeout_s, epilogue=epilogue)
+    @property
+    def ranks(self) -> int:
+        return self.communicator.world_size
+
+    def allreduce(self, tensors: Tensors) -> None:
+        self._in_packs(self._allreduce_one, tensors, tensors)
+
+    def _allreduce_one(self, _: torch.Tensor, x: torch.Tensor) -> None:
+        x = x.detach() if x.requires_grad else x
+        if not self.average:
+            sums.allreduce(x, self.communicator, out=x, timeout_s=self.timeout_s)
+            return
+        name, epilogue = self.communicator.engine.name, self._division(x)
+        given = sums.Arguments(communicator=name, timeout_s=self.timeout_s, epilogue=epilogue)
         sums.SUM.into(x, [], x, given=given, plain=True)
-    else:
-        sums.allreduce(x, communicator, out=x, timeout_s=timeout_s)
 
+    def reducescatter(self, outputs: Tensors, inputs: Tensors) -> None:
+        self._check_lengths("reduce_scatter", "input", inputs, "output", outputs)
+        self._in_packs(self._reducescatter_one, outputs, inputs, rows_of_input=self.ranks)
 
-def reducescatter(
-    communicator: Communicator, average: bool, outputs: Tensors, inputs: Tensors, timeout_s: float | None
-) -> None:
-    ranks = communicator.world_size
-    _check_lengths("reduce_scatter", "input", inputs, "output", outputs, ranks)
-    for pack in _packs(inputs):
-        xs, outs = inputs[pack], outputs[pack]
-        if len(xs) == 1:
-            _reducescatter_one(communicator, average, outs[0], xs[0], (outs[0].numel(),) * ranks, timeout_s)
-            continue
-        rows = torch.cat([x.detach().reshape(ranks, out.numel()) for x, out in zip(xs, outs, strict=True)], dim=1)
-        part = rows.new_empty(1, rows.shape[1])
-        _reducescatter_one(communicator, average, part, rows, (part.numel(),) * ranks, timeout_s)
-        _unpack(part, outs)
+    def reducescatter_lists(self, outputs: Tensors, inputs: list[Tensors]) -> None:
+        for out, parts in zip(outputs, inputs, strict=True):
+            counts = self._counts("reduce_scatter", parts, out)
+            self._reducescatter_one(out, _joined(parts), counts)
 
+    def _reducescatter_one(self, out: torch.Tensor, x: torch.Tensor, counts: tuple[int, ...] = ()) -> None:
+        counts = counts or (out.numel(),) * self.ranks
+        if not self.average:
+            self._run(Parts("reducescatter", counts), out, x)
+            return
+        place = {"communicator": self.communicator.engine.name, "rank": self.communicator.engine.rank, "sizes": counts}
+        given = sums.ArgumentsOfParts(**place, timeout_s=self.timeout_s, epilogue=self._division(x))
+        _run_into(out, x, lambda out, x: sums.SCATTER.into(x, [], out, given=given, plain=True))
 
-def reducescatter_lists(
-    communicator: Communicator, average: bool, outputs: Tensors, inputs: list[Tensors], timeout_s: float | None
-) -> None:
-    for out, parts in zip(outputs, inputs, strict=True):
-        counts = _counts(communicator, "reduce_scatter", parts, out)
-        flat = torch.cat([one.detach().reshape(-1) for one in parts])
-        _reducescatter_one(communicator, average, out, flat, counts, timeout_s)
+    def allgather(self, outputs: Tensors, inputs: Tensors) -> None:
+        self._check_lengths("all_gather", "output", outputs, "input", inputs)
+        self._in_packs(self._allgather_one, outputs, inputs, rows_of_output=self.ranks)
 
+    def allgather_lists(self, outputs: list[Tensors], inputs: Tensors) -> None:
+        for parts, x in zip(outputs, inputs, strict=True):
+            counts = self._counts("all_gather", parts, x)
+            gathered = x.new_empty(sum(counts))
+            self._run(Parts("allgather", counts), gathered, x)
+            _divide(gathered, parts)
 
-def _reducescatter_one(
-    communicator: Communicator,
-    average: bool,
-    out: torch.Tensor,
-    x: torch.Tensor,
-    counts: tuple[int, ...],
-    timeout_s: float | None,
-) -> None:
-    engine = communicator.engine
-    if average:
-        place = {"communicator": engine.name, "rank": engine.rank, "sizes": counts}
-        given = sums.ArgumentsOfParts(**place, timeout_s=timeout_s, epilogue=_division(communicator, x))
-        _run_into(out, x, lambda x, out: sums.SCATTER.into(x, [], out, given=given, plain=True))
-    else:
-        _run_into(
-            out, x, functools.partial(_run, engine, Call.of(Parts("reducescatter", counts), x, timeout_s=timeout_s))
-        )
+    def _allgather_one(self, out: torch.Tensor, x: torch.Tensor) -> None:
+        own = out.data_ptr() + (self.communicator.rank or 0) * x.nbytes
+        self._run(Parts("allgather", (x.numel(),) * self.ranks), out, x, own)
 
+    def alltoall(self, out: torch.Tensor, x: torch.Tensor, receives: Sequence[int], sends: Sequence[int]) -> None:
+        columns = x.shape[1:].numel()
+        counts = [
+            tuple([rows * columns for rows in sizes or [whole.shape[0] // self.ranks] * self.ranks])
+            for whole, sizes in ((x, sends), (out, receives))
+        ]
+        # Only if all ranks have equal parts does each of them know all sizes.
+        self._exchange(out, x, *counts, known=not receives and not sends)
 
-def allgather(communicator: Communicator, outputs: Tensors, inputs: Tensors, timeout_s: float | None) -> None:
-    ranks = communicator.world_size
-    _check_lengths("all_gather", "output", outputs, "input", inputs, ranks)
-    for pack in _packs(outputs):
-        xs, outs = inputs[pack], outputs[pack]
-        if len(xs) == 1:
-            _allgather_one(communicator, outs[0], xs[0], (xs[0].numel(),) * ranks, timeout_s)
-            continue
-        flat = torch.cat([x.detach().reshape(-1) for x in xs])
-        rows = flat.new_empty(ranks, flat.numel())
-        _allgather_one(communicator, rows, flat, (flat.numel(),) * ranks, timeout_s)
-        _unpack(rows, outs)
+    def alltoall_lists(self, outputs: Tensors, inputs: Tensors) -> None:
+        x, (sends, receives) = _joined(inputs), (tuple([one.numel() for one in ones]) for ones in (inputs, outputs))
+        received = x.new_empty(sum(receives))
+        self._exchange(received, x, sends, receives, known=False)
+        _divide(received, outputs)
 
+    def _exchange(self, out: torch.Tensor, x: torch.Tensor, sends: tuple, receives: tuple, known: bool) -> None:
+        self._run(Exchange(self.communicator.rank or 0, (1,), (sends,), (receives,), known=known), out, x)
 
-def allgather_lists(
-    communicator: Communicator, outputs: list[Tensors], inputs: Tensors, timeout_s: float | None
-) -> None:
-    for parts, x in zip(outputs, inputs, strict=True):
-        counts = _counts(communicator, "all_gather", parts, x)
-        flat = x.new_empty(sum(counts))
-        _allgather_one(communicator, flat, x, counts, timeout_s)
-        for part, found in zip(parts, flat.split(counts), strict=True):
-            part.detach().copy_(found.view(part.shape))
+    def _run(self, work: Parts | Exchange, out: torch.Tensor, x: torch.Tensor, own: int | None = None) -> None:
+        call, engine = Call.of(work, x, timeout_s=self.timeout_s), self.communicator.engine
+        _run_into(out, x, lambda out, x: engine.run(call, [Operands((x,), (out,))]), own)
 
+    def _in_packs(
+        self,
+        one: Callable[[torch.Tensor, torch.Tensor], None],
+        outputs: Tensors,
+        inputs: Tensors,
+        rows_of_input: int = 1,
+        rows_of_output: int = 1,
+    ) -> None:
+        """Calls ``one(out, x)`` for each output and its input; small ones become the columns of one matrix.
 
-def _allgather_one(
-    communicator: Communicator, out: torch.Tensor, x: torch.Tensor, counts: tuple[int, ...], timeout_s: float | None
-) -> None:
-    run = functools.partial(_run, communicator.engine, Call.of(Parts("allgather", counts), x, timeout_s=timeout_s))
-    own = out.data_ptr() + sum(counts[: communicator.rank]) * out.itemsize
-    if x.data_ptr() == own and x.is_contiguous() and out.is_contiguous():
-        run(x.detach().view(-1), out.detach().view(-1))  # kernels write this rank's part where they have read it
-    else:
-        _run_into(out, x, run)
+        A tensor that is divided between ranks has a row for each. ``outputs`` are ``inputs`` if a call is in place.
+        """
+        if len(outputs) == 1:
+            one(outputs[0], inputs[0])
+            return
+        for pack in _packs(inputs if rows_of_input > 1 else outputs):
+            outs, xs = outputs[pack], inputs[pack]
+            if len(xs) == 1:
+                one(outs[0], xs[0])
+                continue
+            x = torch.cat([x.detach().reshape(rows_of_input, -1) for x in xs], dim=1)
+            out = x if outputs is inputs else x.new_empty(rows_of_output, x.numel() // rows_of_input)
+            one(out, x)
+            _unpack(out, outs)
+
+    def _check_lengths(self, op: str, whole_name: str, wholes: Tensors, part_name: str, parts: Tensors) -> None:
+        for whole, part in zip(wholes, parts, strict=True):
+            if whole.numel() != part.numel() * self.ranks:
+                raise ValueError(
+                    f"{op}: the {whole_name} must have {self.ranks} times the {part_name}'s {part.numel()} elements, "
+                    f"got {whole.numel()}"
+                )
+
+    def _counts(self, op: str, parts: Tensors, own: torch.Tensor) -> tuple[int, ...]:
+        rank, counts = self.communicator.rank or 0, tuple([one.numel() for one in parts])
+        if len(counts) != self.ranks or counts[rank] != own.numel():
+            raise ValueError(
+                f"{op}: needs a tensor for each of {self.ranks} ranks, and of {own.numel()} elements for rank {rank}, "
+                f"got {list(counts)}"
+            )
+        return counts
+
+    def _division(self, x: torch.Tensor) -> str:
+        """Returns the epilogue of an average, which divides the fp32 sum before it is rounded."""
+        return options.epilogue_option("average", f"v / {self.ranks}", x, None)["epilogue"]
 
 
 def why_no_splits(
@@ -136,80 +158,32 @@ def why_no_splits(
     return None if fit and out.shape[1:].numel() == x.shape[1:].numel() else "the sizes of parts do not fit the tensors"
 
 
-def alltoall(
-    communicator: Communicator,
-    out: torch.Tensor,
-    x: torch.Tensor,
-    receives: Sequence[int],
-    sends: Sequence[int],
-    timeout_s: float | None,
-) -> None:
-    known = not receives and not sends
-    ranks, in_a_row = communicator.world_size, x.shape[1:].numel()
-    counts = [
-        [rows * in_a_row for rows in sizes or [whole.shape[0] // ranks] * ranks]
-        for whole, sizes in ((x, sends), (out, receives))
-    ]
-    _alltoall_one(communicator, out, x, *counts, known, timeout_s)
+def _run_into(out: torch.Tensor, x: torch.Tensor, run: Callable[..., object], own: int | None = None) -> None:
+    """Calls ``run(out, x)`` with both flattened, contiguous and without shared memory. ``out`` has the result.
 
-
-def alltoall_lists(communicator: Communicator, outputs: Tensors, inputs: Tensors, timeout_s: float | None) -> None:
-    flat = torch.cat([x.detach().reshape(-1) for x in inputs])
-    sends, receives = ([one.numel() for one in ones] for ones in (inputs, outputs))
-    room = flat.new_empty(sum(receives))
-    _alltoall_one(communicator, room, flat, sends, receives, False, timeout_s)
-    for out, part in zip(outputs, room.split(receives), strict=True):
-        out.detach().copy_(part.view(out.shape))
-
-
-def _alltoall_one(communicator, out, x, sends: list[int], receives: list[int], known: bool, timeout_s) -> None:
-    """Exchanges elements. Only if all ranks have equal parts does each of them know all sizes."""
-    work = Exchange(communicator.rank or 0, (1,), (tuple(sends),), (tuple(receives),), known=known)
-    _run_into(out, x, functools.partial(_run, communicator.engine, Call.of(work, x, timeout_s=timeout_s)))
-
-
-def _run(engine: Engine, call: Call, x: torch.Tensor, out: torch.Tensor) -> None:
-    engine.run(call, [Operands((x,), (out,))])
-
-
-def _check_lengths(op: str, whole_name: str, wholes: Tensors, part_name: str, parts: Tensors, ranks: int) -> None:
-    for whole, part in zip(wholes, parts, strict=True):
-        if whole.numel() != part.numel() * ranks:
-            raise ValueError(
-                f"{op}: the {whole_name} must have {ranks} times the {part_name}'s {part.numel()} elements, got "
-                f"{whole.numel()}"
-            )
-
-
-def _counts(communicator: Communicator, op: str, parts: Tensors, own: torch.Tensor) -> tuple[int, ...]:
-    ranks, rank, counts = communicator.world_size, communicator.rank or 0, tuple([one.numel() for one in parts])
-    if len(counts) != ranks or counts[rank] != own.numel():
-        raise ValueError(
-            f"{op}: needs a tensor for each of {ranks} ranks, and of {own.numel()} elements for rank {rank}, got "
-            f"{list(counts)}"
-        )
-    return counts
-
-
-def _division(communicator: Communicator, x: torch.Tensor) -> str:
-    """Returns the epilogue of an average, which divides the fp32 sum before it is rounded."""
-    return options.epilogue_option("average", f"v / {communicator.world_size}", x, None)["epilogue"]
-
-
-def _run_into(out: torch.Tensor, x: torch.Tensor, run: Callable[[torch.Tensor, torch.Tensor], object]) -> None:
-    """Runs ``run(x, out)`` with both flattened, contiguous and without shared memory. ``out`` has the result."""
+    ``x`` may be at the address ``own``, where kernels write this rank's part after they have read it.
+    """
     out, x = out.detach(), x.detach().contiguous()
     target = _contiguous(out)
     begin, end = x.data_ptr(), target.data_ptr()
-    if begin < end + target.nbytes and end < begin + x.nbytes:
+    if begin != own and begin < end + target.nbytes and end < begin + x.nbytes:
         x = x.clone()
-    run(x.view(-1), target.view(-1))
+    run(target.view(-1), x.view(-1))
     if target is not out:
         out.copy_(target)
 
 
 def _contiguous(out: torch.Tensor) -> torch.Tensor:
     return out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format)
+
+
+def _joined(tensors: Tensors) -> torch.Tensor:
+    return torch.cat([x.detach().reshape(-1) for x in tensors])
+
+
+def _divide(x: torch.Tensor, outputs: Tensors) -> None:
+    for out, part in zip(outputs, x.split([out.numel() for out in outputs]), strict=True):
+        out.detach().copy_(part.view(out.shape))
 
 
 def _packs(tensors: Sequence[torch.Tensor]) -> Iterator[slice]:

@@ -10,7 +10,6 @@ the collectives of its fallback do not come back here.
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
@@ -23,11 +22,10 @@ from torch.distributed import distributed_c10d as c10d
 
 from graphar.communicator import Communicator
 from graphar.errors import GrapharError, Reason
-from graphar.integrations import collectives
-from graphar.integrations.strides import Arguments
+from graphar.integrations.collectives import Calls, why_no_splits
 from graphar.integrations.torch_group import TorchGroup
 from graphar.integrations.untraced import untraced
-from graphar.integrations.works import GrapharWork, combined
+from graphar.integrations.works import Arguments, GrapharWork, combined
 from graphar.numerics.dtypes import TYPE_NAMES
 from graphar.plan.work import MOVING
 from graphar.ranks.cpu.transport import wait
@@ -65,10 +63,6 @@ def _options(kind: type, tensors: object, given: tuple, named: dict) -> object |
     return found if alone and isinstance(tensors, list) and isinstance(found, kind) else None
 
 
-def _is_average(opts) -> bool:
-    return opts.reduceOp == dist.ReduceOp.AVG
-
-
 def _seconds(timeout: timedelta) -> float:
     """Returns a deadline of torch's as graphar's calls take it, in seconds; 0 for none."""
     return max(0.0, min(timeout.total_seconds(), LONGEST_S))
@@ -89,24 +83,6 @@ def tensors_in(given: object) -> Iterator[torch.Tensor]:
             yield from tensors_in(one)
 
 
-class PassedOn:
-    """Counts calls, and the bytes of their outputs or inputs, whichever are more, by op, library and reason."""
-
-    def __init__(self) -> None:
-        self._counts: dict[tuple[str, str, str], tuple[int, int]] = {}
-
-    def count(self, method: str, device: torch.device, why: str, given: Sequence[object]) -> None:
-        kind = _OPS.get(method, method), "nccl" if device.type == "cuda" else "gloo", why
-        calls, nbytes = self._counts.get(kind, (0, 0))
-        more = max((sum(x.nbytes for x in tensors_in(one)) for one in given), default=0)
-        self._counts[kind] = calls + 1, nbytes + more
-
-    def stats(self) -> Stats:
-        counts = dict(self._counts)  # a copy: another thread may add one
-        found = [CallStats(op, by, calls, 0, nbytes, why) for (op, by, why), (calls, nbytes) in counts.items()]
-        return Stats(tuple(found), 0, {}, 0.0, "")
-
-
 # This keeps them until they are shut down. With TORCH_DISTRIBUTED_DEBUG=DETAIL, torch does not keep the Python object
 # of a Backend.
 _open_groups: set[Routing] = set()
@@ -123,13 +99,8 @@ class Routing(_OfTorch):
     """The calls of a process group. Each goes to graphar, or to torch's own group of the same ranks.
 
     Methods have the names and arguments that torch calls. They take what torch.distributed's functions pass: lists of
-    tensors, and an options object. Other overloads of ProcessGroup's methods go to torch's own group.
-
-    The base of torch's is made with the rank and the number of ranks.
-
-    Args:
-        ranks: their numbers in the default group.
-        name: the name of the group.
+    tensors, and an options object. Other overloads of ProcessGroup's methods go to torch's own group. ``ranks`` are
+    numbers in the default group.
     """
 
     def __init__(self, store: Store, rank: int, ranks: list[int], name: str, timeout: timedelta) -> None:
@@ -140,7 +111,8 @@ class Routing(_OfTorch):
         self._torch = TorchGroup(store, rank, ranks, name, timeout)
         self._communicator: Communicator | None = None
         self._reasons: dict[tuple, Reason | None] = {}  # why torch's own group serves an op, by op, dtype and device
-        self.passed_on = PassedOn()
+        # Calls, and the bytes of their outputs or inputs, whichever are more, by op, library and reason.
+        self._passed_on: dict[tuple[str, str, str], tuple[int, int]] = {}
         self._collectives = 0  # made so far
         self._sides: dict[torch.device, SideStream] = {}
         self._window: list[dist.Work | None] | None = None  # the works of calls between start_ and end_coalescing
@@ -153,31 +125,29 @@ class Routing(_OfTorch):
     def allreduce(self, tensors, *given, **named):
         _check_one("all_reduce", tensors)
         opts = _options(c10d.AllreduceOptions, tensors, given, named)
-        if why := self._why_no_sum("allreduce", opts, tensors):
+        if why := self._why_not("allreduce", opts, tensors):
             return self._by_torch("allreduce", why, tensors, *given, **named)
-        return self._queue(opts, tensors, tensors, collectives.allreduce, _is_average(opts), tensors)
+        return self._queue("allreduce", opts, tensors, tensors, tensors)
 
     def allreduce_coalesced(self, tensors, opts=None):
         opts = opts or c10d.AllreduceCoalescedOptions()
-        if why := self._why_no_sum("allreduce", opts, tensors):
+        if why := self._why_not("allreduce", opts, tensors):
             return self._by_torch("allreduce_coalesced", why, tensors, opts)
-        return self._queue(opts, tensors, tensors, collectives.allreduce, _is_average(opts), tensors)
+        return self._queue("allreduce", opts, tensors, tensors, tensors)
 
     def reduce_scatter(self, outputs, inputs, *given, **named):
         _check_one("reduce_scatter", outputs)
         opts = _options(c10d.ReduceScatterOptions, outputs, given, named)
         all_tensors = list(tensors_in([outputs, inputs]))
-        if why := self._why_no_sum("reducescatter", opts, all_tensors):
+        if why := self._why_not("reducescatter", opts, all_tensors):
             return self._by_torch("reduce_scatter", why, outputs, inputs, *given, **named)
-        step = collectives.reducescatter_lists
-        return self._queue(opts, outputs, all_tensors, step, _is_average(opts), outputs, inputs)
+        return self._queue("reducescatter_lists", opts, outputs, all_tensors, outputs, inputs)
 
     def reduce_scatter_single_coalesced(self, outputs, inputs, opts=None):
         opts = opts or c10d.ReduceScatterOptions()
-        all_tensors = [*outputs, *inputs]
-        if why := self._why_no_sum("reducescatter", opts, all_tensors):
+        if why := self._why_not("reducescatter", opts, [*outputs, *inputs]):
             return self._one_by_one("_reduce_scatter_base", why, outputs, inputs, opts)
-        return self._queue(opts, outputs, all_tensors, collectives.reducescatter, _is_average(opts), outputs, inputs)
+        return self._queue("reducescatter", opts, outputs, [*outputs, *inputs], outputs, inputs)
 
     def reduce_scatter_single(self, output, input, opts=None):
         return self.reduce_scatter_single_coalesced([output], [input], opts)
@@ -190,7 +160,7 @@ class Routing(_OfTorch):
         opts, all_tensors = _options(AllgatherOptions, inputs, given, named), list(tensors_in([inputs, outputs]))
         if why := self._why_not("allgather", opts, all_tensors):
             return self._by_torch("allgather", why, outputs, inputs, *given, **named)
-        return self._queue(opts, list(tensors_in(outputs)), all_tensors, collectives.allgather_lists, outputs, inputs)
+        return self._queue("allgather_lists", opts, list(tensors_in(outputs)), all_tensors, outputs, inputs)
 
     def allgather_coalesced(self, outputs, inputs, opts=None):
         # Here the outer lists are the ranks': outputs[rank][tensor].
@@ -201,7 +171,7 @@ class Routing(_OfTorch):
         opts = opts or AllgatherOptions()
         if why := self._why_not("allgather", opts, [*outputs, *inputs]):
             return self._one_by_one("_allgather_base", why, outputs, inputs, opts)
-        return self._queue(opts, outputs, [*outputs, *inputs], collectives.allgather, outputs, inputs)
+        return self._queue("allgather", opts, outputs, [*outputs, *inputs], outputs, inputs)
 
     def all_gather_single(self, output, input, opts=None):
         return self.all_gather_single_coalesced([output], [input], opts)
@@ -211,14 +181,14 @@ class Routing(_OfTorch):
         fits = len(outputs) == len(inputs) == self.size()
         if why := self._why_not("alltoall", opts, all_tensors) if fits else "it needs a tensor for each rank":
             return self._by_torch("alltoall", why, outputs, inputs, *given, **named)
-        return self._queue(opts, outputs, all_tensors, collectives.alltoall_lists, outputs, inputs)
+        return self._queue("alltoall_lists", opts, outputs, all_tensors, outputs, inputs)
 
     def _alltoall_single(self, name: str, out, x, receives, sends, *given, **named):
         opts = _options(c10d.AllToAllOptions, [x], given, named)
         why = self._why_not("alltoall", opts, [out, x])
-        if why := why or collectives.why_no_splits(out, x, receives, sends, self.size()):
+        if why := why or why_no_splits(out, x, receives, sends, self.size()):
             return self._by_torch(name, why, out, x, receives, sends, *given, **named)
-        return self._queue(opts, [out], [out, x], collectives.alltoall, out, x, receives, sends)
+        return self._queue("alltoall", opts, [out], [out, x], out, x, receives, sends)
 
     def alltoall_base(self, *given, **named):
         return self._alltoall_single("alltoall_base", *given, **named)
@@ -250,7 +220,7 @@ class Routing(_OfTorch):
             opts.timeout = timeout
         opts.device = opts.device or torch.device("cpu")  # the same on every rank, also where some use no GPU yet
         group = self._torch.serving(opts.device)
-        self.passed_on.count("barrier", opts.device, "graphar has no barrier", ())
+        self._count("barrier", opts.device, "graphar has no barrier", ())
         if opts.asyncOp or opts.device.type != "cpu" or not self._is_backend_of(opts.device):
             return group.barrier(opts)
         engine = self.communicator.engine
@@ -268,7 +238,7 @@ class Routing(_OfTorch):
         arguments = Arguments(name, self._rank, given, named)
         device = next(tensors_in([*given, *named.values()])).device
         group = self._torch.serving(device)
-        self.passed_on.count(name, device, why, given)
+        self._count(name, device, why, given)
         in_batch = self._window is not None and device.type == "cuda"
         if in_batch and self._window_device is None:
             self._window_device = device
@@ -281,6 +251,12 @@ class Routing(_OfTorch):
         if self._window is not None:
             self._window.append(work)
         return work
+
+    def _count(self, method: str, device: torch.device, why: str, given: Sequence[object]) -> None:
+        key = _OPS.get(method, method), "nccl" if device.type == "cuda" else "gloo", why
+        calls, nbytes = self._passed_on.get(key, (0, 0))
+        more = max((sum(x.nbytes for x in tensors_in(one)) for one in given), default=0)
+        self._passed_on[key] = calls + 1, nbytes + more
 
     def _one_by_one(self, name: str, why: str, outputs: list, inputs: list, opts: object) -> dist.Work:
         pairs = zip(outputs, inputs, strict=True)
@@ -300,11 +276,6 @@ class Routing(_OfTorch):
 
     # ---- which calls graphar serves ---------------------------------------------------------------------------------
 
-    def _why_no_sum(self, op: str, opts: Any, tensors: Sequence[torch.Tensor]) -> Reason | None:
-        if opts is not None and not (opts.reduceOp == dist.ReduceOp.SUM or _is_average(opts)):
-            return "graphar's kernels add, and do nothing else"
-        return self._why_not(op, opts, tensors)
-
     def _why_not(self, op: str, opts: Any, tensors: Sequence[torch.Tensor]) -> Reason | None:
         """Returns why torch's own group serves a call. On GPUs the first call is collective.
 
@@ -312,6 +283,8 @@ class Routing(_OfTorch):
         """
         if opts is None:
             return "the call is an overload that torch.distributed's functions do not use"
+        if op not in MOVING and not (opts.reduceOp == dist.ReduceOp.SUM or opts.reduceOp == dist.ReduceOp.AVG):
+            return "graphar's kernels add, and do nothing else"
         first = tensors[0]
         dtype, device = first.dtype, first.device
         for x in tensors:
@@ -355,38 +328,35 @@ class Routing(_OfTorch):
     def stats(self) -> list[Stats]:
         """Returns counts of the calls that graphar served, and of those that it passed on."""
         own = [self._communicator.stats()] if self._communicator else []
-        return [*own, self.passed_on.stats()]
+        counts = dict(self._passed_on)  # a copy: another thread may add one
+        calls = [CallStats(op, by, calls, 0, nbytes, why) for (op, by, why), (calls, nbytes) in counts.items()]
+        return [*own, Stats(tuple(calls), 0, {}, 0.0, "")]
 
     def _begin(self, op: str, given: Sequence[object]) -> None:
         """Counts a collective call, which has these arguments."""
         self._collectives += 1
 
-    def _queue(self, opts, outputs: list, all_tensors: Sequence[torch.Tensor], step: Callable, *given) -> dist.Work:
-        """Makes a call: on the current stream, or beside it if the call is asynchronous."""
-        self._begin(step.__name__, [*all_tensors, opts])
+    def _queue(self, op: str, opts, outputs: list, all_tensors: Sequence[torch.Tensor], *given) -> dist.Work:
+        """Makes a call by a method of ``Calls``: on the current stream, or beside it if the call is asynchronous."""
+        self._begin(op, [*all_tensors, opts])
         for out in outputs:
             if not out.is_contiguous():
-                check_own_memory(step.__name__, out, "a tensor that is written")
-        timeout_s = _seconds(opts.timeout) or self._given_timeout_s
-        step = functools.partial(step, self.communicator, *given, timeout_s=timeout_s)
-        work = self._run(step, outputs, all_tensors, opts.asyncOp)
+                check_own_memory(op, out, "a tensor that is written")
+        average = getattr(opts, "reduceOp", None) == dist.ReduceOp.AVG
+        calls = Calls(self.communicator, _seconds(opts.timeout) or self._given_timeout_s, average)
+        device, side = all_tensors[0].device, None
+        if device.type == "cpu" or not opts.asyncOp:
+            getattr(calls, op)(*given)
+        else:
+            side = self._sides[device] = self._sides.get(device) or SideStream(device)
+            with side.behind_the_caller():
+                getattr(calls, op)(*given)
+            for x in all_tensors:
+                x.record_stream(side.stream)  # their memory is not used again before the call has ended
+        work = GrapharWork(outputs, side.stream if side else None)
         if self._window is not None:
             self._window.append(work)
         return work
-
-    def _run(self, step: Callable, outputs: list, all_tensors: Sequence[torch.Tensor], asynchronous: bool) -> dist.Work:
-        device = all_tensors[0].device
-        if device.type == "cpu" or not asynchronous:
-            step()
-            return GrapharWork(outputs)
-        side = self._sides.get(device)
-        if side is None:
-            side = self._sides[device] = SideStream(device)
-        with side.behind_the_caller():
-            step()
-        for x in all_tensors:
-            x.record_stream(side.stream)  # their memory is not used again before the call has ended
-        return GrapharWork(outputs, side.stream)
 
     # ---- the group's life -------------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import torch
 
-from graphar.integrations import collectives
+from graphar.integrations.collectives import Calls
 from graphar.integrations.tensor_parallel import communicator_of, serves
 from graphar.runtime.registry import resume, suspend
 
@@ -60,13 +60,13 @@ def all_reduce_in_place(theirs: Callable, coordinator, input_: torch.Tensor) -> 
 def reduce_scatter_tensor(theirs: Callable, coordinator, output: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
     if not serves(coordinator.graphar, input) or not _fit(coordinator, input, output):
         return theirs(coordinator, output, input)
-    collectives.reducescatter(coordinator.graphar, False, [output], [input], None)
+    Calls(coordinator.graphar).reducescatter([output], [input])
     return output
 
 
 def all_gather_into_tensor(theirs: Callable, coordinator, output: torch.Tensor, input: torch.Tensor) -> None:
     if serves(coordinator.graphar, input) and _fit(coordinator, output, input):
-        collectives.allgather(coordinator.graphar, [output], [input], None)
+        Calls(coordinator.graphar).allgather([output], [input])
     else:
         theirs(coordinator, output, input)
 

@@ -13,14 +13,10 @@ from graphar.errors import UnsupportedError
 
 
 class TorchGroup:
-    """The same ranks in a process group of torch's own, with NCCL for CUDA tensors and gloo for CPU tensors.
+    """The same ranks, by their numbers in the default group, in a process group of torch's own: NCCL and gloo.
 
     A backend is made at the first call that needs it, without meeting other ranks: calls between two ranks work while
     the others make none.
-
-    Args:
-        ranks: their numbers in the default group.
-        name: the name of the backend's group.
     """
 
     def __init__(self, store: Store, rank: int, ranks: list[int], name: str, timeout: timedelta) -> None:

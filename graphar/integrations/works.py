@@ -1,15 +1,19 @@
-"""What the backend's calls return: torch.distributed's Work, which orders streams or is complete."""
+"""What the backend's calls return: torch.distributed's Work, also for tensors of any strides."""
 
 from __future__ import annotations
 
+import threading
 import time
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from graphar.integrations.untraced import untraced
 from graphar.ranks.cpu.transport import deadline
+from graphar.runtime.checks.tensor_checks import check_own_memory
 
 
 @untraced
@@ -52,26 +56,125 @@ class GrapharWork(dist.Work):
 
 @untraced
 class CombinedWork(dist.Work):
-    """Several calls as one."""
+    """Several calls as one, which write ``outputs``. Once they are complete, results are copied into their outputs.
 
-    def __init__(self, works: list[dist.Work]) -> None:
+    ``copies`` are pairs of an output and of the tensor that holds its result.
+    """
+
+    def __init__(
+        self,
+        works: list[dist.Work],
+        outputs: Sequence[torch.Tensor] = (),
+        copies: Sequence[tuple[torch.Tensor, torch.Tensor]] = (),
+    ) -> None:
         super().__init__()
-        self._works = works
+        self._works, self._outputs, self._copies = works, outputs, copies
+        self._copying, self._copied = threading.Lock(), False
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Waits for all calls, together not longer than ``timeout``; 0 is torch's word for no limit."""
+        if self._copied:  # gloo's receives wait for ever the second time
+            return True
         end = time.monotonic() + timeout.total_seconds() if timeout else None
         for work in self._works:
             work.wait() if end is None else work.wait(deadline(end - time.monotonic()))
+        self._copy()
         return True
 
+    def _copy(self) -> None:
+        with self._copying:
+            if self._copies and not self._copied:
+                for output, result in self._copies:
+                    output.copy_(result)
+                self._copied = True
+
+    def synchronize(self) -> None:
+        self.wait()
+
     def is_completed(self) -> bool:
-        return all(work.is_completed() for work in self._works)
+        done = all(work.is_completed() for work in self._works)
+        if done and self._copies and self.is_success():
+            self._copy()
+        return done
 
     def is_success(self) -> bool:
         return all(work.is_success() for work in self._works)
+
+    def source_rank(self) -> int:
+        return self._works[0]._source_rank()
+
+    _source_rank = source_rank
+
+    def result(self) -> list[torch.Tensor]:
+        return list(self._outputs)
+
+    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
+        if len(self._works) > 1:
+            return super().get_future()
+
+        def copied(done: torch.futures.Future) -> list[torch.Tensor]:
+            done.value()  # raises the call's error
+            self._copy()
+            return self.result()
+
+        return self._works[0].get_future().then(copied)
 
 
 def combined(works: list[dist.Work]) -> dist.Work:
     """Returns several calls' works as one."""
     return works[0] if len(works) == 1 else CombinedWork(works)
+
+
+# ---- calls of torch's own group with tensors of any strides: gloo reads and writes memory as it lies ----------------
+
+
+class Arguments:
+    """The arguments of a call, with contiguous tensors in place of others; ValueError for outputs that share memory."""
+
+    def __init__(self, name: str, rank: int, given: tuple, named: dict) -> None:
+        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []  # each output, and what is in its place
+        self.outputs: list[torch.Tensor] = []  # which the call writes
+        all_given = [*given, *named.values()]
+        first, *rest = all_given
+        writes = _writes(name, rank, all_given)
+        changed = [_mapped(first, lambda x: self._output(name, x) if writes else _dense(x))]
+        changed += [_mapped(one, _dense) for one in rest]
+        self.given, self.named = changed[: len(given)], dict(zip(named, changed[len(given) :], strict=True))
+
+    def _output(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        check_own_memory(name, x, "a tensor that is written")
+        self.outputs.append(x)
+        found = _dense(x)
+        if found is not x:
+            self._copies.append((x.detach(), found))
+        return found
+
+    def finish(self, work: dist.Work | None) -> dist.Work | None:
+        """Returns the call's work, which also copies results into outputs with gaps."""
+        if work is not None:
+            return CombinedWork([work], self.outputs, self._copies) if self._copies else work
+        for output, result in self._copies:  # the call is complete, or ordered on the current stream
+            output.copy_(result)
+        return None
+
+
+def _writes(name: str, rank: int, given: Sequence[Any]) -> bool:
+    if name not in ("broadcast", "reduce"):
+        return name != "send"
+    roots = [one.rootRank if hasattr(one, "rootRank") else one for one in given[1:]]
+    root = next((one for one in roots if type(one) is int), 0)
+    return (rank == root) is (name == "reduce")
+
+
+def _mapped(given: object, function: Callable[[torch.Tensor], torch.Tensor]) -> object:
+    """Returns an argument, which may be a list of lists, with the results of ``function`` for its tensors."""
+    if isinstance(given, torch.Tensor):
+        return function(given)
+    return [_mapped(one, function) for one in given] if isinstance(given, (list, tuple)) else given
+
+
+def _dense(x: torch.Tensor) -> torch.Tensor:
+    """Returns ``x`` if it is contiguous and holds its values as they are, or a copy that is."""
+    if x.layout is not torch.strided or (x.is_contiguous() and not x.is_neg() and not x.is_conj()):
+        return x
+    return x.detach().resolve_conj().resolve_neg().contiguous()

@@ -180,36 +180,31 @@ def test_a_driver_that_is_too_old_is_a_problem_where_there_are_gpus(machine, mon
     assert said.advice == "install NVIDIA driver 580 or newer, for CUDA 13"
 
 
-def test_variables_of_graphar_are_listed(monkeypatch):
-    monkeypatch.setattr(os, "environ", {"GRAPHAR_MULTICAST": "0", "NCCL_NVLS_ENABLE": "", "NCCL_DEBUG": "INFO"})
-
-    found = {name: one.found for name, one in told(sections.environment).items()}
-    assert found == {"GRAPHAR_MULTICAST": "0", "NCCL_NVLS_ENABLE": '""'}
-
-
-def test_a_variable_that_graphar_does_not_read_is_a_problem(monkeypatch):
-    monkeypatch.setattr(os, "environ", {"GRAPHAR_CACHEDIR": "/tmp/kernels", "GRAPHAR_NVTX": "1"})
+def test_variables_of_graphar_are_listed_and_one_that_it_does_not_read_is_a_problem(monkeypatch):
+    environment = {"GRAPHAR_CACHEDIR": "/tmp/kernels", "GRAPHAR_MULTICAST": "0", "NCCL_NVLS_ENABLE": ""}
+    monkeypatch.setattr(os, "environ", environment | {"NCCL_DEBUG": "INFO"})
 
     said = told(sections.environment)
 
-    assert [one.status for one in said.values()] == [PROBLEM, OK]
-    assert said["GRAPHAR_CACHEDIR"].found == "/tmp/kernels, which graphar does not read"
+    assert {name: (one.status, one.found) for name, one in said.items()} == {
+        "GRAPHAR_CACHEDIR": (PROBLEM, "/tmp/kernels, which graphar does not read"),
+        "GRAPHAR_MULTICAST": (OK, "0"),
+        "NCCL_NVLS_ENABLE": (OK, '""'),
+    }
     assert "GRAPHAR_CACHE_DIR" in said["GRAPHAR_CACHEDIR"].advice
 
 
 # ---- what processes share, cache and table --------------------------------------------------------------------------
 
 
-def test_shared_memory_that_is_not_there_is_a_problem(monkeypatch, tmp_path):
+def test_shared_memory_or_a_place_for_temporary_files_that_is_not_there_is_a_problem(monkeypatch, tmp_path):
     monkeypatch.setattr(sections, "_SHARED_MEMORY", tmp_path / "shm")
-
-    assert told(sections.sharing)[str(tmp_path / "shm")].status == PROBLEM
-
-
-def test_no_place_for_temporary_files_is_a_problem(monkeypatch, tmp_path):
     monkeypatch.setattr(sections.tempfile, "tempdir", str(tmp_path / "nowhere"))
 
-    assert told(sections.sharing)["temporary files"].advice.endswith("name a directory you may write in TMPDIR")
+    said = told(sections.sharing)
+
+    assert said[str(tmp_path / "shm")].status == PROBLEM
+    assert said["temporary files"].advice.endswith("name a directory you may write in TMPDIR")
 
 
 def test_ranks_share_memory_over_sockets_in_a_directory_that_is_named(monkeypatch, tmp_path):
@@ -265,23 +260,21 @@ def test_a_cache_that_others_may_write_is_a_problem(own_cache):
     own_cache.mkdir()
     own_cache.chmod(0o777)
 
-    said = told(sections.kernel_cache)
+    (said,) = sections.kernel_cache()
 
-    assert list(said) == ["directory"]
-    assert "group and world must not" in said["directory"].found
-    assert "`chmod go-w` this one" in said["directory"].advice
+    assert "group and world must not" in said.found
+    assert "`chmod go-w` this one" in said.advice
 
 
 def test_a_home_that_cannot_be_written_is_a_problem_with_advice_that_helps(monkeypatch):
-    monkeypatch.delenv("GRAPHAR_CACHE_DIR", raising=False)
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    for name in ("GRAPHAR_CACHE_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", "/proc")  # nobody can make a directory there
 
-    said = told(sections.kernel_cache)
+    (said,) = sections.kernel_cache()
 
-    assert list(said) == ["directory"]
-    assert said["directory"].found.startswith("/proc/.cache/graphar cannot be made: ")
-    assert said["directory"].advice.endswith("name a directory that you can write in GRAPHAR_CACHE_DIR")
+    assert said.found.startswith("/proc/.cache/graphar cannot be made: ")
+    assert said.advice.endswith("name a directory that you can write in GRAPHAR_CACHE_DIR")
 
 
 def test_the_table_is_told_with_its_origin(machine, own_cache):

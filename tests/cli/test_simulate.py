@@ -88,26 +88,19 @@ def test_without_a_compiler_it_says_what_to_install(monkeypatch, capsys):
     assert re.match(r"graphar: the simulator needs g\+\+ 12 or newer.*apt install g\+\+", capsys.readouterr().err)
 
 
-def test_all_algorithms_that_a_file_loads_are_simulated(asked, monkeypatch, tmp_path, capsys):
+def test_all_algorithms_that_a_file_loads_are_simulated_and_failures_repeated_by_its_path(
+    asked, monkeypatch, tmp_path, capsys
+):
     forget_loaded(monkeypatch)
     mine = tmp_path / "mine.py"
     mine.write_text("from tests.outside import load\nload()\nload(max_nbytes=4096)\n")
-
-    assert main(["simulate", str(mine)]) == 0
-
-    names = re.findall(r"^(pushed_sum@\w{12}): 1 of 1 cases passed", capsys.readouterr().out, re.MULTILINE)
-    assert len(set(names)) == 2
-
-
-def test_a_failure_of_a_file_is_repeated_by_its_path(asked, monkeypatch, tmp_path, capsys):
-    forget_loaded(monkeypatch)
-    mine = tmp_path / "mine.py"
-    mine.write_text("from tests.outside import load\nload()\n")
     asked["failures"] = (FAILURE,)
 
     assert main(["simulate", str(mine)]) == 1
 
-    assert f"to repeat it: python -m graphar simulate {mine} --ranks 3" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert len(set(re.findall(r"^(pushed_sum@\w{12}): 1 of 2 cases passed", said, re.MULTILINE))) == 2
+    assert said.count(f"to repeat it: python -m graphar simulate {mine} --ranks 3") == 2
 
 
 @pytest.mark.parametrize(

@@ -154,21 +154,7 @@ def test_numbers_that_gain_nothing_stay_and_parts_get_entries(three_gpus, capsys
     assert Table.from_json(found.to_json()) == found
 
 
-def test_a_number_that_makes_calls_faster_is_taken_and_told(three_gpus, monkeypatch, capsys):
-    def measure_under(timer, workload, tables):
-        """Times of sums that run during other work: fewer blocks are faster, and nothing else matters."""
-        return [float(table.beside.blocks) for table in tables]
-
-    monkeypatch.setattr(EvenTimer, "measure_under", measure_under)
-
-    assert command.main(["tune", "--only", "beside"]) == 0
-
-    assert find_table(DEVICE).beside.blocks == 8
-    assert find_table(DEVICE).measured == {}
-    assert "beside.blocks: 24 -> 8, 0.333 of the time\n" in capsys.readouterr().out
-
-
-def test_the_gain_that_is_told_is_the_geometric_mean_over_the_calls(three_gpus, monkeypatch, capsys):
+def test_a_number_that_makes_calls_faster_is_taken_and_told_with_its_mean_gain(three_gpus, monkeypatch, capsys):
     def measure_under(timer, workload, tables):
         """With 8 blocks, the first of the two calls takes half and the second an eighth of the time."""
         gain = 2.0 if workload.rows == 2048 else 8.0
@@ -178,6 +164,7 @@ def test_the_gain_that_is_told_is_the_geometric_mean_over_the_calls(three_gpus, 
 
     assert command.main(["tune", "--only", "beside"]) == 0
 
+    assert (find_table(DEVICE).beside.blocks, find_table(DEVICE).measured) == (8, {})
     assert "beside.blocks: 24 -> 8, 0.250 of the time\n" in capsys.readouterr().out
 
 

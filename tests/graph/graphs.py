@@ -107,6 +107,16 @@ def given(node):
     return op_of(node.target).read(node.args)
 
 
+def inputs_of(graph):
+    return graph.find_nodes(op="placeholder")
+
+
+def fused_in(graph):
+    """The only node of a graph with one of graphar's ops."""
+    (node,) = [one for one in graph.nodes if op_of(one.target)]
+    return node
+
+
 def rewritten(compile_pass, drawing):
     compile_pass(drawing.graph)
     drawing.graph.lint()

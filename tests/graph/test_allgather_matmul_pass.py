@@ -11,7 +11,7 @@ import torch.distributed as dist
 import graphar
 from graphar.graph import places
 from graphar.ops import allgather, allgather_matmul
-from tests.graph.graphs import DEFAULT, PAYS, RANKS, Drawing, Traced, gathered, given, of_matmul, rewritten
+from tests.graph.graphs import DEFAULT, PAYS, RANKS, Drawing, Traced, gathered, given, inputs_of, of_matmul, rewritten
 from tests.parallel_models import HIDDEN, Block, FunctionalBlock, compiled, sequence_parallel
 from tests.processes import run_ranks
 
@@ -31,10 +31,6 @@ def fused_in(graph):
     return fused
 
 
-def inputs_of(graph):
-    return [node for node in graph.nodes if node.op == "placeholder"]
-
-
 # ---- graphs ---------------------------------------------------------------------------------------------------------
 
 
@@ -44,32 +40,26 @@ FORMS = {
     "three dimensions": (lambda a, w: functional.linear(gathered(a), w), {"rows": (ROWS, 2)}),
     "fp16": (lambda a, w: functional.linear(gathered(a), w), {"dtype": torch.float16}),
     "a batch of one, along its tokens": (lambda a, w: functional.linear(gathered(a, 1), w), {"rows": (1, ROWS)}),
+    "a bias": (lambda a, w, b: functional.linear(gathered(a), w, b), {}),
 }
 
 
-@pytest.mark.parametrize(("function", "kinds"), FORMS.values(), ids=FORMS)
-def test_an_all_gather_and_a_matmul_become_one_op(make_pass, pays, function, kinds):
-    compile_pass, drawing = make_pass(), traced(function, **kinds)
+@pytest.mark.parametrize("name", FORMS)
+def test_an_all_gather_and_a_matmul_become_one_op(make_pass, pays, name):
+    function, kinds = FORMS[name]
+    compile_pass, drawing = make_pass(), traced(function, *[(COLUMNS,)] * (name == "a bias"), **kinds)
     before = drawing.graph.output_node().args[0].meta["val"]
 
     graph = rewritten(compile_pass, drawing).graph
 
-    a, w = inputs_of(graph)
+    a, w, *bias = inputs_of(graph)
     sizes = [len(a.meta["val"])] * RANKS
-    assert fused_in(graph).args == (a, w, *allgather_matmul.OP.arguments(rank=0, sizes=sizes))
+    assert fused_in(graph).args == (a, w, *allgather_matmul.OP.arguments(bias=bias, rank=0, sizes=sizes))
     assert not {ops.allgather.default, aten.mm.default} & set(drawing.calls())
     after = graph.output_node().args[0].meta["val"]
     assert (after.shape, after.dtype) == (before.shape, before.dtype)
     assert [(entry.op, entry.why_left) for entry in of_matmul(compile_pass.report)] == [("allgather", "")]
     assert str(compile_pass.report).endswith("in group '0': one op with a matmul")
-
-
-def test_a_bias_is_added_by_the_op(make_pass, pays):
-    graph = rewritten(make_pass(), traced(lambda a, w, b: functional.linear(gathered(a), w, b), (COLUMNS,))).graph
-
-    a, w, bias = inputs_of(graph)
-    sizes = [ROWS] * RANKS
-    assert fused_in(graph).args == (a, w, *allgather_matmul.OP.arguments(bias=[bias], rank=0, sizes=sizes))
 
 
 def test_a_weight_that_is_not_seen_transposed_is_given_so(make_pass, pays):
@@ -213,21 +203,21 @@ def scaled_up(a, w):
 
 
 A_PRODUCT, ON_GPUS = FORMS["a product"][0], {"device": "cuda"}
-LEFT = {  # by reason: the function, how it is traced, and the pass
-    "no matmul of torch.float32 gathers its rows": (A_PRODUCT, {"dtype": torch.float32}, {}),
-    "the rows are not gathered along the first axis": (lambda a, w: own(a, 1) @ w.t(), {"rows": (2, ROWS)}, {}),
-    "the gather names an algorithm": (lambda a, w: own(a, 0, algorithm="allgather_push") @ w.t(), {}, {}),
-    "only some of the gathered rows are multiplied": (halves, {}, {}),
-    "the weight is made after the rows are gathered": (with_a_late_weight, {}, {}),
-    "something else than a bias is added to the product": (scaled_up, {}, {}),
-    "rank 3 has no GPU of sm_90a": (A_PRODUCT, ON_GPUS, {"arch": "sm_80"}),
-    "gathered rows have no batch-invariant matmul": (A_PRODUCT, ON_GPUS, {"batch_invariant": True}),
-}
+LEFT = [  # the reason, the function, how it is traced, and the pass
+    ("no matmul of torch.float32 gathers its rows", A_PRODUCT, {"dtype": torch.float32}, {}),
+    ("the rows are not gathered along the first axis", lambda a, w: own(a, 1) @ w.t(), {"rows": (2, ROWS)}, {}),
+    ("the gather names an algorithm", lambda a, w: own(a, 0, algorithm="allgather_push") @ w.t(), {}, {}),
+    ("only some of the gathered rows are multiplied", halves, {}, {}),
+    ("the weight is made after the rows are gathered", with_a_late_weight, {}, {}),
+    ("the weight is made after the rows are gathered", lambda a, w: (lambda x: x @ x.t())(gathered(a)), {}, {}),
+    ("something else than a bias is added to the product", scaled_up, {}, {}),
+    ("rank 3 has no GPU of sm_90a", A_PRODUCT, ON_GPUS, {"arch": "sm_80"}),
+    ("gathered rows have no batch-invariant matmul", A_PRODUCT, ON_GPUS, {"batch_invariant": True}),
+]
 
 
-@pytest.mark.parametrize("why", LEFT)
-def test_another_form_is_left_and_the_report_says_why(make_pass, pays, why):
-    function, kinds, how = LEFT[why]
+@pytest.mark.parametrize(("why", "function", "kinds", "how"), LEFT)
+def test_another_form_is_left_and_the_report_says_why(make_pass, pays, why, function, kinds, how):
     compile_pass = make_pass(**how)
 
     calls = rewritten(compile_pass, traced(function, **kinds)).calls()
@@ -235,16 +225,6 @@ def test_another_form_is_left_and_the_report_says_why(make_pass, pays, why):
     assert FUSED not in calls
     assert ops.allgather.default in calls
     assert why in [entry.why_left for entry in of_matmul(compile_pass.report)]
-
-
-def test_a_product_of_gathered_rows_with_themselves_is_left(make_pass, pays):
-    compile_pass = make_pass()
-
-    rewritten(compile_pass, Traced(lambda a: (lambda x: x @ x.t())(gathered(a)), (8, K)))
-
-    assert [entry.why_left for entry in of_matmul(compile_pass.report)] == [
-        "the weight is made after the rows are gathered"
-    ]
 
 
 @pytest.mark.parametrize("partition", ["chunks", "tiles"])

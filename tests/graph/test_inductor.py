@@ -174,7 +174,6 @@ def run_plan_in_inductor(rank, world_size):
 
 
 @pytest.mark.promise("Models under `graphar.enable()` and layers of `graphar.nn` have the bits of eager calls.")
-@pytest.mark.promise("Models under `graphar.enable()` and layers of `graphar.nn` have the bits of eager calls.")
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", REPLAYED)
 def test_a_model_replays_what_the_pass_writes_in_cuda_graphs(on_gpus, name):

@@ -12,7 +12,20 @@ from graphar.ops import matmul_norms, matmul_sums, sums
 from graphar.ops.register import op_of
 from tests import inside
 from tests.cases import integers, normal, same_bits
-from tests.graph.graphs import EPS, PAYS, RANKS, Traced, given, llamas, of_matmul, rewritten, scattered, summed
+from tests.graph.graphs import (
+    EPS,
+    PAYS,
+    RANKS,
+    Traced,
+    fused_in,
+    given,
+    inputs_of,
+    llamas,
+    of_matmul,
+    rewritten,
+    scattered,
+    summed,
+)
 from tests.parallel_models import MLP, TOKENS, SequenceParallelMLP, compiled, tokens
 from tests.processes import run_ranks
 
@@ -20,9 +33,9 @@ ops, functional = torch.ops.graphar, torch.nn.functional
 ROWS, COLUMNS, K = 8, 16, 24
 
 
-def traced(function, *more, dtype=torch.bfloat16, rows=(ROWS,)):
-    """Traces a function of a [rows, K], w [COLUMNS, K] and ``more``."""
-    return Traced(function, (*rows, K), (COLUMNS, K), *more, dtype=dtype)
+def traced(function, *more, rows=(ROWS,), columns=COLUMNS, **kinds):
+    """Traces a function of a [rows, K], w [columns, K] and ``more``."""
+    return Traced(function, (*rows, K), (columns, K), *more, **kinds)
 
 
 FORMS = {
@@ -32,27 +45,36 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("name", FORMS)
-def test_a_matmul_and_its_sum_become_one_op(make_pass, pays, name):
-    compile_pass = make_pass()
+def normed(total):
+    return lambda a, w, residual, weight: llamas(residual + total(functional.linear(a, w)), weight)
 
-    graph = rewritten(compile_pass, traced(FORMS[name])).graph
 
-    (fused,) = [node for node in graph.nodes if node.target is ops.fused_matmul_allreduce.default]
-    a, w = [node for node in graph.nodes if node.op == "placeholder"]
-    assert fused.args == (a, w, *matmul_sums.SUM.arguments())
-    assert not [node for node in graph.nodes if node.target is torch.ops.aten.mm.default]
+PARTS, NORM, RELU = {"rank": 0, "sizes": [2] * RANKS}, {"eps": EPS, "weight_offset": 0.0}, {"epilogue": "relu(v)"}
+SUM, SCATTER, RESIDUAL, WEIGHT = matmul_sums.SUM, matmul_sums.SCATTER, (ROWS, COLUMNS), (COLUMNS,)
+FUSED = {  # the function, what it takes beside a and w, its rows, the fused op, and what it is told
+    **{name: (form, [], (ROWS,), SUM, {}) for name, form in FORMS.items()},
+    "three dimensions": (FORMS["a linear layer"], [], (2, ROWS), SUM, {}),
+    "an epilogue": (lambda a, w: summed(functional.linear(a, w)).relu(), [], (ROWS,), SUM, RELU),
+    "parts": (lambda a, w: scattered(functional.linear(a, w)), [], (ROWS,), SCATTER, PARTS),
+    "parts and an epilogue": (lambda a, w: scattered(a @ w.t()).relu(), [], (ROWS,), SCATTER, PARTS | RELU),
+    "a norm": (normed(summed), [RESIDUAL, WEIGHT], (ROWS,), matmul_norms.NORM, NORM),
+    "a norm of parts": (normed(scattered), [(2, COLUMNS), WEIGHT], (ROWS,), matmul_norms.SCATTERED_NORM, NORM | PARTS),
+}
+
+
+@pytest.mark.parametrize(("function", "more", "rows", "op", "told"), FUSED.values(), ids=FUSED)
+def test_a_matmul_and_its_sum_become_one_op(make_pass, pays, function, more, rows, op, told):
+    compile_pass, drawing = make_pass(on=["epilogue"] if "epilogue" in told else []), traced(function, *more, rows=rows)
+    before = drawing.graph.output_node().args[0].meta["val"].shape
+
+    graph = rewritten(compile_pass, drawing).graph
+
+    fused = fused_in(graph)
+    assert fused.target is op.one
+    assert fused.args == (*inputs_of(graph), *op.arguments(**told))
+    assert graph.output_node().args[0].meta["val"].shape == before
+    assert torch.ops.aten.mm.default not in drawing.calls()
     assert [entry.why_left for entry in of_matmul(compile_pass.report)] == [""]
-
-
-def test_a_layer_of_three_dimensions_takes_its_input_as_it_is(make_pass, pays):
-    compile_pass = make_pass()
-
-    graph = rewritten(compile_pass, traced(FORMS["a linear layer"], rows=(2, ROWS))).graph
-
-    (fused,) = [node for node in graph.nodes if node.target is ops.fused_matmul_allreduce.default]
-    assert fused.args[0].op == "placeholder"
-    assert fused.meta["val"].shape == (2, ROWS, COLUMNS)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -66,46 +88,6 @@ def test_partials_that_are_added_as_a_tree_stay_apart_from_their_matmul(make_pas
     assert [node.target for node in graph.nodes if op_of(node.target)] == [getattr(ops, op).default]
 
 
-SCATTERED = {
-    "a reduce-scatter": ({}, lambda v: v, {}),
-    "and an epilogue": ({"on": ["epilogue"]}, torch.relu, {"epilogue": "relu(v)"}),
-}
-
-
-@pytest.mark.parametrize(("options", "after", "more"), SCATTERED.values(), ids=SCATTERED)
-def test_a_matmul_and_a_reduce_scatter_of_its_rows_become_one_op(make_pass, pays, options, after, more):
-    graph = rewritten(make_pass(**options), traced(lambda a, w: after(scattered(functional.linear(a, w))))).graph
-
-    (fused,) = [node for node in graph.nodes if node.target is ops.fused_matmul_reducescatter.default]
-    a, w = [node for node in graph.nodes if node.op == "placeholder"]
-    assert fused.args == (a, w, *matmul_sums.SCATTER.arguments(rank=0, sizes=[2, 2, 2, 2], **more))
-    assert tuple(fused.meta["val"].shape) == (ROWS // 4, COLUMNS)
-
-
-PARTS = {"rank": 0, "sizes": [ROWS // RANKS] * RANKS}
-NORMED = {  # a sum, this rank's rows, and the fused op with what it is told
-    "a sum": (summed, ROWS, matmul_norms.NORM, {}),
-    "a reduce-scatter": (scattered, ROWS // RANKS, matmul_norms.SCATTERED_NORM, PARTS),
-}
-
-
-def normed(total):
-    return lambda a, w, residual, weight: llamas(residual + total(functional.linear(a, w)), weight)
-
-
-@pytest.mark.parametrize("name", NORMED)
-def test_a_matmul_its_sum_and_a_norm_become_one_op(make_pass, pays, name):
-    total, rows, op, place = NORMED[name]
-
-    drawing = traced(normed(total), (rows, COLUMNS), (COLUMNS,))
-    graph = rewritten(make_pass(), drawing).graph
-
-    inputs = [node for node in graph.nodes if node.op == "placeholder"]
-    (fused,) = [node for node in graph.nodes if op_of(node.target)]
-    assert fused.target is op.one
-    assert fused.args == (*inputs, *op.arguments(eps=1e-5, weight_offset=0.0, **place))
-
-
 @pytest.mark.parametrize(("batch", "copies"), [(1, 0), (2, 1)])
 def test_where_tokens_of_a_batch_are_scattered_the_rows_of_the_first_operand_are_put_in_order(
     make_pass, pays, batch, copies
@@ -116,7 +98,7 @@ def test_where_tokens_of_a_batch_are_scattered_the_rows_of_the_first_operand_are
 
     drawing = rewritten(make_pass(), traced(scatter, rows=(batch, ROWS)))
 
-    (fused,) = [node for node in drawing.graph.nodes if node.target is ops.fused_matmul_reducescatter.default]
+    fused = fused_in(drawing.graph)
     assert given(fused)["a"].meta["val"].shape == (batch * RANKS, ROWS // RANKS, K)
     assert fused.meta["val"].shape == (batch, ROWS // RANKS, COLUMNS)
     assert drawing.calls().count(torch.ops.aten.cat.default) == copies
@@ -133,62 +115,45 @@ def test_a_residual_that_is_a_fused_sum_itself_is_taken_as_it_became(make_pass, 
     assert given(second)["residual"] is first
 
 
-def test_a_matmul_a_sum_and_an_epilogue_become_one_op(make_pass, pays):
-    compile_pass = make_pass(on=["epilogue"])
-
-    graph = rewritten(compile_pass, traced(lambda a, w: summed(functional.linear(a, w)).relu())).graph
-
-    (fused,) = [node for node in graph.nodes if node.target is ops.fused_matmul_allreduce.default]
-    a, w = [node for node in graph.nodes if node.op == "placeholder"]
-    assert fused.args == (a, w, *matmul_sums.SUM.arguments(epilogue="relu(v)"))
-    assert [entry.rewrite for entry in compile_pass.report.rewritten] == ["epilogue", "matmul"]
+def own_sum(a, w):
+    return ops.allreduce.default(a @ w.t(), *sums.SUM.arguments(algorithm="two_shot_lossless"))
 
 
-@pytest.mark.parametrize(
-    "way",
-    [
-        lambda y: ops.allreduce.default(y, *sums.SUM.arguments(algorithm="two_shot_lossless")),
-        lambda y: ops.reducescatter.default(y, *sums.SCATTER.arguments(rank=0, axis=1, sizes=[4, 4, 4, 4])),
-    ],
-    ids=["another algorithm", "another axis"],
-)
-def test_a_models_own_sum_in_another_way_is_left(make_pass, pays, way):
-    compile_pass = make_pass()
-
-    rewritten(compile_pass, traced(lambda a, w: way(functional.linear(a, w))))
-
-    assert [entry.why_left for entry in of_matmul(compile_pass.report)] == ["the sum names an algorithm or an axis"]
+def own_scatter(a, w):
+    return ops.reducescatter.default(a @ w.t(), *sums.SCATTER.arguments(rank=0, axis=1, sizes=[4, 4, 4, 4]))
 
 
-LEFT = {
-    "the product has further uses": (lambda a, w: (lambda y: (summed(y), y))(functional.linear(a, w)), {}),
-    "several products are added before the sum": (lambda a, w: summed(functional.linear(a, w) + (a * 2) @ w.t()), {}),
-    "the product is summed in another shape": (lambda a, w: summed(functional.linear(a, w).view(-1, 2 * COLUMNS)), {}),
-    "no matmul of torch.float32 sums its tiles": (FORMS["a product"], {"dtype": torch.float32}),
-}
+def with_itself_as_residual(a, w, weight):
+    y = functional.linear(a, w)
+    return llamas(summed(y) + y, weight)
 
 
-@pytest.mark.parametrize("why", LEFT)
-def test_others_are_left_and_the_report_says_why(make_pass, pays, why):
-    compile_pass, (function, how) = make_pass(), LEFT[why]
+NO_TILES = "no matmul of torch.float32 sums its tiles"
+A_PRODUCT, INVARIANT = FORMS["a product"], {"batch_invariant": True}
+IN_FP32, ON_GPUS = {"dtype": torch.float32}, {"device": "cuda"}
+LEFT = [  # the reason, the function, what it takes beside a and w, how it is traced, and the pass
+    ("the product has further uses", lambda a, w: (lambda y: (summed(y), y))(a @ w.t()), [], {}, {}),
+    ("the product has further uses", with_itself_as_residual, [(COLUMNS,)], {"rows": (ROWS, 2)}, {}),
+    ("several products are added before the sum", lambda a, w: summed(a @ w.t() + (a * 2) @ w.t()), [], {}, {}),
+    ("the product is summed in another shape", lambda a, w: summed((a @ w.t()).view(-1, 2 * COLUMNS)), [], {}, {}),
+    ("the sum names an algorithm or an axis", own_sum, [], {}, {}),
+    ("the sum names an algorithm or an axis", own_scatter, [], {}, {}),
+    (NO_TILES, A_PRODUCT, [], IN_FP32, {}),
+    (NO_TILES, A_PRODUCT, [], ON_GPUS | IN_FP32, INVARIANT),
+    ("graphar's matmul needs a multiple of 8 columns, not 12", A_PRODUCT, [], ON_GPUS | {"columns": 12}, INVARIANT),
+    ("rank 3 has no GPU of sm_90a", A_PRODUCT, [], ON_GPUS, INVARIANT | {"arch": "sm_80"}),
+    ("graphar's matmul needs a GPU", A_PRODUCT, [], {}, INVARIANT),
+]
 
-    calls = rewritten(compile_pass, traced(function, **how)).calls()
 
-    assert ops.allreduce.default in calls
+@pytest.mark.parametrize(("why", "function", "more", "kinds", "how"), LEFT)
+def test_others_are_left_and_the_report_says_why(make_pass, pays, why, function, more, kinds, how):
+    compile_pass = make_pass(**how)
+
+    calls = rewritten(compile_pass, traced(function, *more, **kinds)).calls()
+
+    assert torch.ops.aten.mm.default in calls
     assert [entry.why_left for entry in of_matmul(compile_pass.report)] == [why]
-
-
-def test_a_product_that_is_the_norms_residual_too_is_left(make_pass, pays):
-    def layer(a, w, weight):
-        y = functional.linear(a, w)
-        return llamas(summed(y) + y, weight)
-
-    compile_pass, shape = make_pass(), (COLUMNS,)
-
-    graph = rewritten(compile_pass, traced(layer, shape, rows=(ROWS, 2))).graph
-
-    assert ops.allreduce_residual_rmsnorm.default in [node.target for node in graph.nodes]
-    assert [entry.why_left for entry in of_matmul(compile_pass.report)] == ["the product has further uses"]
 
 
 # Of few rows: every rank may sum all of them, which was measured to be faster; a part for each was not.
@@ -236,27 +201,6 @@ def test_a_product_with_a_bias_of_its_own_is_no_matmul_of_the_report(make_pass, 
 
     assert torch.ops.aten.addmm.default in calls
     assert of_matmul(compile_pass.report) == []
-
-
-NOT_INVARIANT = {
-    "no matmul of torch.float32 sums its tiles": ({}, {"dtype": torch.float32}, COLUMNS),
-    "graphar's matmul needs a multiple of 8 columns, not 12": ({}, {}, 12),
-    "rank 3 has no GPU of sm_90a": ({"arch": "sm_80"}, {}, COLUMNS),
-    "graphar's matmul needs a GPU": ({}, {"device": "cpu"}, COLUMNS),
-}
-
-
-@pytest.mark.parametrize("why", NOT_INVARIANT)
-def test_what_graphars_matmul_cannot_multiply_is_left_to_torch_and_the_report_says_why(make_pass, pays, why):
-    where, kind, columns = NOT_INVARIANT[why]
-    compile_pass = make_pass(batch_invariant=True, **where)
-
-    calls = rewritten(
-        compile_pass, Traced(FORMS["a product"], (ROWS, K), (columns, K), **{"device": "cuda"} | kind)
-    ).calls()
-
-    assert torch.ops.aten.mm.default in calls
-    assert [entry.why_left for entry in of_matmul(compile_pass.report)] == [why]
 
 
 # ---- bits -----------------------------------------------------------------------------------------------------------

@@ -50,11 +50,13 @@ WRITTEN = {**NORMS, "another": squared_by_itself}
 # By name: a function, the shapes of its tensors, and the passes.
 FORMS = {
     "sums": (lambda x: summed(x), [SAME], FUSED),
+    "sums of sums": (lambda x: summed(summed(x)), [SAME], FUSED),
     "sums of parts": (lambda x: scattered(x), [SAME], FUSED),
     "coalesced sums": (coalesced, [SAME, SAME], FUSED),
     "an epilogue": (lambda x, y, b: (summed(x) * 0.5 + y + b).relu(), [SAME, SAME, BIAS], FUSED),
     "a product": (lambda a, w: summed(a @ w.t()), [A, W], FUSED),
     "a product of parts": (lambda a, w: scattered(a @ w.t()), [A, W], FUSED),
+    "a product of a sum": (lambda a, w, v: summed(summed(a @ w.t()) @ v), [A, W, SQUARE], FUSED),
     "a product in three dimensions": (lambda a, w: summed(functional.linear(a, w)), [(2, *A), W], FUSED),
     "a product and a bias": (lambda a, w, b: summed(functional.linear(a, w, b)), [A, W, BIAS], FUSED),
     "gathered rows": (lambda a, w, b: functional.linear(gathered(a), w, b), [A, W, BIAS], FUSED),
@@ -63,6 +65,7 @@ FORMS = {
     "a tree of parts": (lambda a, w, b: b + scattered(a @ w.t()), [A, W, BIAS], TREE),
     "a tree with parts of a bias": (lambda a, w, b: summed(functional.linear(a, w, b / RANKS)), [A, W, BIAS], TREE),
     "a tree and an epilogue": (lambda a, w: summed(a @ w.t()).relu(), [A, W], TREE_AND_MORE),
+    "two products": (lambda a, w, v: (a @ w.t()) @ v, [A, W, SQUARE], TREE),
     "a layer": (lambda a, w, b, c: functional.linear(a, w, b) + c, [A, W, BIAS, SAME], TREE),
     "a layer's gradients": (gradients, [A, SAME], TREE),
     "gradients in three dimensions": (gradients, [(2, *A), (2, *SAME)], TREE),

@@ -12,7 +12,20 @@ import graphar
 from graphar.graph import places
 from graphar.ops.register import op_of
 from tests.cases import same_bits
-from tests.graph.graphs import PAYS, RANKS, Traced, gathered, given, llamas, of_matmul, rewritten, scattered, summed
+from tests.graph.graphs import (
+    PAYS,
+    RANKS,
+    Traced,
+    fused_in,
+    gathered,
+    given,
+    inputs_of,
+    llamas,
+    of_matmul,
+    rewritten,
+    scattered,
+    summed,
+)
 from tests.parallel_models import compiled
 from tests.processes import run_ranks
 
@@ -42,11 +55,6 @@ def traced(function, of_a=(ROWS, 1), of_w=(1, COLUMNS), *more, rows=(ROWS,), kin
     return Traced(function, *shapes, dtype=kinds, **how)
 
 
-def fused_in(graph):
-    (node,) = [one for one in graph.nodes if op_of(one.target)]
-    return node
-
-
 def left_because(compile_pass, drawing):
     """Why the pass leaves the product of a graph, which it does."""
     calls = rewritten(compile_pass, drawing).calls()
@@ -57,39 +65,34 @@ def left_because(compile_pass, drawing):
 
 # ---- what is fused --------------------------------------------------------------------------------------------------
 
-ROWS_AND_NUMBERS = {
-    "rows": (torchs, (ROWS, 1), (1, COLUMNS)),
-    "tensors": (torchs, (), ()),
-    "a tensor as one element": (torchs, (1,), (1,)),
-    "rows in the second form": (second, (ROWS, 1), (1, COLUMNS)),
-    "fast accumulation": (functools.partial(torchs, use_fast_accum=True), (ROWS, 1), (1, COLUMNS)),
+
+def of_stored_blocks(a, w, a_scale, w_scale):
+    return torchs(a, w, a_scale, w_scale.t())  # as checkpoints store them
+
+
+PRODUCTS = {  # the product, the shapes of its scales, and the dtype of its result
+    "rows": (torchs, (ROWS, 1), (1, COLUMNS), BF16),
+    "tensors": (torchs, (), (), BF16),
+    "a tensor as one element": (torchs, (1,), (1,), BF16),
+    "rows in the second form": (second, (ROWS, 1), (1, COLUMNS), BF16),
+    "fast accumulation": (functools.partial(torchs, use_fast_accum=True), (ROWS, 1), (1, COLUMNS), BF16),
+    "blocks": (of_stored_blocks, (ROWS, 3), (2, 3), BF16),
+    "fp16": (functools.partial(torchs, out_dtype=torch.float16), (ROWS, 1), (1, COLUMNS), torch.float16),
 }
 
 
-@pytest.mark.parametrize("name", ROWS_AND_NUMBERS)
-def test_a_product_with_scales_and_its_sum_become_one_op(make_pass, pays, name):
-    product, *scales = ROWS_AND_NUMBERS[name]
+@pytest.mark.parametrize(("product", "of_a", "of_w", "dtype"), PRODUCTS.values(), ids=PRODUCTS)
+def test_a_product_with_scales_and_its_sum_become_one_op(make_pass, pays, product, of_a, of_w, dtype):
     compile_pass = make_pass()
 
-    graph = rewritten(compile_pass, traced(lambda *tensors: summed(product(*tensors)), *scales)).graph
+    graph = rewritten(compile_pass, traced(lambda *tensors: summed(product(*tensors)), of_a, of_w)).graph
 
     fused = fused_in(graph)
-    a, w, a_scale, w_scale = [node for node in graph.nodes if node.op == "placeholder"]
     assert fused.target is ops.fused_matmul_allreduce.default
-    assert (fused.args[:2], given(fused)["scales"]) == ((a, w), [a_scale, w_scale])
-    assert given(fused)["scaled_dtype"] == fused.meta["val"].dtype == BF16
+    assert [*fused.args[:2], *given(fused)["scales"]] == inputs_of(graph)
+    assert given(fused)["scaled_dtype"] == fused.meta["val"].dtype == dtype
     assert not [node for node in graph.nodes if node.target in (aten._scaled_mm.default, aten._scaled_mm_v2.default)]
     assert [entry.why_left for entry in of_matmul(compile_pass.report)] == [""]
-
-
-def test_scales_of_blocks_are_given_as_checkpoints_store_them(make_pass, pays):
-    def layer(a, w, a_scale, w_scale):
-        return summed(torchs(a, w, a_scale, w_scale.t()))
-
-    graph = rewritten(make_pass(), traced(layer, (ROWS, 3), (2, 3))).graph
-
-    *_, a_scale, w_scale = [node for node in graph.nodes if node.op == "placeholder"]
-    assert given(fused_in(graph))["scales"] == [a_scale, w_scale]
 
 
 def test_padded_scales_of_blocks_lose_their_padding(make_pass, pays):
@@ -99,15 +102,6 @@ def test_padded_scales_of_blocks_lose_their_padding(make_pass, pays):
 
     of_a, of_w = [one.meta["val"].shape for one in given(fused)["scales"]]
     assert (of_a, of_w) == ((ROWS, 3), (2, 3))
-
-
-def test_results_in_fp16_stay_fp16(make_pass, pays):
-    def layer(*tensors):
-        return summed(torchs(*tensors, out_dtype=torch.float16))
-
-    fused = fused_in(rewritten(make_pass(), traced(layer)).graph)
-
-    assert given(fused)["scaled_dtype"] == fused.meta["val"].dtype == torch.float16
 
 
 def test_a_product_and_its_reduce_scatter_become_one_op(make_pass, pays):
@@ -150,7 +144,7 @@ def test_a_product_its_sum_and_a_norm_become_one_op(make_pass, pays, name):
     drawing = traced(layer, (ROWS, 1), (1, COLUMNS), (rows, COLUMNS), (COLUMNS,))
     graph = rewritten(compile_pass, drawing).graph
 
-    fused, inputs = fused_in(graph), [node for node in graph.nodes if node.op == "placeholder"]
+    fused, inputs = fused_in(graph), inputs_of(graph)
     assert fused.target is target
     assert [*fused.args[:2], *given(fused)["scales"], *fused.args[2:4]] == inputs
     assert [one.dtype for one in fused.meta["val"]] == [BF16] * 2
@@ -196,7 +190,7 @@ def test_gathered_rows_and_scales_and_their_product_become_one_op(make_pass, pay
     drawing = rewritten(compile_pass, traced_gather(layer, **shapes))
 
     fused = fused_in(drawing.graph)
-    a, w, a_scale, w_scale = [node for node in drawing.graph.nodes if node.op == "placeholder"]
+    a, w, a_scale, w_scale = inputs_of(drawing.graph)
     assert fused.target is ops.fused_allgather_matmul.default
     assert (given(fused)["a"], given(fused)["w"], given(fused)["scales"]) == (a, w, [a_scale, w_scale])
     assert given(fused)["sizes"] == [ROWS] * RANKS
@@ -211,7 +205,7 @@ def test_the_bias_of_a_gathered_product_is_added_by_the_op(make_pass, pays):
 
     graph = rewritten(make_pass(), traced_gather(layer, (COLUMNS,), kinds=[BF16])).graph
 
-    *_, bias = [node for node in graph.nodes if node.op == "placeholder"]
+    *_, bias = inputs_of(graph)
     assert given(fused_in(graph))["bias"] == [bias]
 
 
@@ -251,24 +245,6 @@ def test_scales_that_are_used_before_the_rows_are_gathered_keep_a_gather_of_thei
     assert (gather.target, fused.target) == (ops.allgather.default, ops.fused_allgather_matmul.default)
 
 
-NOT_GATHERED = {
-    "scales of other rows": lambda a, w, a_scale, w_scale: torchs(gathered(a), w, a_scale, w_scale),
-    "a number for all rows": lambda a, w, a_scale, w_scale: torchs(gathered(a), w, a_scale[0, 0], w_scale[0, 0]),
-    "rows of another order": lambda a, w, a_scale, w_scale: torchs(
-        gathered(a.view(2, -1, K), 1).view(-1, K), w, gathered(a_scale), w_scale
-    ),
-}
-
-
-@pytest.mark.parametrize("name", NOT_GATHERED)
-def test_scales_that_are_not_gathered_like_the_rows_leave_the_product_as_it_is(make_pass, pays, name):
-    shape = (RANKS * ROWS, 1) if name == "scales of other rows" else (ROWS, 1)
-
-    why = left_because(make_pass(), traced_gather(NOT_GATHERED[name], of_a=shape))
-
-    assert why == "the scales are not gathered like the rows"
-
-
 # ---- what is left ---------------------------------------------------------------------------------------------------
 
 
@@ -293,26 +269,38 @@ def alone(*tensors):
     return summed(torchs(*tensors))
 
 
-LEFT = {
-    "each rank adds a bias to its product": (with_bias, {}, ((ROWS, 1), (1, COLUMNS), (COLUMNS,))),
-    "several products are added before the sum": (added, {}, ()),
-    f"graphar multiplies {FP8} by {FP8}, not torch.float8_e5m2 by {FP8}": (
-        alone,
-        {"kinds": (torch.float8_e5m2, FP8, FP32, FP32)},
-        (),
-    ),
-    "the scales are neither of rows nor of blocks, in fp32": (alone, {}, ((ROWS, 3), (3, COLUMNS))),
-    "the product has further uses": (lambda *tensors: (lambda y: (summed(y), y))(torchs(*tensors)), {}, ()),
-    "no matmul of torch.float32 sums its tiles": (lambda *tensors: summed(torchs(*tensors, out_dtype=FP32)), {}, ()),
-    "the product is scaled again": (scaled_again, {}, ((), (), ())),
-    "graphar has no such recipe of scales": (of_blocks_alike, {}, ((ROWS, 3), (COLUMNS, 3))),
-    "rank 3 has no GPU of sm_90a": (alone, {"device": "cuda"}, ()),
-}
+def with_scales_of_other_rows(a, w, a_scale, w_scale):
+    return torchs(gathered(a), w, a_scale, w_scale)
 
 
-@pytest.mark.parametrize("why", LEFT)
-def test_others_are_left_and_the_report_says_why(make_pass, pays, why):
-    function, how, shapes = LEFT[why]
+def with_a_number_for_all_rows(a, w, a_scale, w_scale):
+    return torchs(gathered(a), w, a_scale[0, 0], w_scale[0, 0])
+
+
+def with_rows_of_another_order(a, w, a_scale, w_scale):
+    return torchs(gathered(a.view(2, -1, K), 1).view(-1, K), w, gathered(a_scale), w_scale)
+
+
+OTHER_DTYPE = f"graphar multiplies {FP8} by {FP8}, not torch.float8_e5m2 by {FP8}"
+NOT_GATHERED = "the scales are not gathered like the rows"
+LEFT = [  # the reason, the function, its shapes, and how it is traced
+    ("each rank adds a bias to its product", with_bias, [(ROWS, 1), (1, COLUMNS), (COLUMNS,)], {}),
+    ("several products are added before the sum", added, [], {}),
+    (OTHER_DTYPE, alone, [], {"kinds": (torch.float8_e5m2, FP8, FP32, FP32)}),
+    ("the scales are neither of rows nor of blocks, in fp32", alone, [(ROWS, 3), (3, COLUMNS)], {}),
+    ("the product has further uses", lambda *tensors: (lambda y: (summed(y), y))(torchs(*tensors)), [], {}),
+    ("no matmul of torch.float32 sums its tiles", lambda *one: summed(torchs(*one, out_dtype=FP32)), [], {}),
+    ("the product is scaled again", scaled_again, [(), (), ()], {}),
+    ("graphar has no such recipe of scales", of_blocks_alike, [(ROWS, 3), (COLUMNS, 3)], {}),
+    ("rank 3 has no GPU of sm_90a", alone, [], {"device": "cuda"}),
+    (NOT_GATHERED, with_scales_of_other_rows, [(RANKS * ROWS, 1)], {}),
+    (NOT_GATHERED, with_a_number_for_all_rows, [], {}),
+    (NOT_GATHERED, with_rows_of_another_order, [], {}),
+]
+
+
+@pytest.mark.parametrize(("why", "function", "shapes", "how"), LEFT)
+def test_others_are_left_and_the_report_says_why(make_pass, pays, why, function, shapes, how):
     where = {"arch": "sm_80"} if "sm_90a" in why else {}
 
     assert left_because(make_pass(**where), traced(function, *shapes, **how)) == why

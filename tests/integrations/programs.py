@@ -41,12 +41,6 @@ def equal(found: torch.Tensor, expected: torch.Tensor) -> tuple[torch.Tensor, to
     return found, expected
 
 
-def averages(rank, n):
-    x = data(rank, 1000)
-    dist.all_reduce(x, dist.ReduceOp.AVG)
-    return [equal(x, mean(n, 1000))]
-
-
 def averages_round_once(rank, n):
     x = data(rank, 120 * n).bfloat16()  # whose sum is not a bf16
     expected = (sum(data(one, 120 * n).bfloat16().float() for one in range(n)) / n).bfloat16()
@@ -58,12 +52,14 @@ def averages_round_once(rank, n):
     return [equal(x, expected), equal(part, own), equal(single, own)]
 
 
-def averages_of_parts(rank, n):
-    out, single = torch.empty(rank + 100), torch.empty(300)
+def averages_in_fp32(rank, n):
+    out, single, whole = torch.empty(rank + 100), torch.empty(300), data(rank, 1000)
+    dist.all_reduce(whole, dist.ReduceOp.AVG)
     lengths = [one + 100 for one in range(n)]
     dist.reduce_scatter(out, list(data(rank, sum(lengths)).split(lengths)), dist.ReduceOp.AVG)
     dist.reduce_scatter_tensor(single, data(rank, 300 * n), dist.ReduceOp.AVG)
-    return [equal(out, mean(n, sum(lengths)).split(lengths)[rank]), equal(single, mean(n, 300 * n).chunk(n)[rank])]
+    part = mean(n, sum(lengths)).split(lengths)[rank]
+    return [equal(out, part), equal(single, mean(n, 300 * n).chunk(n)[rank]), equal(whole, mean(n, 1000))]
 
 
 def uneven_parts(rank, n):
@@ -359,32 +355,12 @@ def several_tensors_of_a_rank(rank, n):
 
 
 PROGRAMS = {
-    "averages": averages,
-    "averages round once": averages_round_once,
-    "averages of parts": averages_of_parts,
-    "uneven parts": uneven_parts,
-    "asynchronous calls": asynchronous_calls,
-    "calls of the group itself": calls_of_the_group_itself,
-    "recv from any rank": recv_from_any_rank,
-    "batches of sends": batches_of_sends,
-    "coalesced calls": coalesced_calls,
-    "calls of graphar": calls_of_graphar,
-    "functional collectives": functional_collectives,
-    "torch.compile": compiled,
-    "torch.compile with graph breaks": compiled_with_breaks,
-    "torch.compile of DistributedDataParallel": compiled_ddp,
-    "DTensor": dtensors,
-    "subgroups": subgroups,
-    "device meshes": device_meshes,
-    "DistributedDataParallel": ddp,
-    "fully_shard": fsdp,
-    "wrong sizes": wrong_sizes,
-    "several tensors of a rank": several_tensors_of_a_rank,
+    program.__name__.replace("_", " "): program
+    for program in (
+        *(averages_round_once, averages_in_fp32, uneven_parts, asynchronous_calls, calls_of_the_group_itself),
+        *(recv_from_any_rank, batches_of_sends, coalesced_calls, calls_of_graphar, functional_collectives),
+        *(compiled, compiled_with_breaks, compiled_ddp, dtensors, subgroups, device_meshes, ddp, fsdp),
+        *(wrong_sizes, several_tensors_of_a_rank),
+    )
 }
-WITHOUT_GRAPHAR = (
-    "torch.compile with graph breaks",
-    "wrong sizes",
-    "recv from any rank",
-    "batches of sends",
-    "pipeline",
-)
+WITHOUT_GRAPHAR = ("compiled with breaks", "wrong sizes", "recv from any rank", "batches of sends", "pipeline")

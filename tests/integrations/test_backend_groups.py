@@ -220,20 +220,3 @@ def miss_a_barrier(rank, world_size, connected):
 @pytest.mark.parametrize("connected", [False, True], ids=["the first", "a later"])
 def test_a_barrier_names_the_rank_that_misses_it(connected):
     assert run_ranks(miss_a_barrier, 3, connected, backend=BACKEND) == [(1, True), None, (1, True)]
-
-
-def set_timeout(rank, world_size):
-    group = dist.new_group()
-    dist.all_reduce(values(rank), group=group)
-    group.set_timeout(timedelta(seconds=1))
-    if rank == 1:
-        time.sleep(2.5)
-        return None
-    begin = time.monotonic()
-    with pytest.raises(graphar.CollectiveTimeout):
-        dist.all_reduce(values(rank), group=group)
-    return time.monotonic() - begin
-
-
-def test_the_time_out_of_a_group_can_be_changed():
-    assert run_ranks(set_timeout, 2, backend=BACKEND)[0] < 2.5

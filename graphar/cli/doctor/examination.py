@@ -80,10 +80,7 @@ def examine_all() -> Iterator[Section]:
 
 
 def examine_algorithms() -> Section:
-    """Returns the self-test's section with a line for each algorithm.
-
-    It stops after one that hangs or was interrupted.
-    """
+    """Returns the self-test's section. It stops after an algorithm that hangs or was interrupted."""
     title = "Self-test"
     found, tested = [], Section(title, ())
     for algorithm in self_test.algorithms():

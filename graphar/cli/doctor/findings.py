@@ -52,10 +52,7 @@ class Section:
 
 
 def examine(title: str, find: Callable[[], Iterable[Finding]], deadline_s: float) -> Section:
-    """Returns the section of the findings of ``find``.
-
-    An exception, a warning, a missed deadline or an interrupt becomes a finding.
-    """
+    """Returns what ``find`` finds. An exception, a warning, a missed deadline or an interrupt becomes a finding."""
     found: list[Finding] = []
 
     def collect() -> None:

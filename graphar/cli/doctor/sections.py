@@ -58,10 +58,8 @@ def gpus() -> Iterator[Finding]:
     for index in range(count):
         name, of_it = f"cuda:{index}", torch.cuda.get_device_properties(index)
         text = f"{of_it.name}, {of_it.total_memory / GB:.1f} GB, sm_{of_it.major}{of_it.minor}"
-        advice = (
-            "graphar's kernels need sm_80 or newer: leave it out by CUDA_VISIBLE_DEVICES" if of_it.major < 8 else ""
-        )
-        yield judged(name, text, advice)
+        advice = "graphar's kernels need sm_80 or newer: leave it out by CUDA_VISIBLE_DEVICES"
+        yield judged(name, text, advice if of_it.major < 8 else "")
     if count == 1:
         yield note("ranks", "kernels run between 2 or more GPUs; there is one")
     if count > MAX_RANKS:
@@ -182,18 +180,13 @@ def versions() -> Iterator[Finding]:
         if name == "python":
             yield _judge("Python", platform.python_version(), specifier, f"use Python {specifier}")
         elif name != _NVRTC:
-            yield _distribution(name, specifier)
+            try:
+                yield _judge(name, metadata.version(name), specifier, install(name))
+            except metadata.PackageNotFoundError:
+                optional = note(name, "not installed; only the doctor and perf need it")
+                yield optional if name == _NVML else problem(name, "not installed", install(name))
     yield _nvrtc()
     yield _driver()
-
-
-def _distribution(name: str, specifier: str) -> Finding:
-    try:
-        return _judge(name, metadata.version(name), specifier, install(name))
-    except metadata.PackageNotFoundError:
-        if name == _NVML:
-            return note(name, "not installed; only the doctor and perf need it")
-        return problem(name, "not installed", install(name))
 
 
 def _judge(name: str, version: str, specifier: str, advice: str) -> Finding:
@@ -246,7 +239,12 @@ def sharing() -> Iterator[Finding]:
     """Yields the state of shared memory, temporary files, and how ranks in processes share GPU memory."""
     yield _shared_memory()
     yield _temporary_files()
-    if reason := _why_no_sockets() or _why_no_virtual_memory():
+    usable, reason = 0 if missing_software() else gpu_count(), ""
+    try:
+        descriptors.directory()
+    except OSError as error:
+        reason = str(error)
+    if reason := reason or next(filter(None, map(virtual_memory.why_not, range(usable))), ""):
         text = f"by CUDA IPC, and `suspend` is refused, since {reason}"
         yield note("GPU memory of ranks", text)
         yield _namespaces()
@@ -254,20 +252,6 @@ def sharing() -> Iterator[Finding]:
         text = f"by file descriptors over sockets in {descriptors.directory()}, "
         text += f"where ranks in several containers need a common directory, named in {descriptors.DIRECTORY_SWITCH}"
         yield Finding("GPU memory of ranks", text)
-
-
-def _why_no_sockets() -> str:
-    try:
-        descriptors.directory()
-    except OSError as error:
-        return str(error)
-    return ""
-
-
-def _why_no_virtual_memory() -> str:
-    """Returns why memory of this machine's GPUs cannot be given back while its addresses stay, or an empty string."""
-    usable = 0 if missing_software() else gpu_count()
-    return next(filter(None, map(virtual_memory.why_not, range(usable))), "")
 
 
 def _namespaces() -> Finding:
@@ -285,10 +269,8 @@ def _shared_memory() -> Finding:
         with tempfile.TemporaryFile(dir=_SHARED_MEMORY):
             pass
     except OSError as error:
-        advice = (
-            "graphar does without, NCCL and torch do not: mount a tmpfs there, or run the container with --ipc=host"
-        )
-        return problem(name, f"cannot be used: {error.strerror}", advice)
+        advice = "graphar does without, NCCL and torch do not: mount a tmpfs there, or run the container with"
+        return problem(name, f"cannot be used: {error.strerror}", f"{advice} --ipc=host")
     total, free = status.f_blocks * status.f_frsize, status.f_bavail * status.f_frsize
     text = f"{total / GB:.1f} GB, {free / GB:.1f} GB free"
     if total <= _LITTLE_NBYTES:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -15,7 +13,6 @@ from graphar.cli.doctor.findings import REPORT, Finding, note, problem
 from graphar.cli.specified import DTYPE, OfRanks, SpecifiedCall, count_wrong, random
 from graphar.communicator import Communicator
 from graphar.errors import CollectiveTimeout, GrapharError, UnsupportedError
-from graphar.numerics.norms import REDUCESCATTER_NORM
 from graphar.plan.algorithms import MEETING, Algorithm, with_kernels
 from graphar.plan.call import Call
 from graphar.plan.config import FALLBACK
@@ -23,7 +20,7 @@ from graphar.plan.matmuls import fused_algorithm
 from graphar.plan.scratch import MAX_RANKS
 from graphar.plan.select import Facts, select
 from graphar.plan.sizes import MB
-from graphar.plan.tables import DEFAULT, Table, shipped_table
+from graphar.plan.tables import DEFAULT, shipped_table
 from graphar.plan.work import Norm, Product
 from graphar.runtime.availability import is_available
 from graphar.runtime.launcher import architecture
@@ -136,13 +133,13 @@ def calls_on_gpus(algorithm: Algorithm, world_size: int) -> list[SelfTestCall]:
     """Returns the calls that take ``algorithm`` on ``world_size`` GPUs, by name or by choice; there may be none."""
 
     def takes(op: _Op, size: Any) -> bool:
-        if op.kernel:
-            return algorithm is op.kernel(world_size, size)
+        if chosen := op.kernel(world_size, size):
+            return algorithm is chosen
         limit = algorithm.row.limit(world_size)
         fits = limit is None or size * DTYPE.itemsize <= limit
         return fits and algorithm.op == op.function and algorithm.row.takes_codec == op.takes_codec
 
-    return [(op, size) for op in _OPS for size in op.sizes if takes(op, size)]
+    return [(op, size) for op, size in calls_on_cpu() if takes(op, size)]
 
 
 def calls_on_cpu() -> list[SelfTestCall]:
@@ -153,7 +150,8 @@ def calls_on_cpu() -> list[SelfTestCall]:
 def _count_wrong(op: _Op, size: Any, algorithm: Algorithm, ranks: Communicator) -> int:
     """Makes a call, and returns how many elements of its results differ from the specification."""
     operands, equal = op.tensors(ranks.world_size, size)
-    named = {"algorithm": algorithm.value} if not op.kernel and algorithm.op == op.function else {}
+    is_named = algorithm.op == op.function and not op.kernel(ranks.world_size, size)
+    named = {"algorithm": algorithm.value} if is_named else {}
     call = SpecifiedCall(op.function, operands, equal, **op.options, **named)
     results = call.over(ranks)()
     ranks.synchronize()
@@ -161,63 +159,11 @@ def _count_wrong(op: _Op, size: Any, algorithm: Algorithm, ranks: Communicator) 
     return sum(count_wrong(result.cpu(), expected) for result, expected in pairs)
 
 
-# ---- tensors: those of the ranks, and those that are equal on all ranks ---------------------------------------------
-
-Tensors = tuple[list[OfRanks], list[torch.Tensor]]
-
-
-def _normal(ranks: int, size: int | tuple[int, int]) -> Tensors:
-    return [random(["cpu"] * ranks, size)], []
-
-
-def _with_special(ranks: int, numel: int) -> Tensors:
-    """Returns normal values with special ones among them; ranks have special values at the same places."""
-    xs, special = random(["cpu"] * ranks, numel), torch.tensor(_SPECIAL, dtype=DTYPE)
-    for rank, x in enumerate(xs):
-        generator = torch.Generator().manual_seed(rank)
-        x[::13] = special[torch.randint(len(special), x[::13].shape, generator=generator)]
-    return [xs], []
-
-
-def _with_special_for_each(ranks: int, numel: int) -> Tensors:
-    """Returns the same, with ``numel`` elements for each rank."""
-    return _with_special(ranks, ranks * numel)
-
-
-def _factors(ranks: int, size: tuple[int, int]) -> Tensors:
-    """Returns each rank's ``a`` and ``w``: small integers, whose products add up to the same bits in any order."""
-    return [[_integers(rank, length, _K) for rank in range(ranks)] for length in size], []
-
-
-def _integers(seed: int, *shape: int) -> torch.Tensor:
-    """Returns integers from -4 to 4 without 0, so that no product is -0."""
-    x = torch.randint(-4, 4, shape, generator=torch.Generator().manual_seed(seed))
-    return torch.where(x < 0, x, x + 1).to(DTYPE)
-
-
-def _norm(ranks: int, size: tuple[int, int], of: Callable[..., Tensors] = _normal) -> Tensors:
-    """Returns the tensors of a sum, and the residual and the weight of its norm."""
-    return of(ranks, size)[0], [*random(["cpu"], size, seed=1), *random(["cpu"], size[1], seed=2)]
-
-
-def _norm_of_parts(ranks: int, size: tuple[int, int], of: Callable[..., Tensors] = _normal) -> Tensors:
-    """Returns the same, with each rank's own rows of the residual."""
-    operands, (residual, weight) = _norm(ranks, size, of)
-    return [*operands, residual.tensor_split(ranks)], [weight]
-
-
-# ---- ops ------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Op:
-    """How the calls of an op are made."""
+class _Op(NamedTuple):
+    """An op, and how its calls are made."""
 
     function: str  # the name of graphar's function
-    tensors: Callable[[int, Any], Tensors]  # given the number of ranks and a size
-    sizes: tuple  # the sizes of its calls
-    # The algorithm that a call takes, given a world size and a size; None: the one that the call names.
-    kernel: Callable[[int, Any], Algorithm] | None = None
+    sizes: tuple  # of its calls: elements of a tensor, or rows and columns
     takes_codec: bool = False
 
     @property
@@ -230,40 +176,61 @@ class _Op:
             return {"codec": "int8"}
         return {"partition": "tiles"} if self.function.startswith("fused") else {}
 
+    def kernel(self, world_size: int, size: Any) -> Algorithm | None:
+        """Returns the algorithm that a call takes; None: the one that the call names."""
+        table = find_table(torch.cuda.get_device_name(0)) if torch.cuda.is_available() else shipped_table(DEFAULT)
+        if self.function.startswith("fused"):
+            rows, columns = size
+            return fused_algorithm(table, Product(self.function, (rows,), columns), world_size)
+        if self.function == "allreduce_residual_rmsnorm":
+            rows, columns = size
+            call = Call(Norm(self.function, (rows * columns,), columns), DTYPE, 0)
+            return select(call, Facts(world_size, table, table.chip)).config.algorithm
+        kernels = with_kernels(self.function, self.takes_codec)
+        return kernels[0] if len(kernels) == 1 else None
 
-def _table() -> Table:
-    return find_table(torch.cuda.get_device_name(0)) if torch.cuda.is_available() else shipped_table(DEFAULT)
+    def tensors(self, ranks: int, size: Any) -> tuple[list[OfRanks], list[torch.Tensor]]:
+        """Returns the tensors of the ranks, and those that are equal on all ranks."""
+        if self.function.startswith("fused"):  # small integers, whose products add up to the same bits in any order
+            operands: list[OfRanks] = [[_integers(rank, length, _K) for rank in range(ranks)] for length in size]
+        elif self.takes_codec or self.function.endswith("rmsnorm"):
+            operands = [random(["cpu"] * ranks, size)]
+        else:
+            operands = [_with_special(ranks, size * ranks if self.function == "alltoall" else size)]
+        if not self.function.endswith("rmsnorm"):
+            return operands, []
+        residual, weight = *random(["cpu"], size, seed=1), *random(["cpu"], size[1], seed=2)
+        is_scattered = "reducescatter" in self.function  # each rank has its own rows of the residual
+        return ([*operands, residual.tensor_split(ranks)], [weight]) if is_scattered else (operands, [residual, weight])
 
 
-def _norm_kernel(world_size: int, size: tuple[int, int]) -> Algorithm:
-    (rows, columns), table = size, _table()
-    call = Call(Norm("allreduce_residual_rmsnorm", (rows * columns,), columns), DTYPE, 0)
-    return select(call, Facts(world_size, table, table.chip)).config.algorithm
+def _with_special(ranks: int, numel: int) -> OfRanks:
+    """Returns normal values with special ones among them; ranks have special values at the same places."""
+    xs, special = random(["cpu"] * ranks, numel), torch.tensor(_SPECIAL, dtype=DTYPE)
+    for rank, x in enumerate(xs):
+        generator = torch.Generator().manual_seed(rank)
+        x[::13] = special[torch.randint(len(special), x[::13].shape, generator=generator)]
+    return xs
 
 
-def _matmul_kernel(op: str, world_size: int, size: tuple[int, int]) -> Algorithm:
-    rows, columns = size
-    return fused_algorithm(_table(), Product(op, (rows,), columns), world_size)
+def _integers(seed: int, *shape: int) -> torch.Tensor:
+    """Returns integers from -4 to 4 without 0, so that no product is -0."""
+    x = torch.randint(-4, 4, shape, generator=torch.Generator().manual_seed(seed))
+    return torch.where(x < 0, x, x + 1).to(DTYPE)
 
 
-def _only_kernel(op: str, world_size: int, size: Any, codec: bool = False) -> Algorithm:
-    (only,) = with_kernels(op, codec)
-    return only
-
-
-_SUMMED, _SCATTERED = (partial(_matmul_kernel, f"fused_matmul_{op}") for op in ("allreduce", "reducescatter"))
 _OPS = (
-    _Op("allreduce", _with_special, _NUMELS),
-    _Op("reducescatter", _with_special, _NUMELS),
-    _Op("allgather", _with_special, _NUMELS),
-    _Op("alltoall", _with_special_for_each, _NUMELS),
-    _Op("allreduce", _normal, _QUANTIZED_NUMELS, takes_codec=True),
-    _Op("reducescatter", _normal, _QUANTIZED_NUMELS, partial(_only_kernel, "reducescatter", codec=True), True),
-    _Op("allreduce_residual_rmsnorm", _norm, _ROWS, _norm_kernel),
-    _Op("reducescatter_residual_rmsnorm", _norm_of_parts, _ROWS, partial(_only_kernel, REDUCESCATTER_NORM)),
-    _Op("fused_matmul_allreduce", _factors, _RESULTS, _SUMMED),
-    _Op("fused_matmul_allreduce_residual_rmsnorm", partial(_norm, of=_factors), _RESULTS, _SUMMED),
-    _Op("fused_matmul_reducescatter", _factors, _PARTS, _SCATTERED),
-    _Op("fused_allgather_matmul", _factors, _PARTS, partial(_only_kernel, "fused_allgather_matmul")),
-    _Op("fused_matmul_reducescatter_residual_rmsnorm", partial(_norm_of_parts, of=_factors), _PARTS, _SCATTERED),
+    _Op("allreduce", _NUMELS),
+    _Op("reducescatter", _NUMELS),
+    _Op("allgather", _NUMELS),
+    _Op("alltoall", _NUMELS),
+    _Op("allreduce", _QUANTIZED_NUMELS, takes_codec=True),
+    _Op("reducescatter", _QUANTIZED_NUMELS, takes_codec=True),
+    _Op("allreduce_residual_rmsnorm", _ROWS),
+    _Op("reducescatter_residual_rmsnorm", _ROWS),
+    _Op("fused_matmul_allreduce", _RESULTS),
+    _Op("fused_matmul_allreduce_residual_rmsnorm", _RESULTS),
+    _Op("fused_matmul_reducescatter", _PARTS),
+    _Op("fused_allgather_matmul", _PARTS),
+    _Op("fused_matmul_reducescatter_residual_rmsnorm", _PARTS),
 )
