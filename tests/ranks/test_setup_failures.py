@@ -21,7 +21,7 @@ from graphar.plan.call import Call
 from graphar.plan.policy import Chip
 from graphar.plan.work import Sum
 from graphar.ranks import capture
-from graphar.ranks.rendezvous import StoreRendezvous
+from graphar.ranks.rendezvous import Alone, StoreRendezvous
 from graphar.runtime import availability, engine, launcher
 from graphar.runtime.memory import ipc_memory
 from tests.processes import on_ranks, run_code, run_ranks
@@ -334,7 +334,7 @@ def allocate_with(monkeypatch):
             met.wait()
             meet = StoreRendezvous(store, "t", rank, 2, timeout_s=5)
             with pytest.raises((DriverError, CommunicatorError)) as raised:
-                ipc_memory.allocate_shared(rank, meet, 64, "the driver forbids another way")
+                ipc_memory.allocate({rank: rank}, meet, 64, "the driver forbids another way")
             return str(raised.value), mine.done
 
         with ThreadPoolExecutor(2) as pool:
@@ -386,6 +386,6 @@ def test_of_a_list_the_devices_before_the_one_without_memory_keep_nothing(monkey
     monkeypatch.setattr(ipc_memory, "on_device", lambda index: contextlib.nullcontext())
 
     with pytest.raises(DriverError, match="OUT_OF_MEMORY"):
-        ipc_memory.allocate_local([0, 1, 2], 64, "the driver forbids another way")
+        ipc_memory.allocate({0: 0, 1: 1, 2: 2}, Alone(), 64, "the driver forbids another way")
 
     assert freed == [0x1000, 0x2000]

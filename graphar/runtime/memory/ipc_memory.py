@@ -6,7 +6,7 @@ It serves where the driver or a sandbox forbids what graphar.runtime.memory.virt
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping
 
 from graphar.errors import DriverError, GrapharError, Reason
 from graphar.ranks.rendezvous import Alone, RanksAbsent, StoreRendezvous
@@ -19,10 +19,8 @@ class SharedBuffer:
     multicast_pointer = 0
     resident = True
 
-    def __init__(
-        self, pointers: list[int], nbytes: int, owned: list[int], opened: list[int], why_stays: Reason | None = None
-    ) -> None:
-        self.pointers, self.nbytes, self.why_stays = pointers, nbytes, why_stays
+    def __init__(self, pointers: list[int], nbytes: int, owned: list[int], opened: list[int]) -> None:
+        self.pointers, self.nbytes = pointers, nbytes
         self._owned, self._opened = owned, opened
 
     def unmap(self) -> None:
@@ -38,31 +36,22 @@ class SharedBuffer:
         self._owned = []
 
 
-def allocate_local(devices: Sequence[int], nbytes: int, why_stays: Reason) -> SharedBuffer:
-    """Allocates ``nbytes`` bytes for every rank of this process, by its device; if one fails, for none."""
-    pointers: list[int] = []
-    buffer = SharedBuffer(pointers, nbytes, pointers, [], why_stays)
-    for device in devices:
-        with on_device(device):
-            try:
-                pointers.append(int(call(driver.cuMemAlloc, nbytes)))
-            except DriverError:
-                buffer.free()
-                raise
-    return buffer
+def allocate(devices: Mapping[int, int], meet: StoreRendezvous | Alone, nbytes: int, why_stays: Reason) -> SharedBuffer:
+    """Allocates ``nbytes`` bytes for every rank; if one allocation fails, for none. Collective.
 
-
-def allocate_shared(device: int, meet: StoreRendezvous | Alone, nbytes: int, why_stays: Reason) -> SharedBuffer:
-    """Allocates ``nbytes`` bytes on the device of every rank's process; if one rank fails, on none. Collective."""
+    ``devices`` are those of this process's ranks, by rank.
+    """
     owned: list[int] = []
     opened: list[int] = []
-    buffer = SharedBuffer([], nbytes, owned, opened, why_stays)
-    with on_device(device):
+    buffer = SharedBuffer(owned, nbytes, owned, opened)
+    with on_device(next(iter(devices.values()))):
         try:
-            handle = meet.agree("allocating", lambda: _allocate_shareable(nbytes, owned))
+            handle = meet.agree("allocating", lambda: _allocate(devices.values(), nbytes, owned, meet))
         except GrapharError:
             buffer.free()  # no peer has its handle
             raise
+        if isinstance(meet, Alone):
+            return buffer
         handles = meet.exchange("sharing memory", handle)
         try:
             buffer.pointers = meet.agree(
@@ -78,9 +67,13 @@ def allocate_shared(device: int, meet: StoreRendezvous | Alone, nbytes: int, why
     return buffer
 
 
-def _allocate_shareable(nbytes: int, owned: list[int]) -> bytes:
-    """Allocates memory, adds its address to ``owned``, and returns its CUDA IPC handle."""
-    owned.append(int(call(driver.cuMemAlloc, nbytes)))
+def _allocate(devices: Iterable[int], nbytes: int, owned: list[int], meet: StoreRendezvous | Alone) -> bytes:
+    """Allocates memory, adds its addresses to ``owned``, and returns its CUDA IPC handle, if there are peers."""
+    for device in devices:
+        with on_device(device):
+            owned.append(int(call(driver.cuMemAlloc, nbytes)))
+    if isinstance(meet, Alone):
+        return b""
     handle = call(driver.cuIpcGetMemHandle, owned[0])
     # Read by address: the attribute with the bytes has different names in different releases of cuda-bindings.
     return ctypes.string_at(handle.getPtr(), driver.CU_IPC_HANDLE_SIZE)

@@ -49,7 +49,6 @@ class TorchBuffer:
     """One allocation on each rank, mapped into this process; the interface of virtual_buffer.VirtualBuffer."""
 
     resident = True
-    why_stays = "torch's symmetric memory has it"
 
     def __init__(self, tensor: torch.Tensor, handle) -> None:
         self.pointers, self.nbytes = list(handle.buffer_ptrs), tensor.nbytes

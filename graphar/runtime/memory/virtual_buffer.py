@@ -19,7 +19,6 @@ class VirtualBuffer:
     """
 
     multicast_pointer = 0  # only a TorchBuffer has one
-    why_stays = None  # its memory can be given back
 
     def __init__(self, nbytes: int, device_of: Mapping[int, int], world_size: int) -> None:
         self.nbytes, self._own, self._world_size = nbytes, dict(device_of), world_size
