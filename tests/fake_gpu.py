@@ -228,7 +228,8 @@ def _failing(fake: FakeDriver, name: str, function: Callable) -> Callable:
 def installed(fake: FakeDriver):
     """Lets graphar use ``fake`` in place of the CUDA driver."""
     ranges, virtual_memory.ranges = virtual_memory.ranges, virtual_memory.Ranges()
-    caches = (virtual_memory.why_not, virtual_memory.granularity, drivers.primary_context, drivers._initialise)
+    caches = (virtual_memory.why_not, virtual_memory.granularity)
+    caches += (drivers.attribute, drivers.primary_context, drivers._initialise)
     real, drivers.driver.__dict__ = drivers.driver.__dict__, {}
     for name in dir(fake):
         if name.startswith(("cu", "CU")):

@@ -50,6 +50,7 @@ def check(what: str, status) -> None:
         raise DriverError(f"{what}: {name.decode()}: {text.decode()}")
 
 
+@functools.cache
 def attribute(name: str, device: int) -> int:
     """Returns an attribute of device ``device``; ``name`` is the driver's, without CU_DEVICE_ATTRIBUTE_."""
     return call(driver.cuDeviceGetAttribute, getattr(driver.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}"), device)

@@ -40,18 +40,6 @@ def sm_count(device: int) -> int:
 
 
 @functools.cache
-def shared_nbytes_of_block(device: int) -> int:
-    """Returns the most shared memory that a block on the device may ask for."""
-    return attribute("MAX_SHARED_MEMORY_PER_BLOCK_OPTIN", device)
-
-
-@functools.cache
-def shared_nbytes_of_sm(device: int) -> int:
-    """Returns the shared memory of a streaming multiprocessor of the device."""
-    return attribute("MAX_SHARED_MEMORY_PER_MULTIPROCESSOR", device)
-
-
-@functools.cache
 def runs_on(device: int) -> bool:
     """Whether kernels without communication run on a device."""
     return torch.cuda.get_device_capability(device) >= (8, 0) and not missing_software()
@@ -78,6 +66,12 @@ def load(source: KernelSource, device: int, shared_nbytes: int, what: str):
     return load_cubin(compile_kernel(source, arch), device, shared_nbytes)
 
 
+@functools.cache
+def load_once(source: KernelSource, device: int, shared_nbytes: int, what: str):
+    """Returns the function of a kernel without communication, as :func:`load` does."""
+    return load(source, device, shared_nbytes, what)
+
+
 def load_cubin(cubin: Cubin, device: int, shared_nbytes: int):
     """Loads ``cubin`` onto ``device``, allows ``shared_nbytes`` of dynamic shared memory, and returns the function."""
     with on_device(device):
@@ -101,6 +95,12 @@ class Grid:
     # waits for the kernel before it.
     overlaps: bool
     cluster: int = 1  # the blocks of a thread block cluster
+
+
+def early_grid(device: int, blocks: int, threads: int, shared_nbytes: int = 0, cluster: int = 1) -> Grid:
+    """Returns the grid of a kernel without communication of which two blocks fit on an SM."""
+    overlaps = can_overlap(device) and chip(device).may_overlap(blocks, halves=True)
+    return Grid(blocks, threads, shared_nbytes, overlaps, cluster)
 
 
 class Launch:
