@@ -23,7 +23,7 @@ from graphar.plan.work import Sum
 from graphar.ranks import capture
 from graphar.ranks.rendezvous import Alone, StoreRendezvous
 from graphar.runtime import availability, engine, launcher
-from graphar.runtime.memory import ipc_memory
+from graphar.runtime.memory import peer_memory
 from tests.processes import on_ranks, run_code, run_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -323,8 +323,8 @@ class Driver:
 def allocate_with(monkeypatch):
     """Allocates on two ranks, each with a driver call that fails: the error and the driver calls of each rank."""
     drivers = {}
-    monkeypatch.setattr(ipc_memory, "call", lambda *asked: drivers[threading.get_ident()].call(*asked))
-    monkeypatch.setattr(ipc_memory, "on_device", lambda index: contextlib.nullcontext())
+    monkeypatch.setattr(peer_memory, "call", lambda *asked: drivers[threading.get_ident()].call(*asked))
+    monkeypatch.setattr(peer_memory, "on_device", lambda index: contextlib.nullcontext())
 
     def allocate(*failing):
         store, met = dist.HashStore(), threading.Barrier(2)
@@ -334,7 +334,7 @@ def allocate_with(monkeypatch):
             met.wait()
             meet = StoreRendezvous(store, "t", rank, 2, timeout_s=5)
             with pytest.raises((DriverError, CommunicatorError)) as raised:
-                ipc_memory.allocate({rank: rank}, meet, 64, "the driver forbids another way")
+                peer_memory.allocate_shared({rank: rank}, meet, 64, "the driver forbids another way")
             return str(raised.value), mine.done
 
         with ThreadPoolExecutor(2) as pool:
@@ -382,10 +382,10 @@ def test_of_a_list_the_devices_before_the_one_without_memory_keep_nothing(monkey
             raise DriverError("cuMemAlloc: CUDA_ERROR_OUT_OF_MEMORY: out of memory")
         return pointer
 
-    monkeypatch.setattr(ipc_memory, "call", call)
-    monkeypatch.setattr(ipc_memory, "on_device", lambda index: contextlib.nullcontext())
+    monkeypatch.setattr(peer_memory, "call", call)
+    monkeypatch.setattr(peer_memory, "on_device", lambda index: contextlib.nullcontext())
 
     with pytest.raises(DriverError, match="OUT_OF_MEMORY"):
-        ipc_memory.allocate({0: 0, 1: 1, 2: 2}, Alone(), 64, "the driver forbids another way")
+        peer_memory.allocate_shared({0: 0, 1: 1, 2: 2}, Alone(), 64, "the driver forbids another way")
 
     assert freed == [0x1000, 0x2000]

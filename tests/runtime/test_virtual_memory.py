@@ -10,9 +10,8 @@ import torch.distributed as dist
 from graphar.errors import CommunicatorError, DriverError
 from graphar.ranks.rendezvous import StoreRendezvous
 from graphar.runtime.memory import peer_memory, virtual_memory
-from graphar.runtime.memory.ipc_memory import SharedBuffer
-from graphar.runtime.memory.peer_memory import LocalMemory, ProcessMemory
-from graphar.runtime.memory.virtual_buffer import Guard, VirtualBuffer
+from graphar.runtime.memory.peer_memory import LocalMemory, ProcessMemory, SharedBuffer
+from graphar.runtime.memory.virtual_memory import Guard, VirtualBuffer
 from tests.fake_gpu import GRANULE_NBYTES, OK, OUT_OF_MEMORY, FakeDriver, descriptors, installed, open_files, tensor_at
 from tests.processes import on_ranks, run_ranks
 

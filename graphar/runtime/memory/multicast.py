@@ -46,7 +46,7 @@ def why_not(environment: Mapping[str, str]) -> Reason | None:
 
 
 class TorchBuffer:
-    """One allocation on each rank, mapped into this process; the interface of virtual_buffer.VirtualBuffer."""
+    """One allocation on each rank, mapped into this process; the interface of VirtualBuffer."""
 
     resident = True
 
