@@ -18,7 +18,7 @@ from graphar.plan.config import Config, Kernel
 from graphar.plan.policy import Chip
 from graphar.plan.slices import Slice
 from graphar.ranks.rendezvous import Alone, RanksAbsent
-from graphar.runtime import failures, launcher, runner, setup
+from graphar.runtime import launcher, runner, setup
 from graphar.runtime.arguments import Arguments, Record
 from graphar.runtime.bind import launches
 from graphar.runtime.bind.collective import plan_of_slices
@@ -162,8 +162,7 @@ def runner_of(monkeypatch, record, world_size=3, rendezvous=None):
     made = Runner([member], world_size, CHIP, memory=memory, rendezvous=rendezvous or Alone(), multicast_memory=None)
     begun = {0x1000: 42, 0x2000: 42, 0x3000: 41, 0x4000: 3, 0x5000: 3, 0x6000: 4}
     monkeypatch.setattr(runner, "calls_begun", lambda counters, device: begun[counters])
-    for module in (failures, runner):
-        monkeypatch.setattr(module, "read", lambda struct, address: struct())  # no rank has told what it calls
+    monkeypatch.setattr(runner, "read", lambda struct, address: struct())  # no rank has told what it calls
     monkeypatch.setattr(runner, "on_device", contextlib.nullcontext)
     made.kernels.regions = {
         Algorithm.TWO_SHOT_PUSH: SimpleNamespace(pointers=[0x1000, 0x2000, 0x3000]),
