@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, cast
+from typing import NamedTuple, TypeVar, cast
 
 import torch
 
 from graphar.plan.call import Call, Operands
 from graphar.plan.config import Config
 from graphar.plan.explanation import Explanation
-from graphar.runtime.bounded_cache import BoundedCache
 from graphar.runtime.watch.stats import CallStats, merged
 
+T = TypeVar("T")
 Tensors = tuple[torch.Tensor, ...]
 # Launches with the parts of one rank's operands, for a caller that has made the rank's device the current one.
 Launch = Callable[..., None]  # takes the inputs, outputs and numbers of a rank, and perhaps its Corner
@@ -57,6 +57,23 @@ class Plan(NamedTuple):
         """Returns the explanation of a call with these operands of one rank, and says whose matmul multiplies them."""
         reason = "; ".join(filter(None, (self.reason, self.matmul(operands))))
         return replace(self.explanation, reason=reason)
+
+
+class BoundedCache(dict[Hashable, T]):
+    """A dict that empties itself before an entry beyond ``max_entries`` is added.
+
+    The bound is needed because keys hold addresses: a caller whose tensors move adds a key with each call.
+    """
+
+    def __init__(self, max_entries: int = 1024) -> None:
+        self._max_entries = max_entries
+
+    def keep(self, key: Hashable, value: T) -> T:
+        """Adds an entry and returns its value."""
+        if len(self) >= self._max_entries:
+            self.clear()
+        self[key] = value
+        return value
 
 
 class Plans(BoundedCache[Plan]):

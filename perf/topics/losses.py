@@ -82,20 +82,14 @@ class Own:
         self.upstream = torch.ones((), device=x.device)
         new = partial(x.new_empty, dtype=torch.float32)
         self.results = new(() if result == "mean" else rows), new(2 * rows + 1)
-        self.partials = new((rows, self.work.terms.width)) if self.ranks > 1 else None
-        self._compute_partials()
-        self.gathered = None if self.partials is None else self.partials.expand(self.ranks, -1, -1).contiguous()
-
-    def _operands(self) -> Operands:
-        return Operands((self.x, self.target), self.results)
-
-    def _compute_partials(self) -> None:
-        if self.partials is not None:
-            self.compute(self._operands(), self.partials, None)
+        self.operands, self.partials = Operands((x, target), self.results), new((rows, self.work.terms.width))
+        self.compute(self.operands, self.partials, None)
+        self.gathered = self.partials.expand(self.ranks, -1, -1).contiguous() if self.ranks > 1 else None
 
     def __call__(self, passes: str) -> tuple[Tensor, ...]:
-        self._compute_partials()
-        self.compute(self._operands(), None, self.gathered)
+        if self.gathered is not None:
+            self.compute(self.operands, self.partials, None)
+        self.compute(self.operands, None, self.gathered)
         if passes == FORWARD:
             return (self.results[0],)
         gradient = torch.empty_like(self.x)

@@ -36,13 +36,12 @@ from graphar.plan.call import Call, Operands
 from graphar.plan.scratch import PACK_NBYTES
 from graphar.plan.work import Parts
 from graphar.runtime.bind.launches import runner_of
-from graphar.runtime.bounded_cache import BoundedCache
 from graphar.runtime.driver import check, driver, on_device
 from graphar.runtime.engine import Engine
 from graphar.runtime.kernels import COUNTERS_NBYTES
 from graphar.runtime.member import Member
 from graphar.runtime.memory.symmetric_tensors import tensor_at
-from graphar.runtime.plan import Plan
+from graphar.runtime.plan import BoundedCache, Plan
 
 Event = torch.cuda.Event | torch.Event
 Move = tuple[int, int, int]  # the address to copy to, the address to copy from, and bytes

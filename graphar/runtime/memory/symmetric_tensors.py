@@ -10,8 +10,8 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from graphar.runtime.arguments import Arguments
-from graphar.runtime.bounded_cache import BoundedCache
 from graphar.runtime.memory.peer_memory import Buffer, LocalMemory, ProcessMemory
+from graphar.runtime.plan import BoundedCache
 
 # Memory is shared in whole blocks of this size. An allocation of whole blocks exposes no other memory to peers.
 _BLOCK_NBYTES = 2 << 20
