@@ -38,7 +38,7 @@ def call(function, *args) -> Any:
 
 @functools.cache
 def _initialise() -> None:
-    """Initialises the driver, once. torch does so at its first CUDA tensor, which may come later."""
+    """torch initialises the driver too, at its first CUDA tensor, which may come later."""
     check("cuInit", *driver.cuInit(0))
 
 

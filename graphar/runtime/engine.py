@@ -156,11 +156,9 @@ class Engine:
         _log.info("communicator of ranks %s: %s", hook.ranks_of(self), how)
 
     def deadline(self, call: Call) -> float:
-        """Returns the deadline of each wait on another rank in a call, in seconds."""
         return call.timeout_s or self.timeout_s
 
     def use_table(self, table: Table) -> None:
-        """Makes later calls go by ``table``."""
         self.table = table
         self.plans.clear()
 
@@ -169,7 +167,7 @@ class Engine:
         return self.symmetric.sides(x, out) if self.symmetric else ()
 
     def explain(self, call: Call, x: torch.Tensor) -> Explanation:
-        """Returns the algorithm of a call whose first tensor is like ``x``, and why; as :meth:`select` collective."""
+        """Returns the algorithm of a call whose first tensor is like ``x``, and why. The first call is collective."""
         return select.explain(call, self.facts(call, x))
 
     def select(self, call: Call, x: torch.Tensor) -> select.Choice:
@@ -177,7 +175,6 @@ class Engine:
         return select.select(call, self.facts(call, x))
 
     def stats(self) -> Stats:
-        """Returns counts of the calls so far. Not collective."""
         waited_s = self._rendezvous.waited_s if self._rendezvous else 0.0
         launches = self.runner.launches() if self.runner else {}
         failure = self._failure or (self.runner and self.runner.failure())
@@ -210,7 +207,6 @@ class Engine:
     # ---- set-up -----------------------------------------------------------------------------------------------------
 
     def first_device(self) -> torch.device:
-        """Returns the device of this process's first rank."""
         return self.devices[0] if self.devices else device_of_process(known_group(self.group))
 
     def find_runner(self, device: torch.device) -> bool:
@@ -251,7 +247,6 @@ class Engine:
     # ---- failures and the end ---------------------------------------------------------------------------------------
 
     def keeping_failure(self, op: str = "graphar") -> KeepingFailure:
-        """Calls :meth:`check_ready`, and keeps a failure of the code inside: every later call raises it again."""
         return KeepingFailure(self, op)
 
     def check_open(self, op: str = "graphar") -> None:
@@ -272,13 +267,7 @@ class Engine:
         if self._failure:
             raise self._failure.again()
 
-    def is_usable(self) -> bool:
-        """Whether calls can be made, or can after a resumption."""
-        failed = self._failure or (self.runner and not self.suspended and self.runner.failure())
-        return not (self.closed or failed)
-
     def keep_failure(self, error: GrapharError) -> None:
-        """Makes later calls raise ``error`` again."""
         self._failure = error.again(NOT_MADE)
 
     def synchronize(self) -> None:
@@ -293,6 +282,11 @@ class Engine:
             return ""
         # A rank may make an engine alone, as an explanation does. Once all ranks have met, all of them have it.
         return self._rendezvous.prefix if self._rendezvous and self._rendezvous.has_met else None
+
+    def is_usable(self) -> bool:
+        """Whether calls can be made, or can after a resumption."""
+        failed = self._failure or (self.runner and not self.suspended and self.runner.failure())
+        return not (self.closed or failed)
 
     def why_stays(self) -> Reason | None:
         """Returns why memory of this process cannot be given back while its addresses stay."""
@@ -363,7 +357,6 @@ class Engine:
         return [json.loads(said) for said in self.rendezvous().exchange(what, json.dumps(words).encode())]
 
     def memory(self) -> Memory:
-        """Returns the memory of this process's first rank on its GPU."""
         return self.runner.memory_use() if self.runner else memory_of({}, [])
 
     def close(self) -> None:
@@ -396,7 +389,10 @@ class Engine:
 
 
 class KeepingFailure:
-    """A context, or a decorator of a call's function, of :meth:`Engine.keeping_failure`."""
+    """Calls :meth:`Engine.check_ready`, and keeps a failure of the code inside, or of the function that it decorates.
+
+    Every later call raises the failure again.
+    """
 
     def __init__(self, engine: Engine, op: str) -> None:
         self._engine, self._op = engine, op
@@ -425,7 +421,6 @@ hook.when_changed.append(_find_warm_plans)
 
 
 def closed(op: str) -> CommunicatorError:
-    """Returns the error of a call with a closed communicator."""
     return CommunicatorError(
         f"{op}: this communicator is closed; make another, and whatever was compiled or captured with this one again"
     )

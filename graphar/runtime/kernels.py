@@ -134,7 +134,7 @@ class Kernels:
     # ---- scratch ----------------------------------------------------------------------------------------------------
 
     def counters(self) -> Mapping[Algorithm, Sequence[int]]:
-        """Returns, for each prepared algorithm, the addresses of its counters by rank."""
+        """Returns the addresses of each prepared algorithm's counters, by rank."""
         return {algorithm: region.pointers for algorithm, region in self.regions.items()}
 
     def scratch(self, algorithm: Algorithm) -> list[int]:

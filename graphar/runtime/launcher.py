@@ -29,13 +29,11 @@ def architecture(device: int) -> str:
 
 
 def chip(device: int) -> Chip:
-    """Returns the facts about a device that plans use."""
     return Chip(sm_count(device), architecture(device), concurrent_communicators())
 
 
 @functools.cache
 def sm_count(device: int) -> int:
-    """Returns the number of streaming multiprocessors of a device."""
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
@@ -73,7 +71,6 @@ def load_once(source: KernelSource, device: int, shared_nbytes: int, what: str):
 
 
 def load_cubin(cubin: Cubin, device: int, shared_nbytes: int):
-    """Loads ``cubin`` onto ``device``, allows ``shared_nbytes`` of dynamic shared memory, and returns the function."""
     with on_device(device):
         if cubin.image not in _libraries:
             _libraries[cubin.image] = call(driver.cuLibraryLoadData, cubin.image, [], [], 0, [], [], 0)
@@ -88,9 +85,9 @@ def load_cubin(cubin: Cubin, device: int, shared_nbytes: int):
 class Grid:
     """The launch configuration of a kernel."""
 
-    blocks: int  # the blocks of the grid; a multiple of ``cluster``
-    threads: int  # the threads of a block
-    shared_nbytes: int  # the dynamic shared memory of a block, in bytes
+    blocks: int  # a multiple of ``cluster``
+    threads: int  # of a block
+    shared_nbytes: int  # the dynamic shared memory of a block
     # Whether the kernel may start while the kernel before it ends (programmatic dependent launch). Such a kernel itself
     # waits for the kernel before it.
     overlaps: bool
@@ -108,10 +105,6 @@ class Launch:
 
     cuLaunchKernelEx is called through ctypes with structs that are made once; cuda.bindings would copy the
     configuration at each launch. The driver aligns its copies of the parameters as the kernel declares them.
-
-    Attributes:
-        arguments: the arguments of the function that ``launch_kernel`` returns.
-        stream: the handle of the stream of the next launch; None before the first.
     """
 
     def __init__(self, function, parameters: Sequence[ctypes.Structure], grid: Grid) -> None:
@@ -119,7 +112,7 @@ class Launch:
         self._parameters = parameters  # a reference: `addresses` hold none
         addresses = (ctypes.c_void_p * len(parameters))(*map(ctypes.addressof, parameters))
         self.arguments = (_pointer(config.getPtr()), _pointer(int(function)), ctypes.byref(addresses), None)
-        self.stream: int | None = None
+        self.stream: int | None = None  # the handle of the stream of the next launch
 
     def on(self, stream: int) -> None:
         """Sets the stream of the launches that follow."""
