@@ -76,7 +76,6 @@ def may_share_gpu() -> bool:
 
 
 def no_peer_access(device: int, peer: int) -> str:
-    """Returns the message for a ``device`` without peer access to ``peer``."""
     return f"cuda:{device} has no peer access to cuda:{peer} (`nvidia-smi topo -p2p r` says why)"
 
 
@@ -86,7 +85,6 @@ def missing_software() -> Reason | None:
 
 
 def missing_cuda_python() -> Reason | None:
-    """Returns why cuda-python cannot be imported."""
     try:
         for name in ("cuda.bindings.driver", "cuda.core"):
             importlib.import_module(name)
@@ -96,7 +94,6 @@ def missing_cuda_python() -> Reason | None:
 
 
 def missing_nvrtc() -> Reason | None:
-    """Returns why NVRTC cannot be loaded."""
     try:
         nvrtc_version()
     except (ImportError, RuntimeError) as error:
@@ -105,7 +102,6 @@ def missing_nvrtc() -> Reason | None:
 
 
 def missing_driver() -> Reason | None:
-    """Returns why the CUDA driver cannot be used. Needs cuda-python."""
     try:
         version = driver_cuda_version()
     except RuntimeError as error:

@@ -118,15 +118,12 @@ def place() -> tuple[Path | None, Reason | None]:
 
 
 class Survey(NamedTuple):
-    """The content of the cache."""
-
     keys: list[str]  # the keys of the entries that load
     damaged: list[str]  # the keys of the entries that do not load
     unfinished: list[str]  # the names of temporary files, which are being written now or were left by a killed process
 
 
 def survey() -> Survey:
-    """Reads every entry of the cache."""
     directory = _directory()
     names = sorted(os.listdir(directory)) if directory else []
     of_loading: dict[bool, list[str]] = {True: [], False: []}
@@ -136,7 +133,6 @@ def survey() -> Survey:
 
 
 def _wanted_directory() -> Path:
-    """Returns the cache's directory by the environment; raises RuntimeError if it names none and there is no home."""
     if chosen := os.environ.get("GRAPHAR_CACHE_DIR"):
         return Path(chosen)
     if caches := os.environ.get("XDG_CACHE_HOME"):
@@ -145,7 +141,7 @@ def _wanted_directory() -> Path:
 
 
 def _distrust(status: os.stat_result) -> Reason | None:
-    """Returns which rule a directory or an entry breaks; None if only this user can have written it."""
+    """Returns why other users may have written a directory or an entry."""
     if status.st_uid != os.geteuid():
         return "is not trusted: it must belong to the user of this process"
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):

@@ -32,8 +32,6 @@ _ERROR = re.compile(r"^(?!__nv_name_map)(?P<file>.+?)\((?P<line>\d+)\): (?:catas
 
 @dataclass(frozen=True)
 class Cubin:
-    """One compiled kernel."""
-
     image: bytes  # an ELF file with the code for one architecture
     symbol: str  # the kernel's mangled name in the image
     said: str = field(default="", compare=False)  # the compiler's log; an empty string for a cubin from the cache
@@ -46,7 +44,6 @@ def source_directory() -> Path:
 
 
 def nvrtc_version() -> tuple[int, int]:
-    """Returns NVRTC's version: major and minor."""
     _, major, minor = importlib.import_module("cuda.bindings.nvrtc").nvrtcVersion()
     return major, minor
 

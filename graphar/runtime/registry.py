@@ -148,7 +148,6 @@ def engine_of_devices(name: str, devices: tuple[torch.device, ...], op: str = "g
 
 
 def check_takes_tensors(engine: Engine) -> None:
-    """Raises ValueError for the engine of a communicator with devices, which takes lists."""
     if engine.devices is not None:
         raise ValueError("graphar: this communicator has devices, so it takes a list of tensors, got a tensor")
 

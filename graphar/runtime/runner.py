@@ -107,15 +107,10 @@ class Runner:
         return arguments
 
     def fingerprint(self, words: str, numbers: Sequence[float], tells: bool) -> int:
-        """Returns the fingerprint of a launch with these numbers of its epilogue.
-
-        If it ``tells``, other ranks can look up the words at once, which takes the host as long as some calls.
-        Otherwise they can look them up once a kernel has found that ranks differ.
-        """
+        """Returns the fingerprint of a launch with numbers of its epilogue, as :meth:`Fingerprints.of` does."""
         return self._fingerprints.of(words_with_numbers(words, numbers), tells)
 
     def memory_use(self) -> Memory:
-        """Returns the memory that the communicator holds on the first member's GPU."""
         return memory_of(self.kernels.regions, self.symmetric.buffers)
 
     # ---- failures and the end ---------------------------------------------------------------------------------------
@@ -139,7 +134,6 @@ class Runner:
         self._launched = Counter(self.launches())
 
     def raise_failure(self) -> None:
-        """Raises the error of :meth:`failure`, if any."""
         if failure := self.failure():
             raise failure.again()
 
@@ -154,7 +148,6 @@ class Runner:
         return self._failure
 
     def _failure_of(self, record: Record) -> GrapharError:
-        """Returns the error for the record of a kernel that gave up."""
         algorithm = of_number(record.algorithm)
         what = f"{algorithm.op} call {record.sequence} by {algorithm.value}"
         if record.kind == _OVERLAPPED:
@@ -221,7 +214,6 @@ class Runner:
                 self.rendezvous.withdraw(_PREPARING)
 
     def _read_counters(self, member: Member) -> Mapping[Algorithm, Counters]:
-        """Returns copies of a member's Counters."""
         with on_device(member.device):
             return {algorithm: read(Counters, at[member.rank]) for algorithm, at in self.kernels.counters().items()}
 

@@ -118,7 +118,6 @@ class Lane:
         return stream.record_event(next(self.events)) if apart else None
 
     def wait(self, end: Event | None) -> None:
-        """Lets the caller's stream wait for the end of copies."""
         if end is not None:
             self.main.wait_event(end)
 

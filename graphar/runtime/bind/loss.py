@@ -116,7 +116,7 @@ Compute = Callable[[Operands, torch.Tensor | None, torch.Tensor | None], None]
 
 
 def bind(engine: Engine, call: Call[Loss], ranks: Sequence[Operands]) -> Plan:
-    """Returns the plan of a loss. Collective, unless there is one rank."""
+    """Collective, unless there is one rank."""
     work, count = call.work, engine.world_size
     own_ranks = [engine.rank or 0] if engine.devices is None else range(count)
     computes = [
@@ -144,7 +144,6 @@ def bind(engine: Engine, call: Call[Loss], ranks: Sequence[Operands]) -> Plan:
 
 
 def _gather(engine: Engine, call: Call[Loss], ranks: Sequence[Operands]) -> Plan:
-    """Returns the plan of the all-gather of all ranks' partials."""
     exchange = call.work.exchanged
     like = [_room(call.work, operands, engine.world_size) for operands in ranks]
     exchange = exchange._replace(parts=exchange.parts * engine.world_size)

@@ -62,10 +62,7 @@ def norm(
 
 
 def load(device: int, dtype: torch.dtype, total_dtype: torch.dtype | None = None):
-    """Loads and returns the kernel for a residual of ``dtype`` and a sum in ``total_dtype``; None: in ``dtype``.
-
-    Do so before a kernel that waits for other ranks runs: loading could hang.
-    """
+    """Loads and returns the kernel: before one that waits for other ranks runs, beside which loading could hang."""
     source = residual_norm_source(dtype, total_dtype)
     return launcher.load_once(source, device, NORM_SHARED_NBYTES, f"residual_rmsnorm for {dtype}")
 
@@ -74,7 +71,6 @@ def load(device: int, dtype: torch.dtype, total_dtype: torch.dtype | None = None
 def _bind(
     device: int, dtype: torch.dtype, total_dtype: torch.dtype, numel: int, columns: int, eps: float, offset: float
 ) -> Callable[[Tensors, Tensors, int], None]:
-    """Returns a function that launches one norm of its inputs and outputs on a stream."""
     arguments = NormArguments(numel=numel, columns=columns, eps=eps, weight_offset=offset)
     packs = columns * dtype.itemsize // PACK_NBYTES
     threads = min(1024, max(WARP, 1 << (packs - 1).bit_length()))
@@ -121,7 +117,6 @@ def backward(
 
 
 def _shared_nbytes(device: int) -> int:
-    """Returns the most shared memory that a block may ask for."""
     return attribute("MAX_SHARED_MEMORY_PER_BLOCK_OPTIN", device)
 
 
@@ -142,7 +137,6 @@ def _staging(device: int, row_nbytes: int) -> _Staging:
 
 
 def serves_backward(summed: torch.Tensor) -> bool:
-    """Whether the kernels can compute the gradients of the rows of ``summed``."""
     return serves(summed) and _staging(summed.device.index, summed.shape[-1] * summed.element_size()).stages > 0
 
 

@@ -61,8 +61,6 @@ def profile(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 class _Recorder:
-    """Records calls until it writes them."""
-
     def __init__(self) -> None:
         self._slices: list[dict] = []
         # Slices of devices, which lack their times, and the events before and after.
@@ -110,7 +108,6 @@ class _Recorder:
                     self._timed.append((of_rank, x.get_device(), before[at], after[at]))
 
     def write(self, path: Path) -> None:
-        """Writes the calls as a trace: a process for each rank, a track for each thread and device."""
         self._is_open = False
         for device in self._anchors:
             torch.cuda.synchronize(device)
@@ -141,7 +138,6 @@ class _Recorder:
 
 
 def _taken(engine: Any, call: Call) -> dict[str, Any]:
-    """Returns the algorithm of a call that was made, and its codec, its epilogue or the tensors of its tuple."""
     work, plan = call.work, engine.plans.get(call)
     details = {"codec": work.codec, "epilogue": work.epilogue and work.epilogue.text}
     details["tensors"] = work.amount(call.dtype) if work.unit == "bytes" else ""

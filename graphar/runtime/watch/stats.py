@@ -89,7 +89,6 @@ def with_beside(ours: Stats, name: str) -> Stats:
 
 
 def merged(calls: Iterable[CallStats]) -> tuple[CallStats, ...]:
-    """Returns calls, added up by op, algorithm and fallback reason."""
     totals: dict[tuple[str, str, str], CallStats] = {}
     for call in calls:
         kind = call.op, call.algorithm, call.fallback_reason
