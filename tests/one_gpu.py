@@ -127,9 +127,6 @@ class RanksOfOneGpu:
         """What each rank receives of matrices, in one of the formats of NORM_OUTPUTS that need no scale."""
         counts = (parts[0].numel(),) if algorithm.op == ALLREDUCE_NORM else tuple(one.numel() for one in residuals)
         work = Norm(algorithm.op, counts, len(weight), output, *numbers, **tree)
-        return self._norm(work, algorithm, parts, residuals, weight)
-
-    def _norm(self, work: Norm, algorithm: Algorithm, parts, residuals, weight) -> list[tuple[torch.Tensor, ...]]:
         most = max(MOST_BLOCKS, self.world_size)  # a two-shot has a team for each rank at least
         config = self._by_policy(algorithm, work, parts[0].dtype, replace(self._chip, sms=most + 1))
         results = [norms.empty(work.output, residual.cuda(0)) for residual in residuals]
