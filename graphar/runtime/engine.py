@@ -38,8 +38,7 @@ from graphar.runtime.memory.suspension import Suspension
 from graphar.runtime.memory.symmetric_tensors import SymmetricTensors
 from graphar.runtime.memory.use import Memory, memory_of
 from graphar.runtime.plan import Plan, Plans
-from graphar.runtime.runner import Runner
-from graphar.runtime.setup import set_up
+from graphar.runtime.runner import Runner, set_up
 from graphar.runtime.watch import hook
 from graphar.runtime.watch.stats import Stats
 
@@ -59,15 +58,7 @@ binders: dict[type, Callable[[Engine, Call, Sequence[Operands]], Plan]] = {}  # 
 
 
 class Engine:
-    """One communicator, with the arguments of :class:`graphar.Communicator`: its calls, its failures and its end.
-
-    Attributes:
-        plans: a cache of plans by call.
-        warm: the plans that an op may run directly: ``plans``, or an empty cache while a sink is active and while
-            the engine is suspended.
-        table: the tuning table that choices go by: the default one, and rank 0's after kernels are set up.
-        is_part: whether another engine uses it for the ranks of one host.
-    """
+    """One communicator, with the arguments of :class:`graphar.Communicator`: its calls, its failures and its end."""
 
     # Tests set it before the first call: multimem kernels then use ordinary accesses and need no multicast.
     multimem_stand_in = False
@@ -87,11 +78,12 @@ class Engine:
         self.group, self.devices = group, devices
         self.world_size = len(devices) if devices else known_group(group).size()
         self.rank = None if devices else known_group(group).rank()  # with devices, this process has all ranks
-        self.hierarchy, self.is_part = Hierarchy(self, hosts, self._part, coder_of), False
+        self.hierarchy = Hierarchy(self, hosts, self._part, coder_of)
+        self.is_part = False  # whether another engine uses it for the ranks of one host
         self._making = threading.RLock()  # held to make what threads must not make twice
         self.runner: Runner | None = None
         self.why_no_runner: Reason | None = None  # set when a set-up found that kernels cannot run
-        self.table: Table = shipped_table(DEFAULT)
+        self.table: Table = shipped_table(DEFAULT)  # rank 0's once kernels are set up
         self.symmetric: SymmetricTensors | None = None  # the runner's symmetric tensors, from the first one on
         self.closed = False
         self.suspended = False
@@ -241,7 +233,7 @@ class Engine:
             return self._rendezvous
 
     def find_warm_plans(self) -> None:
-        """Updates ``warm``: ops run plans directly only while there is no sink, and the engine is not suspended."""
+        """Sets ``warm``, the plans that ops may run directly: none while there is a sink or a suspension."""
         self.warm = Plans(0) if hook.sinks or self.suspended else self.plans
 
     # ---- failures and the end ---------------------------------------------------------------------------------------

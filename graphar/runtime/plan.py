@@ -77,20 +77,13 @@ class BoundedCache(dict[Hashable, T]):
 
 
 class Plans(BoundedCache[Plan]):
-    """A cache of plans by call.
-
-    Attributes:
-        repeats: functions that repeat a call by a plan, by the op, the shape and the options of the call. Dropped with
-            the plans: a new cache replaces it, so a thread that is about to add a repeat of a dropped plan adds it to
-            the old cache.
-        unrepeated: a count of the calls that could be repeated, but were not.
-        made: how many plans there have been.
-    """
+    """A cache of plans by call, with the functions that repeat a call by a plan."""
 
     def __init__(self, max_entries: int) -> None:
         super().__init__(max_entries)
-        self.repeats: BoundedCache[Repeat] = BoundedCache()
-        self.unrepeated = self.made = 0
+        self.repeats: BoundedCache[Repeat] = BoundedCache()  # by the op, the shape and the options of the call
+        self.unrepeated = 0  # calls that could be repeated, but were not
+        self.made = 0  # plans so far
         self._dropped: tuple[CallStats, ...] = ()  # the calls of plans that were dropped
         self._seen: BoundedCache[None] = BoundedCache()
 
@@ -107,6 +100,7 @@ class Plans(BoundedCache[Plan]):
         return super().keep(key, value._replace(served=Count()))
 
     def clear(self) -> None:
+        # A thread that is about to add a repeat of a dropped plan adds it to the old cache.
         self.repeats, self._dropped = BoundedCache(), self.calls()
         super().clear()
 

@@ -228,19 +228,19 @@ def test_what_a_process_does_before_it_has_touched_its_gpu_decides_nothing(rank,
 
 
 def set_up_where_rank_1_has_no_memory(rank, world_size):
-    from graphar.runtime import setup
+    from graphar.runtime import runner
 
     def make_member(rank, device):
         if rank == 1:
             raise DriverError("cuMemAlloc: CUDA_ERROR_OUT_OF_MEMORY: out of memory")
 
-    setup.Member, setup.ProcessMemory = make_member, lambda *_: SimpleNamespace(check=lambda: None)
+    runner.Member, runner.ProcessMemory = make_member, lambda *_: SimpleNamespace(check=lambda: None)
     torch.cuda.get_device_name = lambda device: "no GPU"
     launcher.chip = lambda device: Chip(132, "sm_90a")
     rendezvous = graphar.Communicator(timeout_s=20).engine.rendezvous()
     begin = time.monotonic()
     with pytest.raises((DriverError, CommunicatorError)) as raised:
-        setup.set_up(dist.group.WORLD, None, torch.device("cuda", 0), rendezvous, lossless=True, stand_in=True)
+        runner.set_up(dist.group.WORLD, None, torch.device("cuda", 0), rendezvous, lossless=True, stand_in=True)
     return str(raised.value), time.monotonic() - begin
 
 
@@ -254,13 +254,13 @@ def test_a_gpu_that_cannot_be_prepared_is_told_on_all_ranks_at_once():
 
 def set_up_with(rank, world_size, setting, values, lossless=None):
     """What two set-ups say on a rank with its value of an environment variable, and with its argument ``lossless``."""
-    from graphar.runtime import setup
+    from graphar.runtime import runner
 
     os.environ[setting] = values[rank]
     engine.missing_software = lambda: ""
     launcher.sm_count, launcher.architecture = (lambda device: 132), (lambda device: "sm_90a")
     torch.cuda.get_device_name = lambda device: "no GPU"
-    setup.ProcessMemory = lambda *_: SimpleNamespace(check=lambda: None)
+    runner.ProcessMemory = lambda *_: SimpleNamespace(check=lambda: None)
     communicator, said = graphar.Communicator(timeout_s=20, lossless=lossless and lossless[rank]), []
     for _ in range(2):
         with pytest.raises((CommunicatorError, ValueError)) as raised:

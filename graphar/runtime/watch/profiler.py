@@ -121,6 +121,7 @@ class _Recorder:
             slices.append({"name": "process_name", "ph": "M", "pid": rank, "args": {"name": f"rank {rank}"}})
         for (rank, track), name in tracks.items():
             slices.append({"name": "thread_name", "ph": "M", "pid": rank, "tid": track, "args": {"name": name}})
+        tell_waits(slices)
         _write(_path_of_rank(path), slices)
 
     def _record(self, device: int) -> torch.cuda.Event:
@@ -169,15 +170,13 @@ def join(paths: Sequence[Path], out: Path | None) -> list[dict]:
         ValueError: a file is no trace of graphar.profile.
     """
     events = [event for path in paths for event in _read(path)]
-    if out is None:
-        tell_waits(events)
-    else:
+    tell_waits(events)
+    if out is not None:
         _write(out, events)
     return [event for event in events if event["ph"] == "X"]
 
 
 def _write(path: Path, events: Sequence[dict]) -> None:
-    tell_waits(events)
     path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ns"}))
 
 
