@@ -269,7 +269,7 @@ class Communicator:
                 rank did not arrive in time.
             GrapharError: the error of an earlier call.
         """
-        check_keep("suspend", keep)
+        check_keep(keep)
         self.engine.suspend(keep)
 
     def resume(self) -> None:

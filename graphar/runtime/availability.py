@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import itertools
 import os
 import re
 import tomllib
@@ -55,10 +56,9 @@ def is_available() -> Availability:
         return Availability(False, f"kernels need sm_80 or newer, cuda:{old[0]} is older")
     if missing := missing_software():
         return Availability(False, missing)
-    for i in range(count):
-        for j in range(count):
-            if i != j and not torch.cuda.can_device_access_peer(i, j):
-                return Availability(False, no_peer_access(i, j))
+    for pair in itertools.permutations(range(count), 2):
+        if not torch.cuda.can_device_access_peer(*pair):
+            return Availability(False, no_peer_access(*pair))
     return Availability(True, f"{count} GPUs with peer access between all pairs")
 
 

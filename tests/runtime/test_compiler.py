@@ -70,13 +70,6 @@ def test_a_kernel_compiled_in_this_process_is_the_same_object():
     assert compile_kernel(SOURCE, "sm_90a") is compile_kernel(SOURCE, "sm_90a")
 
 
-def test_a_kernel_found_on_disk_equals_the_compiled_one_and_is_not_compiled(no_nvrtc):
-    first = compile_kernel(SOURCE, "sm_90a")
-    forget_compiled_kernels()
-    no_nvrtc()
-    assert compile_kernel(SOURCE, "sm_90a") == first
-
-
 def test_a_kernel_not_found_on_disk_is_compiled(no_nvrtc):
     no_nvrtc()
     with pytest.raises(AssertionError, match="NVRTC was asked"):

@@ -56,11 +56,9 @@ class TorchBuffer:
         self._tensor, self._handle = tensor, handle
 
     def unmap(self) -> None:
-        """Drops torch's mapping of the peers' allocations; this process must no longer use them."""
         self._handle = None
 
     def free(self) -> None:
-        """Frees this process's allocation; every peer must have unmapped it."""
         self._tensor = None
 
 

@@ -42,13 +42,11 @@ class SharedBuffer:
         self._owned, self._opened = owned, opened
 
     def unmap(self) -> None:
-        """Unmaps the peers' allocations; this process must no longer use them."""
         for pointer in self._opened:
             call(driver.cuIpcCloseMemHandle, pointer)
         self._opened = []
 
     def free(self) -> None:
-        """Frees this process's allocations; every peer must have unmapped them."""
         for pointer in self._owned:
             call(driver.cuMemFree, pointer)
         self._owned = []
