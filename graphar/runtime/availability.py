@@ -142,12 +142,12 @@ def requirements() -> dict[str, str]:
 
 def meets(version: str, specifier: str) -> bool:
     """Whether ``specifier`` allows a version. Raises ValueError for rules other than >= and <."""
-    allowed, mine = [], _numbers(version)
+    allowed, numbers = [], _numbers(version)
     for rule in filter(None, specifier.replace(" ", "").split(",")):
         if rule.startswith(">="):
-            allowed.append(mine >= _numbers(rule[2:]))
+            allowed.append(numbers >= _numbers(rule[2:]))
         elif rule.startswith("<") and rule[1].isdigit():
-            allowed.append(mine < _numbers(rule[1:]))
+            allowed.append(numbers < _numbers(rule[1:]))
         else:
             raise ValueError(f"{specifier} has a rule other than >= and <")
     return all(allowed)

@@ -132,9 +132,9 @@ def _ask_nvrtc(source: KernelSource, arch: str, file: str) -> Cubin | str:
     folders = [str(Path(file).parent)] if source.digest else []
     include_path = [*folders, str(source_directory())]
     options = core.ProgramOptions(name=file, arch=arch, include_path=include_path, **OPTIONS)
-    program, said = core.Program(_text(source), "c++", options), io.StringIO()
+    program, log = core.Program(_text(source), "c++", options), io.StringIO()
     try:
-        compiled = program.compile("cubin", name_expressions=(source.name,), logs=said)
+        compiled = program.compile("cubin", name_expressions=(source.name,), logs=log)
     except Exception as error:  # the class is private in cuda.core; compile() raises only NVRTC's log
         return str(error).strip()
-    return Cubin(bytes(compiled.code), compiled.symbol_mapping[source.name].decode(), said.getvalue().strip())
+    return Cubin(bytes(compiled.code), compiled.symbol_mapping[source.name].decode(), log.getvalue().strip())

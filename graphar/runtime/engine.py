@@ -96,9 +96,9 @@ class Engine:
         open_engines[self.name] = self
 
     def _part(self, inside: dist.ProcessGroup, timeout_s: float) -> Engine:
-        made = Engine(inside, None, timeout_s, lossless=self.lossless)
-        made.is_part = True
-        return made
+        part = Engine(inside, None, timeout_s, lossless=self.lossless)
+        part.is_part = True
+        return part
 
     # ---- calls ------------------------------------------------------------------------------------------------------
 

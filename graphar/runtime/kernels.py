@@ -95,14 +95,14 @@ class Kernels:
         wanted, ranks = list(dict.fromkeys(sources)), self._rendezvous.world_size
         archs = dict.fromkeys(launcher.architecture(member.device) for member in self._members)
 
-        def compile_part(mine: Sequence[KernelSource]) -> None:
+        def compile_part(share: Sequence[KernelSource]) -> None:
             for arch in archs:
-                able = [source for source in mine if source.runs_on(arch)]
+                able = [source for source in share if source.runs_on(arch)]
                 compiler.compile_at_once(able, arch, threads_for_compiling(ranks))
 
         for begin in range(0, len(wanted), PART * ranks):
-            mine = wanted[begin : begin + PART * ranks][self._rendezvous.rank :: ranks]
-            self._rendezvous.agree(f"compiling {len(wanted)} kernels", partial(compile_part, mine))
+            share = wanted[begin : begin + PART * ranks][self._rendezvous.rank :: ranks]
+            self._rendezvous.agree(f"compiling {len(wanted)} kernels", partial(compile_part, share))
 
     def source_of(self, kernel: Kernel) -> KernelSource:
         stands_in = kernel.algorithm.row.multimem and not self._multicast_memory

@@ -70,10 +70,10 @@ def _functions() -> tuple[Callable[..., int], Callable[..., int] | None]:
 @functools.cache
 def _attributes():
     """Returns the attributes of every copy in a batch: it reads in the order of the stream, by a copy engine."""
-    made = driver.CUmemcpyAttributes()
-    made.srcAccessOrder = driver.CUmemcpySrcAccessOrder.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
-    made.flags = driver.CUmemcpyFlags.CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE
-    return made
+    attributes = driver.CUmemcpyAttributes()
+    attributes.srcAccessOrder = driver.CUmemcpySrcAccessOrder.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
+    attributes.flags = driver.CUmemcpyFlags.CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE
+    return attributes
 
 
 def enqueue(moves: Iterable[Move], stream: int, batched: bool) -> None:

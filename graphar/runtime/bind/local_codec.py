@@ -42,11 +42,11 @@ def coder_of(call: Call, codec: Codec, devices: Sequence[torch.device] | None) -
     indices = [device.index for device in devices] if devices else [call.device]
     if call.device < 0 or call.dtype not in TYPE_NAMES or not all(map(runs_on, indices)):
         return TorchCoder(codec)
-    made = LocalCodec(codec, local_codec_sources(call.dtype, codec))
+    coder = LocalCodec(codec, local_codec_sources(call.dtype, codec))
     for device in indices:
-        for source in made.sources:
+        for source in coder.sources:
             _load(device, source)  # now: loading while a kernel waits for other ranks could hang
-    return made
+    return coder
 
 
 @dataclass(frozen=True)

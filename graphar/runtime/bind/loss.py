@@ -158,30 +158,26 @@ def _room(work: Loss, operands: Operands, ranks: int) -> Operands:
 
 def of_rank(x: torch.Tensor, work: Loss, first: int, ranks: int) -> Compute:
     if not _serves(x):
-        return functools.partial(_in_torch, work, first, ranks)
+        return _in_torch(work, first, ranks)
     device, dtype = x.device.index, x.dtype
     load(softmax_backward_source(dtype), device)  # now, since loading could hang later
     return on_own_device(device, _bind_forward(device, dtype, work, first, ranks))
 
 
-def _in_torch(
-    work: Loss,
-    first: int,
-    ranks: int,
-    operands: Operands,
-    written: torch.Tensor | None,
-    gathered: torch.Tensor | None,
-) -> None:
-    logits, target = operands.inputs
-    if gathered is None:
-        partials = softmax.partial(logits, target, first, LEAVES // ranks, work.terms)
-        if written is not None:
-            written.copy_(partials)
-            return
-        gathered = partials[None]
-    finished = softmax.finish(gathered, target, work.columns, work.terms)
-    for out, result in zip(operands.outputs, finished, strict=True):
-        out.copy_(result.view_as(out))
+def _in_torch(work: Loss, first: int, ranks: int) -> Compute:
+    def compute(operands: Operands, written: torch.Tensor | None, gathered: torch.Tensor | None) -> None:
+        logits, target = operands.inputs
+        if gathered is None:
+            partials = softmax.partial(logits, target, first, LEAVES // ranks, work.terms)
+            if written is not None:
+                written.copy_(partials)
+                return
+            gathered = partials[None]
+        finished = softmax.finish(gathered, target, work.columns, work.terms)
+        for out, result in zip(operands.outputs, finished, strict=True):
+            out.copy_(result.view_as(out))
+
+    return compute
 
 
 @functools.lru_cache(maxsize=1024)

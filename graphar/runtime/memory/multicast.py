@@ -100,8 +100,8 @@ class TorchMemory:
         tensor = self._agree("allocating", lambda: empty((nbytes,), (1,), torch.uint8, device))
         group: Any = self._group_name
         handle: Any = self._agree("mapping", lambda: symmetric_memory.rendezvous(tensor, group))
-        made = handle.multicast_ptr and handle.offset == 0
-        problem = None if made else "torch's symmetric memory made no multicast object"
+        has_multicast = handle.multicast_ptr and handle.offset == 0
+        problem = None if has_multicast else "torch's symmetric memory made no multicast object"
         try:
             self._rendezvous.agree_on_none("multicast", problem)
         except UnsupportedError as error:

@@ -84,9 +84,9 @@ class _PeerMemory:
         meet = self._rendezvous
         self._exchanges += 1
         with contextlib.ExitStack() as ends:
-            made = meet.agree("allocating", lambda: self._create(buffers, ends))
+            handles = meet.agree("allocating", lambda: self._create(buffers, ends))
             try:
-                meet.agree("mapping peers' memory", lambda: self._map(buffers, made))
+                meet.agree("mapping peers' memory", lambda: self._map(buffers, handles))
             except GrapharError:
                 for buffer in buffers:
                     buffer.clear()
@@ -94,27 +94,27 @@ class _PeerMemory:
 
     def _create(self, buffers: Sequence[VirtualBuffer], ends: contextlib.ExitStack) -> list[dict[int, object]]:
         """Returns handles of new memory for buffers, by rank, and sends them to the peers; ``ends`` releases them."""
-        made, descriptors = [], []
+        handles, descriptors = [], []
         with _told(), on_device(self._device):
             try:
                 for buffer in buffers:
-                    made.append(buffer.create())
-                    for memory in made[-1].values():
+                    handles.append(buffer.create())
+                    for memory in handles[-1].values():
                         ends.callback(virtual_memory.release, memory)
                         descriptors += [virtual_memory.export(memory)] if self._channel else []
                 if self._channel:
                     self._channel.send(self._exchanges, descriptors)
             finally:
                 close_all(descriptors)
-        return made
+        return handles
 
-    def _map(self, buffers: Sequence[VirtualBuffer], made: Sequence[dict[int, object]]) -> None:
+    def _map(self, buffers: Sequence[VirtualBuffer], handles: Sequence[dict[int, object]]) -> None:
         """Maps the memory of this process's ranks, and the memory that the peers have sent."""
         with _told(), on_device(self._device), contextlib.ExitStack() as ends:
             received = self._channel.receive(self._exchanges, len(buffers)) if self._channel else {}
             for descriptors in received.values():
                 ends.callback(close_all, descriptors)
-            for at, (buffer, memories) in enumerate(zip(buffers, made, strict=True)):
+            for at, (buffer, memories) in enumerate(zip(buffers, handles, strict=True)):
                 for rank, descriptors in received.items():
                     memories[rank] = virtual_memory.adopt(descriptors[at])
                     ends.callback(virtual_memory.release, memories[rank])

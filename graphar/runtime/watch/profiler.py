@@ -111,7 +111,7 @@ class _Recorder:
         self._is_open = False
         for device in self._anchors:
             torch.cuda.synchronize(device)
-        slices, tracks = list(self._slices), {(one["pid"], one["tid"]): "host" for one in self._slices}
+        slices, tracks = list(self._slices), {(event["pid"], event["tid"]): "host" for event in self._slices}
         for of_rank, device, begin, end in self._timed:
             (anchor, anchor_ns), track = self._anchors[device], _DEVICE_TRACKS + device
             begins = anchor_ns / 1e3 + anchor.elapsed_time(begin) * 1e3
