@@ -36,11 +36,10 @@ from graphar.runtime.checks import call_checks, tensor_checks
 from graphar.runtime.memory import multicast
 from graphar.runtime.memory.suspension import Suspension
 from graphar.runtime.memory.symmetric_tensors import SymmetricTensors
-from graphar.runtime.memory.use import Memory, memory_of
 from graphar.runtime.plan import Plan, Plans
 from graphar.runtime.runner import Runner, set_up
 from graphar.runtime.watch import hook
-from graphar.runtime.watch.stats import Stats
+from graphar.runtime.watch.stats import Memory, Stats, memory_of
 
 _log = logging.getLogger(__name__)
 

@@ -43,8 +43,8 @@ from graphar.runtime.member import Member
 from graphar.runtime.memory.multicast import TorchMemory
 from graphar.runtime.memory.peer_memory import LocalMemory, ProcessMemory
 from graphar.runtime.memory.symmetric_tensors import SymmetricTensors
-from graphar.runtime.memory.use import Memory, memory_of
 from graphar.runtime.user_tables import find_table
+from graphar.runtime.watch.stats import Memory, memory_of
 
 T = TypeVar("T", bound=Arguments)
 Struct = TypeVar("Struct", bound=ctypes.Structure)
