@@ -21,7 +21,7 @@ from graphar.runtime.catalogue import KernelSource
 from graphar.runtime.driver import call, driver, on_device
 from graphar.runtime.member import Member
 from graphar.runtime.memory.multicast import TorchBuffer, TorchMemory
-from graphar.runtime.memory.peer_memory import Buffer, LocalMemory, ProcessMemory
+from graphar.runtime.memory.peer_memory import Buffer, PeerMemory
 
 PART = 16  # the most kernels that a rank compiles before it meets the others, and the most threads for them
 COUNTERS_NBYTES = -(-ctypes.sizeof(Counters) // 4096) * 4096  # the scratch follows, and begins at a page
@@ -47,7 +47,7 @@ class Kernels:
         self,
         members: Sequence[Member],
         world_size: int,
-        memory: ProcessMemory | LocalMemory,
+        memory: PeerMemory,
         rendezvous: StoreRendezvous | Alone,
         multicast_memory: TorchMemory | None,
     ) -> None:

@@ -41,7 +41,7 @@ from graphar.runtime.driver import call, driver, on_device
 from graphar.runtime.kernels import Kernels
 from graphar.runtime.member import Member
 from graphar.runtime.memory.multicast import TorchMemory
-from graphar.runtime.memory.peer_memory import LocalMemory, ProcessMemory
+from graphar.runtime.memory.peer_memory import LocalMemory, PeerMemory, ProcessMemory
 from graphar.runtime.memory.symmetric_tensors import SymmetricTensors
 from graphar.runtime.user_tables import find_table
 from graphar.runtime.watch.stats import Memory, memory_of
@@ -71,7 +71,7 @@ class Runner:
         members: list[Member],
         world_size: int,
         chip: Chip,
-        memory: ProcessMemory | LocalMemory,
+        memory: PeerMemory,
         rendezvous: StoreRendezvous | Alone,
         multicast_memory: TorchMemory | None,
     ) -> None:

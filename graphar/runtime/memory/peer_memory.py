@@ -55,7 +55,7 @@ class SharedBuffer:
 Buffer: TypeAlias = VirtualBuffer | SharedBuffer
 
 
-class _PeerMemory:
+class PeerMemory:
     """Allocates memory that every rank can write to; ``devices`` are those of this process's ranks, by rank."""
 
     why_stays: Reason | None = None  # why its memory cannot be given back while its addresses stay
@@ -127,7 +127,7 @@ class _PeerMemory:
         self._channel = None
 
 
-class ProcessMemory(_PeerMemory):
+class ProcessMemory(PeerMemory):
     """Allocates memory shared between the processes of one host, one process per rank, each with one CUDA device."""
 
     def __init__(self, device: int, rendezvous: StoreRendezvous | Alone) -> None:
@@ -185,7 +185,7 @@ class ProcessMemory(_PeerMemory):
         return [json.loads(word) for word in self._rendezvous.exchange(what, json.dumps(words).encode())]
 
 
-class LocalMemory(_PeerMemory):
+class LocalMemory(PeerMemory):
     """Allocates memory for the ranks of one process, one rank a CUDA device. In tests, several ranks may share one."""
 
     def __init__(self, devices: list[int]) -> None:

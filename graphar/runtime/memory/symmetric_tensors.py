@@ -10,7 +10,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from graphar.runtime.arguments import Arguments
-from graphar.runtime.memory.peer_memory import Buffer, LocalMemory, ProcessMemory
+from graphar.runtime.memory.peer_memory import Buffer, PeerMemory
 from graphar.runtime.plan import BoundedCache
 
 # Memory is shared in whole blocks of this size. An allocation of whole blocks exposes no other memory to peers.
@@ -22,7 +22,7 @@ _SHARES = 2  # a tensor gets at most this part of a pool: two gathers of a model
 class SymmetricTensors:
     """The symmetric tensors of one communicator; ``devices`` are those of this process's ranks, in rank order."""
 
-    def __init__(self, devices: dict[int, int], memory: ProcessMemory | LocalMemory) -> None:
+    def __init__(self, devices: dict[int, int], memory: PeerMemory) -> None:
         self._devices, self._memory = devices, memory
         self.buffers: list[Buffer] = []
         self._sides: BoundedCache[tuple[str, ...]] = BoundedCache()  # for calls with one tensor
