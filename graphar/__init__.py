@@ -53,12 +53,11 @@ from graphar.plan.explanation import Explanation
 from graphar.plan.outside import load_algorithm
 from graphar.plan.scratch import Scratch
 from graphar.runtime.availability import Availability, is_available
-from graphar.runtime.memory.use import Memory, MemoryUse
 from graphar.runtime.registry import resume, stats, suspend
 from graphar.runtime.watch import hook as _hook
 from graphar.runtime.watch import logs as _logs
 from graphar.runtime.watch.profiler import profile
-from graphar.runtime.watch.stats import CallStats, Stats
+from graphar.runtime.watch.stats import CallStats, Memory, MemoryUse, Stats
 
 if _typing.TYPE_CHECKING:
     from graphar import nn as nn

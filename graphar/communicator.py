@@ -23,9 +23,8 @@ from graphar.ranks.groups import local_devices, process_group
 from graphar.ranks.hierarchical import check_hosts
 from graphar.runtime.checks import call_checks
 from graphar.runtime.engine import Engine
-from graphar.runtime.memory.use import Memory
 from graphar.runtime.registry import DEFAULT_TIMEOUT_S, check_keep
-from graphar.runtime.watch.stats import Stats
+from graphar.runtime.watch.stats import Memory, Stats
 
 
 class Communicator:
@@ -269,7 +268,7 @@ class Communicator:
                 rank did not arrive in time.
             GrapharError: the error of an earlier call.
         """
-        check_keep("suspend", keep)
+        check_keep(keep)
         self.engine.suspend(keep)
 
     def resume(self) -> None:

@@ -57,8 +57,10 @@ class FakeDriver:
         self._next = 1
         for name in ("CUmemAllocationProp", "CUmemLocation", "CUmemAccessDesc"):
             setattr(self, name, SimpleNamespace)
-        for name, values in _ENUMS.items():
-            setattr(self, name, SimpleNamespace(**dict.fromkeys(values, 1)))
+        for name in _ENUMS:
+            setattr(self, name, _Flags())
+        for name, answer in _ANSWERS.items():
+            setattr(self, name, lambda *given, answer=answer: answer)
         self.CUresult = SimpleNamespace(CUDA_SUCCESS=OK)
 
     def fails(self, name: str) -> bool:
@@ -70,41 +72,14 @@ class FakeDriver:
 
     # ---- devices -----------------------------------------------------------------------------------------------------
 
-    def cuInit(self, flags):
-        return (OK,)
-
-    def cuGetErrorName(self, status):
-        return OK, b"CUDA_ERROR_OUT_OF_MEMORY"
-
-    def cuGetErrorString(self, status):
-        return OK, b"out of memory"
-
     def cuDeviceGet(self, index):
         return OK, index
 
     def cuDeviceGetUuid(self, device):
         return OK, SimpleNamespace(bytes=bytes([device] * 16))
 
-    def cuDeviceGetCount(self):
-        return OK, 8
-
-    def cuDeviceGetAttribute(self, name, device):
-        return OK, 1
-
-    def cuDeviceCanAccessPeer(self, device, peer):
-        return OK, 1
-
     def cuDevicePrimaryCtxRetain(self, device):
         return OK, device
-
-    def cuCtxPushCurrent(self, context):
-        return (OK,)
-
-    def cuCtxPopCurrent(self):
-        return OK, 0
-
-    def cuCtxSynchronize(self):
-        return (OK,)
 
     # ---- memory ------------------------------------------------------------------------------------------------------
 
@@ -194,17 +169,32 @@ _GIVING_BACK = (
     "cuMemAddressFree",
     "cuMemUnmap",
 )
-_ENUMS = {
-    "CUmemAllocationGranularity_flags": ("CU_MEM_ALLOC_GRANULARITY_RECOMMENDED",),
-    "CUmemLocationType": ("CU_MEM_LOCATION_TYPE_DEVICE",),
-    "CUmemAllocationType": ("CU_MEM_ALLOCATION_TYPE_PINNED",),
-    "CUmemAllocationHandleType": ("CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR",),
-    "CUmemAccess_flags": ("CU_MEM_ACCESS_FLAGS_PROT_READWRITE",),
-    "CUdevice_attribute": (
-        "CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED",
-        "CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED",
-    ),
+_ENUMS = (
+    "CUmemAllocationGranularity_flags",
+    "CUmemLocationType",
+    "CUmemAllocationType",
+    "CUmemAllocationHandleType",
+    "CUmemAccess_flags",
+    "CUdevice_attribute",
+)
+_ANSWERS = {
+    "cuInit": (OK,),
+    "cuGetErrorName": (OK, b"CUDA_ERROR_OUT_OF_MEMORY"),
+    "cuGetErrorString": (OK, b"out of memory"),
+    "cuDeviceGetCount": (OK, 8),
+    "cuDeviceGetAttribute": (OK, 1),
+    "cuDeviceCanAccessPeer": (OK, 1),
+    "cuCtxPushCurrent": (OK,),
+    "cuCtxPopCurrent": (OK, 0),
+    "cuCtxSynchronize": (OK,),
 }
+
+
+class _Flags:
+    """An enumeration whose values nothing here tells apart."""
+
+    def __getattr__(self, name):
+        return 1
 
 
 def _forbidden(address: int | None, nbytes: int) -> int:
@@ -228,7 +218,8 @@ def _failing(fake: FakeDriver, name: str, function: Callable) -> Callable:
 def installed(fake: FakeDriver):
     """Lets graphar use ``fake`` in place of the CUDA driver."""
     ranges, virtual_memory.ranges = virtual_memory.ranges, virtual_memory.Ranges()
-    caches = (virtual_memory.why_not, virtual_memory.granularity, drivers.primary_context, drivers._initialise)
+    caches = (virtual_memory.why_not, virtual_memory.granularity)
+    caches += (drivers.attribute, drivers.primary_context, drivers._initialise)
     real, drivers.driver.__dict__ = drivers.driver.__dict__, {}
     for name in dir(fake):
         if name.startswith(("cu", "CU")):

@@ -36,6 +36,7 @@ from graphar.runtime.launcher import chip
 from graphar.runtime.member import Member
 from graphar.runtime.memory.peer_memory import LocalMemory
 from graphar.runtime.runner import Runner
+from tests.gpu import operands as of_ranks
 
 TABLE = shipped_table("default")
 MOST_BLOCKS = 4
@@ -83,7 +84,7 @@ class RanksOfOneGpu:
         config, _ = measured_config(TABLE, self.world_size, first.nbytes, algorithm)
         xs = [[part.cuda(0) for part in parts] for parts in calls]
         outs = [[_unwritten(part) for part in parts] for parts in calls]
-        self._launch_in_turn(Sum(first.numel()), config, [_ranks(*pair) for pair in zip(xs, outs, strict=True)])
+        self._launch_in_turn(Sum(first.numel()), config, [of_ranks(*pair) for pair in zip(xs, outs, strict=True)])
         return outs
 
     def tree_sum(self, parts: Sequence[torch.Tensor], algorithm: Algorithm, out_dtype: torch.dtype) -> list:
@@ -127,9 +128,6 @@ class RanksOfOneGpu:
         """What each rank receives of matrices, in one of the formats of NORM_OUTPUTS that need no scale."""
         counts = (parts[0].numel(),) if algorithm.op == ALLREDUCE_NORM else tuple(one.numel() for one in residuals)
         work = Norm(algorithm.op, counts, len(weight), output, *numbers, **tree)
-        return self._norm(work, algorithm, parts, residuals, weight)
-
-    def _norm(self, work: Norm, algorithm: Algorithm, parts, residuals, weight) -> list[tuple[torch.Tensor, ...]]:
         most = max(MOST_BLOCKS, self.world_size)  # a two-shot has a team for each rank at least
         config = self._by_policy(algorithm, work, parts[0].dtype, replace(self._chip, sms=most + 1))
         results = [norms.empty(work.output, residual.cuda(0)) for residual in residuals]
@@ -278,7 +276,7 @@ class RanksOfOneGpu:
         return by_policy(algorithm, Call(work, dtype, 0), Facts(self.world_size, TABLE, chip))
 
     def _launch(self, work: Work, config: Config, xs, outs) -> None:
-        self._launch_in_turn(work, config, [_ranks(xs, outs)])
+        self._launch_in_turn(work, config, [of_ranks(xs, outs)])
 
     def _launch_in_turn(
         self, work: Work, config: Config, calls: Sequence[Sequence[Operands]], most: int = MOST_BLOCKS
@@ -306,10 +304,6 @@ def _captured(stream: torch.cuda.Stream, launch: Callable, tensors: Sequence) ->
     with torch.cuda.graph(graph, stream=stream):
         launch(*tensors)
     return graph
-
-
-def _ranks(xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]) -> list[Operands]:
-    return [Operands((x,), (out,)) for x, out in zip(xs, outs, strict=True)]
 
 
 def _unwritten(like: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:

@@ -16,7 +16,7 @@ from graphar.cli import bench, explain, simulate, trace, tune
 from graphar.cli.doctor import examination
 from graphar.cli.options import BAD_ARGUMENTS, EXIT_STATUS, INTERRUPTED, fail
 from graphar.errors import GrapharError, UnsupportedError
-from graphar.runtime.requirements import PROJECT
+from graphar.runtime.availability import PROJECT
 
 SHELLS = ("bash", "zsh")  # that shtab completes for
 

@@ -18,10 +18,9 @@ from graphar.numerics.codecs import Codec
 from graphar.numerics.codecs import codec as codec_of_text
 from graphar.numerics.epilogues.epilogue import Epilogue
 from graphar.plan.call import Operands
-from graphar.runtime.bounded_cache import BoundedCache
 from graphar.runtime.checks.tensor_checks import span
 from graphar.runtime.engine import Engine
-from graphar.runtime.plan import Count, Launch, Plan, Repeat, Tensors
+from graphar.runtime.plan import BoundedCache, Count, Launch, Plan, Repeat, Tensors
 from graphar.runtime.registry import Group, known_engine
 
 Asked = tuple[tuple, tuple, object]  # the tensors, options and epilogue of a call, as :func:`repeated` takes them

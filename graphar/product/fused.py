@@ -47,13 +47,12 @@ from graphar.ranks import agreement
 from graphar.runtime import launcher
 from graphar.runtime.arguments import Arguments, MatmulArguments
 from graphar.runtime.bind.launches import bind_launch, on_own_device, put_agreed, runner_of
-from graphar.runtime.bounded_cache import BoundedCache
 from graphar.runtime.catalogue import KernelSource, fused_matmul_source
 from graphar.runtime.engine import Engine
 from graphar.runtime.launcher import Grid
 from graphar.runtime.launcher import Launch as KernelLaunch
 from graphar.runtime.member import Member
-from graphar.runtime.plan import Launch, Plan, Tensors
+from graphar.runtime.plan import BoundedCache, Launch, Plan, Tensors
 from graphar.runtime.runner import Runner
 
 Tile = MatmulTile | SkinnyTile

@@ -28,10 +28,10 @@ from graphar.product.then import streams_of
 from graphar.ranks import agreement
 from graphar.runtime.bind.copies import Event, Lane, meetings
 from graphar.runtime.bind.launches import runner_of
-from graphar.runtime.bounded_cache import BoundedCache
 from graphar.runtime.engine import Engine
 from graphar.runtime.member import Member
 from graphar.runtime.memory.symmetric_tensors import tensor_at
+from graphar.runtime.plan import BoundedCache
 
 
 @dataclass

@@ -34,8 +34,8 @@ from graphar.product.tensor_maps import aligned_copy, matrix_of
 from graphar.reference import products as reference
 from graphar.runtime import launcher
 from graphar.runtime.availability import missing_software
-from graphar.runtime.bounded_cache import BoundedCache
 from graphar.runtime.engine import Engine
+from graphar.runtime.plan import BoundedCache
 
 Enqueue = Callable[[int], object]  # takes a stream's handle, for a caller that has made the device the current one
 _address = torch.Tensor.data_ptr

@@ -24,7 +24,6 @@ _U32, _U64, _F32 = ctypes.c_uint32, ctypes.c_uint64, ctypes.c_float
 
 
 def _of(kind: type, *names: str) -> list[tuple[str, type]]:
-    """Returns fields of one kind."""
     return [(name, kind) for name in names]
 
 
@@ -115,7 +114,6 @@ class TupleArguments(Arguments):
         return self.put
 
     def put(self, inputs: Tensors, outputs: Tensors, numbers: tuple[float, ...], corner: Corner | None) -> None:
-        """Writes the addresses of one rank's tensors."""
         ins, outs = self._addresses
         for at, x in enumerate(inputs):  # zip(strict=True) takes longer than what is inside
             ins[at], outs[at] = x.data_ptr(), outputs[at].data_ptr()

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
+import itertools
 import os
+import re
+import tomllib
 from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
 
 import torch
 
 from graphar.errors import Reason
 from graphar.runtime.compiler import nvrtc_version
 from graphar.runtime.driver import check
-from graphar.runtime.requirements import install
 
 DRIVER_CUDA, DRIVER = 13, 580  # the oldest driver that serves: its CUDA version, and its own version
 COMMUNICATORS = "GRAPHAR_CONCURRENT_COMMUNICATORS"
+PROJECT = "graphar-nvlink"
 
 
 @dataclass(frozen=True)
@@ -50,10 +56,9 @@ def is_available() -> Availability:
         return Availability(False, f"kernels need sm_80 or newer, cuda:{old[0]} is older")
     if missing := missing_software():
         return Availability(False, missing)
-    for i in range(count):
-        for j in range(count):
-            if i != j and not torch.cuda.can_device_access_peer(i, j):
-                return Availability(False, no_peer_access(i, j))
+    for pair in itertools.permutations(range(count), 2):
+        if not torch.cuda.can_device_access_peer(*pair):
+            return Availability(False, no_peer_access(*pair))
     return Availability(True, f"{count} GPUs with peer access between all pairs")
 
 
@@ -71,7 +76,6 @@ def may_share_gpu() -> bool:
 
 
 def no_peer_access(device: int, peer: int) -> str:
-    """Returns the message for a ``device`` without peer access to ``peer``."""
     return f"cuda:{device} has no peer access to cuda:{peer} (`nvidia-smi topo -p2p r` says why)"
 
 
@@ -81,7 +85,6 @@ def missing_software() -> Reason | None:
 
 
 def missing_cuda_python() -> Reason | None:
-    """Returns why cuda-python cannot be imported."""
     try:
         for name in ("cuda.bindings.driver", "cuda.core"):
             importlib.import_module(name)
@@ -91,7 +94,6 @@ def missing_cuda_python() -> Reason | None:
 
 
 def missing_nvrtc() -> Reason | None:
-    """Returns why NVRTC cannot be loaded."""
     try:
         nvrtc_version()
     except (ImportError, RuntimeError) as error:
@@ -100,7 +102,6 @@ def missing_nvrtc() -> Reason | None:
 
 
 def missing_driver() -> Reason | None:
-    """Returns why the CUDA driver cannot be used. Needs cuda-python."""
     try:
         version = driver_cuda_version()
     except RuntimeError as error:
@@ -121,3 +122,45 @@ def driver_cuda_version() -> tuple[int, int]:
 
 def _first_line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+# ---- required distributions, from pyproject.toml or the installed metadata -------------------------------------------
+
+
+@functools.cache
+def requirements() -> dict[str, str]:
+    """Returns the version specifier of each required distribution and of "python": ">=13,<14"; "" allows any."""
+    checkout = Path(__file__).parents[2] / "pyproject.toml"
+    if checkout.is_file():
+        project = tomllib.loads(checkout.read_text())["project"]
+        python, needed = project["requires-python"], project["dependencies"]
+    else:
+        python, needed = metadata.metadata(PROJECT)["Requires-Python"], metadata.requires(PROJECT) or []
+    split = [re.findall(r"^([\w.-]+)\s*(.*)", line)[0] for line in needed if "extra ==" not in line]
+    return {"python": python} | dict(split)
+
+
+def meets(version: str, specifier: str) -> bool:
+    """Whether ``specifier`` allows a version. Raises ValueError for rules other than >= and <."""
+    allowed, numbers = [], _numbers(version)
+    for rule in filter(None, specifier.replace(" ", "").split(",")):
+        if rule.startswith(">="):
+            allowed.append(numbers >= _numbers(rule[2:]))
+        elif rule.startswith("<") and rule[1].isdigit():
+            allowed.append(numbers < _numbers(rule[1:]))
+        else:
+            raise ValueError(f"{specifier} has a rule other than >= and <")
+    return all(allowed)
+
+
+def install(*names: str) -> str:
+    """Returns the pip command that installs the distributions ``names`` in the versions that graphar requires."""
+    return "python -m pip install " + " ".join(f"'{name}{requirements()[name]}'" for name in names)
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """Returns the numbers of a version without trailing zeros, for comparison: "2.13.0+cpu" is (2, 13)."""
+    numbers = [int(part) for part in re.findall(r"^\d+(?:\.\d+)*", version)[0].split(".")]
+    while numbers and numbers[-1] == 0:
+        numbers.pop()
+    return tuple(numbers)

@@ -86,8 +86,12 @@ def _check(folder: Path) -> None:
 
 def _read(path: Path) -> bytes | None:
     """Returns the content of a file; None if there is none. Raises PermissionError if it is not trusted."""
+
+    def open_no_link(path: str, flags: int) -> int:
+        return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)  # opening a named pipe would block
+
     try:
-        with open(path, "rb", opener=_open_no_link) as file:
+        with open(path, "rb", opener=open_no_link) as file:
             if distrust := _distrust(os.fstat(file.fileno())):
                 raise PermissionError(f"it {distrust}")
             return file.read()
@@ -108,7 +112,8 @@ def place() -> tuple[Path | None, Reason | None]:
     """Returns the cache's directory, made if missing, and why it cannot be used."""
     directory = None
     try:
-        directory = _wanted_directory()
+        chosen, caches = os.environ.get("GRAPHAR_CACHE_DIR"), os.environ.get("XDG_CACHE_HOME")
+        directory = Path(chosen) if chosen else Path(caches or Path.home() / ".cache") / "graphar"
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         return directory, _distrust(directory.stat())
     except RuntimeError:
@@ -118,44 +123,26 @@ def place() -> tuple[Path | None, Reason | None]:
 
 
 class Survey(NamedTuple):
-    """The content of the cache."""
-
     keys: list[str]  # the keys of the entries that load
     damaged: list[str]  # the keys of the entries that do not load
     unfinished: list[str]  # the names of temporary files, which are being written now or were left by a killed process
 
 
 def survey() -> Survey:
-    """Reads every entry of the cache."""
     directory = _directory()
     names = sorted(os.listdir(directory)) if directory else []
-    of_loading: dict[bool, list[str]] = {True: [], False: []}
-    for key in filter(_KEY.fullmatch, names):
-        of_loading[load(key) is not None].append(key)
-    return Survey(of_loading[True], of_loading[False], [name for name in names if name.startswith(_UNFINISHED)])
-
-
-def _wanted_directory() -> Path:
-    """Returns the cache's directory by the environment; raises RuntimeError if it names none and there is no home."""
-    if chosen := os.environ.get("GRAPHAR_CACHE_DIR"):
-        return Path(chosen)
-    if caches := os.environ.get("XDG_CACHE_HOME"):
-        return Path(caches) / "graphar"
-    return Path.home() / ".cache" / "graphar"
+    loads = {key: load(key) is not None for key in filter(_KEY.fullmatch, names)}
+    kept, damaged = ([key for key in loads if loads[key] is wanted] for wanted in (True, False))
+    return Survey(kept, damaged, [name for name in names if name.startswith(_UNFINISHED)])
 
 
 def _distrust(status: os.stat_result) -> Reason | None:
-    """Returns which rule a directory or an entry breaks; None if only this user can have written it."""
+    """Returns why other users may have written a directory or an entry."""
     if status.st_uid != os.geteuid():
         return "is not trusted: it must belong to the user of this process"
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         return "is not trusted: group and world must not be able to write it"
     return None
-
-
-def _open_no_link(path: str, flags: int) -> int:
-    # Non-blocking: opening a named pipe would block.
-    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
 
 
 def _header(key: str, content: bytes) -> bytes:

@@ -81,7 +81,6 @@ def source_of(kernel: Kernel, world_size: int, variant: str | None = None) -> Ke
 
 
 def sum_of_parts_source(dtype: torch.dtype, world_size: int) -> KernelSource:
-    """Returns the kernel that adds the parts of ``world_size`` ranks on one GPU; ``dtype`` is one of TYPE_NAMES."""
     return KernelSource("copies/sum_of_parts.cu", f"sum_of_parts<{TYPE_NAMES[dtype]}, {world_size}>")
 
 
@@ -122,17 +121,14 @@ def softmax_partials_source(dtype: torch.dtype, also: str, scaled: bool, spread:
 
 
 def softmax_results_source(also: str) -> KernelSource:
-    """Returns the kernel of the results of rows whose partials are gathered."""
     return KernelSource("loss/softmax_results.cu", f"softmax_results<{also}>")
 
 
 def softmax_total_source(threads: int) -> KernelSource:
-    """Returns the kernel that adds the losses of rows, in one block of ``threads``."""
     return KernelSource("loss/softmax_results.cu", f"softmax_results_total<{threads}>")
 
 
 def softmax_backward_source(dtype: torch.dtype) -> KernelSource:
-    """Returns the kernel of the gradient of logits, of one of TYPE_NAMES."""
     return KernelSource("loss/softmax_backward.cu", f"softmax_backward<{TYPE_NAMES[dtype]}>")
 
 

@@ -32,8 +32,6 @@ _ERROR = re.compile(r"^(?!__nv_name_map)(?P<file>.+?)\((?P<line>\d+)\): (?:catas
 
 @dataclass(frozen=True)
 class Cubin:
-    """One compiled kernel."""
-
     image: bytes  # an ELF file with the code for one architecture
     symbol: str  # the kernel's mangled name in the image
     said: str = field(default="", compare=False)  # the compiler's log; an empty string for a cubin from the cache
@@ -46,7 +44,6 @@ def source_directory() -> Path:
 
 
 def nvrtc_version() -> tuple[int, int]:
-    """Returns NVRTC's version: major and minor."""
     _, major, minor = importlib.import_module("cuda.bindings.nvrtc").nvrtcVersion()
     return major, minor
 
@@ -135,9 +132,9 @@ def _ask_nvrtc(source: KernelSource, arch: str, file: str) -> Cubin | str:
     folders = [str(Path(file).parent)] if source.digest else []
     include_path = [*folders, str(source_directory())]
     options = core.ProgramOptions(name=file, arch=arch, include_path=include_path, **OPTIONS)
-    program, said = core.Program(_text(source), "c++", options), io.StringIO()
+    program, log = core.Program(_text(source), "c++", options), io.StringIO()
     try:
-        compiled = program.compile("cubin", name_expressions=(source.name,), logs=said)
+        compiled = program.compile("cubin", name_expressions=(source.name,), logs=log)
     except Exception as error:  # the class is private in cuda.core; compile() raises only NVRTC's log
         return str(error).strip()
-    return Cubin(bytes(compiled.code), compiled.symbol_mapping[source.name].decode(), said.getvalue().strip())
+    return Cubin(bytes(compiled.code), compiled.symbol_mapping[source.name].decode(), log.getvalue().strip())

@@ -38,7 +38,7 @@ def call(function, *args) -> Any:
 
 @functools.cache
 def _initialise() -> None:
-    """Initialises the driver, once. torch does so at its first CUDA tensor, which may come later."""
+    """torch initialises the driver too, at its first CUDA tensor, which may come later."""
     check("cuInit", *driver.cuInit(0))
 
 
@@ -50,6 +50,7 @@ def check(what: str, status) -> None:
         raise DriverError(f"{what}: {name.decode()}: {text.decode()}")
 
 
+@functools.cache
 def attribute(name: str, device: int) -> int:
     """Returns an attribute of device ``device``; ``name`` is the driver's, without CU_DEVICE_ATTRIBUTE_."""
     return call(driver.cuDeviceGetAttribute, getattr(driver.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}"), device)

@@ -36,12 +36,10 @@ from graphar.runtime.checks import call_checks, tensor_checks
 from graphar.runtime.memory import multicast
 from graphar.runtime.memory.suspension import Suspension
 from graphar.runtime.memory.symmetric_tensors import SymmetricTensors
-from graphar.runtime.memory.use import Memory, memory_of
 from graphar.runtime.plan import Plan, Plans
-from graphar.runtime.runner import Runner
-from graphar.runtime.setup import set_up
+from graphar.runtime.runner import Runner, set_up
 from graphar.runtime.watch import hook
-from graphar.runtime.watch.stats import Stats
+from graphar.runtime.watch.stats import Memory, Stats, memory_of
 
 _log = logging.getLogger(__name__)
 
@@ -59,15 +57,7 @@ binders: dict[type, Callable[[Engine, Call, Sequence[Operands]], Plan]] = {}  # 
 
 
 class Engine:
-    """One communicator, with the arguments of :class:`graphar.Communicator`: its calls, its failures and its end.
-
-    Attributes:
-        plans: a cache of plans by call.
-        warm: the plans that an op may run directly: ``plans``, or an empty cache while a sink is active and while
-            the engine is suspended.
-        table: the tuning table that choices go by: the default one, and rank 0's after kernels are set up.
-        is_part: whether another engine uses it for the ranks of one host.
-    """
+    """One communicator, with the arguments of :class:`graphar.Communicator`: its calls, its failures and its end."""
 
     # Tests set it before the first call: multimem kernels then use ordinary accesses and need no multicast.
     multimem_stand_in = False
@@ -87,11 +77,12 @@ class Engine:
         self.group, self.devices = group, devices
         self.world_size = len(devices) if devices else known_group(group).size()
         self.rank = None if devices else known_group(group).rank()  # with devices, this process has all ranks
-        self.hierarchy, self.is_part = Hierarchy(self, hosts, self._part, coder_of), False
+        self.hierarchy = Hierarchy(self, hosts, self._part, coder_of)
+        self.is_part = False  # whether another engine uses it for the ranks of one host
         self._making = threading.RLock()  # held to make what threads must not make twice
         self.runner: Runner | None = None
         self.why_no_runner: Reason | None = None  # set when a set-up found that kernels cannot run
-        self.table: Table = shipped_table(DEFAULT)
+        self.table: Table = shipped_table(DEFAULT)  # rank 0's once kernels are set up
         self.symmetric: SymmetricTensors | None = None  # the runner's symmetric tensors, from the first one on
         self.closed = False
         self.suspended = False
@@ -104,9 +95,9 @@ class Engine:
         open_engines[self.name] = self
 
     def _part(self, inside: dist.ProcessGroup, timeout_s: float) -> Engine:
-        made = Engine(inside, None, timeout_s, lossless=self.lossless)
-        made.is_part = True
-        return made
+        part = Engine(inside, None, timeout_s, lossless=self.lossless)
+        part.is_part = True
+        return part
 
     # ---- calls ------------------------------------------------------------------------------------------------------
 
@@ -156,11 +147,9 @@ class Engine:
         _log.info("communicator of ranks %s: %s", hook.ranks_of(self), how)
 
     def deadline(self, call: Call) -> float:
-        """Returns the deadline of each wait on another rank in a call, in seconds."""
         return call.timeout_s or self.timeout_s
 
     def use_table(self, table: Table) -> None:
-        """Makes later calls go by ``table``."""
         self.table = table
         self.plans.clear()
 
@@ -169,7 +158,7 @@ class Engine:
         return self.symmetric.sides(x, out) if self.symmetric else ()
 
     def explain(self, call: Call, x: torch.Tensor) -> Explanation:
-        """Returns the algorithm of a call whose first tensor is like ``x``, and why; as :meth:`select` collective."""
+        """Returns the algorithm of a call whose first tensor is like ``x``, and why. The first call is collective."""
         return select.explain(call, self.facts(call, x))
 
     def select(self, call: Call, x: torch.Tensor) -> select.Choice:
@@ -177,7 +166,6 @@ class Engine:
         return select.select(call, self.facts(call, x))
 
     def stats(self) -> Stats:
-        """Returns counts of the calls so far. Not collective."""
         waited_s = self._rendezvous.waited_s if self._rendezvous else 0.0
         launches = self.runner.launches() if self.runner else {}
         failure = self._failure or (self.runner and self.runner.failure())
@@ -210,7 +198,6 @@ class Engine:
     # ---- set-up -----------------------------------------------------------------------------------------------------
 
     def first_device(self) -> torch.device:
-        """Returns the device of this process's first rank."""
         return self.devices[0] if self.devices else device_of_process(known_group(self.group))
 
     def find_runner(self, device: torch.device) -> bool:
@@ -245,13 +232,12 @@ class Engine:
             return self._rendezvous
 
     def find_warm_plans(self) -> None:
-        """Updates ``warm``: ops run plans directly only while there is no sink, and the engine is not suspended."""
+        """Sets ``warm``, the plans that ops may run directly: none while there is a sink or a suspension."""
         self.warm = Plans(0) if hook.sinks or self.suspended else self.plans
 
     # ---- failures and the end ---------------------------------------------------------------------------------------
 
     def keeping_failure(self, op: str = "graphar") -> KeepingFailure:
-        """Calls :meth:`check_ready`, and keeps a failure of the code inside: every later call raises it again."""
         return KeepingFailure(self, op)
 
     def check_open(self, op: str = "graphar") -> None:
@@ -272,13 +258,7 @@ class Engine:
         if self._failure:
             raise self._failure.again()
 
-    def is_usable(self) -> bool:
-        """Whether calls can be made, or can after a resumption."""
-        failed = self._failure or (self.runner and not self.suspended and self.runner.failure())
-        return not (self.closed or failed)
-
     def keep_failure(self, error: GrapharError) -> None:
-        """Makes later calls raise ``error`` again."""
         self._failure = error.again(NOT_MADE)
 
     def synchronize(self) -> None:
@@ -293,6 +273,11 @@ class Engine:
             return ""
         # A rank may make an engine alone, as an explanation does. Once all ranks have met, all of them have it.
         return self._rendezvous.prefix if self._rendezvous and self._rendezvous.has_met else None
+
+    def is_usable(self) -> bool:
+        """Whether calls can be made, or can after a resumption."""
+        failed = self._failure or (self.runner and not self.suspended and self.runner.failure())
+        return not (self.closed or failed)
 
     def why_stays(self) -> Reason | None:
         """Returns why memory of this process cannot be given back while its addresses stay."""
@@ -363,7 +348,6 @@ class Engine:
         return [json.loads(said) for said in self.rendezvous().exchange(what, json.dumps(words).encode())]
 
     def memory(self) -> Memory:
-        """Returns the memory of this process's first rank on its GPU."""
         return self.runner.memory_use() if self.runner else memory_of({}, [])
 
     def close(self) -> None:
@@ -396,7 +380,10 @@ class Engine:
 
 
 class KeepingFailure:
-    """A context, or a decorator of a call's function, of :meth:`Engine.keeping_failure`."""
+    """Calls :meth:`Engine.check_ready`, and keeps a failure of the code inside, or of the function that it decorates.
+
+    Every later call raises the failure again.
+    """
 
     def __init__(self, engine: Engine, op: str) -> None:
         self._engine, self._op = engine, op
@@ -425,7 +412,6 @@ hook.when_changed.append(_find_warm_plans)
 
 
 def closed(op: str) -> CommunicatorError:
-    """Returns the error of a call with a closed communicator."""
     return CommunicatorError(
         f"{op}: this communicator is closed; make another, and whatever was compiled or captured with this one again"
     )

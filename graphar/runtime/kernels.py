@@ -21,7 +21,7 @@ from graphar.runtime.catalogue import KernelSource
 from graphar.runtime.driver import call, driver, on_device
 from graphar.runtime.member import Member
 from graphar.runtime.memory.multicast import TorchBuffer, TorchMemory
-from graphar.runtime.memory.peer_memory import Buffer, LocalMemory, ProcessMemory
+from graphar.runtime.memory.peer_memory import Buffer, PeerMemory
 
 PART = 16  # the most kernels that a rank compiles before it meets the others, and the most threads for them
 COUNTERS_NBYTES = -(-ctypes.sizeof(Counters) // 4096) * 4096  # the scratch follows, and begins at a page
@@ -47,7 +47,7 @@ class Kernels:
         self,
         members: Sequence[Member],
         world_size: int,
-        memory: ProcessMemory | LocalMemory,
+        memory: PeerMemory,
         rendezvous: StoreRendezvous | Alone,
         multicast_memory: TorchMemory | None,
     ) -> None:
@@ -95,14 +95,14 @@ class Kernels:
         wanted, ranks = list(dict.fromkeys(sources)), self._rendezvous.world_size
         archs = dict.fromkeys(launcher.architecture(member.device) for member in self._members)
 
-        def compile_part(mine: Sequence[KernelSource]) -> None:
+        def compile_part(share: Sequence[KernelSource]) -> None:
             for arch in archs:
-                able = [source for source in mine if source.runs_on(arch)]
+                able = [source for source in share if source.runs_on(arch)]
                 compiler.compile_at_once(able, arch, threads_for_compiling(ranks))
 
         for begin in range(0, len(wanted), PART * ranks):
-            mine = wanted[begin : begin + PART * ranks][self._rendezvous.rank :: ranks]
-            self._rendezvous.agree(f"compiling {len(wanted)} kernels", partial(compile_part, mine))
+            share = wanted[begin : begin + PART * ranks][self._rendezvous.rank :: ranks]
+            self._rendezvous.agree(f"compiling {len(wanted)} kernels", partial(compile_part, share))
 
     def source_of(self, kernel: Kernel) -> KernelSource:
         stands_in = kernel.algorithm.row.multimem and not self._multicast_memory
@@ -134,7 +134,7 @@ class Kernels:
     # ---- scratch ----------------------------------------------------------------------------------------------------
 
     def counters(self) -> Mapping[Algorithm, Sequence[int]]:
-        """Returns, for each prepared algorithm, the addresses of its counters by rank."""
+        """Returns the addresses of each prepared algorithm's counters, by rank."""
         return {algorithm: region.pointers for algorithm, region in self.regions.items()}
 
     def scratch(self, algorithm: Algorithm) -> list[int]:

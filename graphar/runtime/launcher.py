@@ -29,26 +29,12 @@ def architecture(device: int) -> str:
 
 
 def chip(device: int) -> Chip:
-    """Returns the facts about a device that plans use."""
     return Chip(sm_count(device), architecture(device), concurrent_communicators())
 
 
 @functools.cache
 def sm_count(device: int) -> int:
-    """Returns the number of streaming multiprocessors of a device."""
     return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-@functools.cache
-def shared_nbytes_of_block(device: int) -> int:
-    """Returns the most shared memory that a block on the device may ask for."""
-    return attribute("MAX_SHARED_MEMORY_PER_BLOCK_OPTIN", device)
-
-
-@functools.cache
-def shared_nbytes_of_sm(device: int) -> int:
-    """Returns the shared memory of a streaming multiprocessor of the device."""
-    return attribute("MAX_SHARED_MEMORY_PER_MULTIPROCESSOR", device)
 
 
 @functools.cache
@@ -78,8 +64,13 @@ def load(source: KernelSource, device: int, shared_nbytes: int, what: str):
     return load_cubin(compile_kernel(source, arch), device, shared_nbytes)
 
 
+@functools.cache
+def load_once(source: KernelSource, device: int, shared_nbytes: int, what: str):
+    """Returns the function of a kernel without communication, as :func:`load` does."""
+    return load(source, device, shared_nbytes, what)
+
+
 def load_cubin(cubin: Cubin, device: int, shared_nbytes: int):
-    """Loads ``cubin`` onto ``device``, allows ``shared_nbytes`` of dynamic shared memory, and returns the function."""
     with on_device(device):
         if cubin.image not in _libraries:
             _libraries[cubin.image] = call(driver.cuLibraryLoadData, cubin.image, [], [], 0, [], [], 0)
@@ -94,13 +85,19 @@ def load_cubin(cubin: Cubin, device: int, shared_nbytes: int):
 class Grid:
     """The launch configuration of a kernel."""
 
-    blocks: int  # the blocks of the grid; a multiple of ``cluster``
-    threads: int  # the threads of a block
-    shared_nbytes: int  # the dynamic shared memory of a block, in bytes
+    blocks: int  # a multiple of ``cluster``
+    threads: int  # of a block
+    shared_nbytes: int  # the dynamic shared memory of a block
     # Whether the kernel may start while the kernel before it ends (programmatic dependent launch). Such a kernel itself
     # waits for the kernel before it.
     overlaps: bool
     cluster: int = 1  # the blocks of a thread block cluster
+
+
+def early_grid(device: int, blocks: int, threads: int, shared_nbytes: int = 0, cluster: int = 1) -> Grid:
+    """Returns the grid of a kernel without communication of which two blocks fit on an SM."""
+    overlaps = can_overlap(device) and chip(device).may_overlap(blocks, halves=True)
+    return Grid(blocks, threads, shared_nbytes, overlaps, cluster)
 
 
 class Launch:
@@ -108,10 +105,6 @@ class Launch:
 
     cuLaunchKernelEx is called through ctypes with structs that are made once; cuda.bindings would copy the
     configuration at each launch. The driver aligns its copies of the parameters as the kernel declares them.
-
-    Attributes:
-        arguments: the arguments of the function that ``launch_kernel`` returns.
-        stream: the handle of the stream of the next launch; None before the first.
     """
 
     def __init__(self, function, parameters: Sequence[ctypes.Structure], grid: Grid) -> None:
@@ -119,7 +112,7 @@ class Launch:
         self._parameters = parameters  # a reference: `addresses` hold none
         addresses = (ctypes.c_void_p * len(parameters))(*map(ctypes.addressof, parameters))
         self.arguments = (_pointer(config.getPtr()), _pointer(int(function)), ctypes.byref(addresses), None)
-        self.stream: int | None = None
+        self.stream: int | None = None  # the handle of the stream of the next launch
 
     def on(self, stream: int) -> None:
         """Sets the stream of the launches that follow."""

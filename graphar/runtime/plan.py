@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, cast
+from typing import NamedTuple, TypeVar, cast
 
 import torch
 
 from graphar.plan.call import Call, Operands
 from graphar.plan.config import Config
 from graphar.plan.explanation import Explanation
-from graphar.runtime.bounded_cache import BoundedCache
 from graphar.runtime.watch.stats import CallStats, merged
 
+T = TypeVar("T")
 Tensors = tuple[torch.Tensor, ...]
 # Launches with the parts of one rank's operands, for a caller that has made the rank's device the current one.
 Launch = Callable[..., None]  # takes the inputs, outputs and numbers of a rank, and perhaps its Corner
@@ -59,21 +59,31 @@ class Plan(NamedTuple):
         return replace(self.explanation, reason=reason)
 
 
-class Plans(BoundedCache[Plan]):
-    """A cache of plans by call.
+class BoundedCache(dict[Hashable, T]):
+    """A dict that empties itself before an entry beyond ``max_entries`` is added.
 
-    Attributes:
-        repeats: functions that repeat a call by a plan, by the op, the shape and the options of the call. Dropped with
-            the plans: a new cache replaces it, so a thread that is about to add a repeat of a dropped plan adds it to
-            the old cache.
-        unrepeated: a count of the calls that could be repeated, but were not.
-        made: how many plans there have been.
+    The bound is needed because keys hold addresses: a caller whose tensors move adds a key with each call.
     """
+
+    def __init__(self, max_entries: int = 1024) -> None:
+        self._max_entries = max_entries
+
+    def keep(self, key: Hashable, value: T) -> T:
+        """Adds an entry and returns its value."""
+        if len(self) >= self._max_entries:
+            self.clear()
+        self[key] = value
+        return value
+
+
+class Plans(BoundedCache[Plan]):
+    """A cache of plans by call, with the functions that repeat a call by a plan."""
 
     def __init__(self, max_entries: int) -> None:
         super().__init__(max_entries)
-        self.repeats: BoundedCache[Repeat] = BoundedCache()
-        self.unrepeated = self.made = 0
+        self.repeats: BoundedCache[Repeat] = BoundedCache()  # by the op, the shape and the options of the call
+        self.unrepeated = 0  # calls that could be repeated, but were not
+        self.made = 0  # plans so far
         self._dropped: tuple[CallStats, ...] = ()  # the calls of plans that were dropped
         self._seen: BoundedCache[None] = BoundedCache()
 
@@ -90,6 +100,7 @@ class Plans(BoundedCache[Plan]):
         return super().keep(key, value._replace(served=Count()))
 
     def clear(self) -> None:
+        # A thread that is about to add a repeat of a dropped plan adds it to the old cache.
         self.repeats, self._dropped = BoundedCache(), self.calls()
         super().clear()
 

@@ -148,7 +148,6 @@ def engine_of_devices(name: str, devices: tuple[torch.device, ...], op: str = "g
 
 
 def check_takes_tensors(engine: Engine) -> None:
-    """Raises ValueError for the engine of a communicator with devices, which takes lists."""
     if engine.devices is not None:
         raise ValueError("graphar: this communicator has devices, so it takes a list of tensors, got a tensor")
 
@@ -165,10 +164,10 @@ def engine_of_either(group: Group, op: str = "graphar", instead: str = _LIST_INS
     return engine if isinstance(engine, Engine) else engine_of_group(engine_name(group, op), op, instead)
 
 
-def check_keep(op: str, keep: object) -> None:
+def check_keep(keep: object) -> None:
     """Raises ValueError unless ``keep`` names what a suspended communicator can keep."""
     if keep not in (None, "symmetric"):
-        raise ValueError(f'{op}: keep must be "symmetric" or None, got {keep!r}')
+        raise ValueError(f'suspend: keep must be "symmetric" or None, got {keep!r}')
 
 
 def suspend(keep: str | None = None) -> None:
@@ -189,7 +188,7 @@ def suspend(keep: str | None = None) -> None:
             suspended already; :func:`graphar.resume` resumes them.
         CommunicatorError: a graph is being captured, or a rank did not arrive in time.
     """
-    check_keep("suspend", keep)
+    check_keep(keep)
     for engine, is_shared in _usable_engines():
         if is_shared:
             engine.suspend(keep)

@@ -1,42 +1,56 @@
-"""Runner: what the calls of one communicator share on this process's GPUs: ranks, kernels, arguments, failures."""
+"""Runner: what the calls of one communicator share on this process's GPUs: ranks, kernels, arguments, failures.
+
+Kernels report failures in records: waits that expired, calls that overlapped, and ranks whose calls differ.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import json
+import os
 import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
+from dataclasses import asdict
 from typing import TypeVar
 
 import torch
+import torch.distributed as dist
 
-from graphar.errors import CommunicatorError, GrapharError
+from graphar.errors import (
+    CollectiveTimeout,
+    CommunicatorError,
+    ConcurrentCallError,
+    DriverError,
+    GrapharError,
+    TimeoutRecord,
+)
 from graphar.plan.algorithms import Algorithm, of_number
 from graphar.plan.policy import Chip
 from graphar.plan.slices import Slice
+from graphar.plan.tables import Table
 from graphar.ranks.agreement import Fingerprints, words_with_numbers
 from graphar.ranks.capture import is_capturing
+from graphar.ranks.groups import known_group
 from graphar.ranks.rendezvous import Alone, RanksAbsent, StoreRendezvous
-from graphar.runtime.arguments import Arguments, Counters, Record
-from graphar.runtime.driver import on_device
-from graphar.runtime.failures import (
-    Unlike,
-    call_ahead_of,
-    call_at,
-    calls_begun,
-    compare_last_calls,
-    failure_of_kernel,
-    read,
-)
+from graphar.runtime import launcher
+from graphar.runtime.arguments import KEPT_CALLS, Arguments, Counters, EpochState, Record
+from graphar.runtime.availability import COMMUNICATORS
+from graphar.runtime.driver import call, driver, on_device
 from graphar.runtime.kernels import Kernels
 from graphar.runtime.member import Member
 from graphar.runtime.memory.multicast import TorchMemory
-from graphar.runtime.memory.peer_memory import LocalMemory, ProcessMemory
+from graphar.runtime.memory.peer_memory import LocalMemory, PeerMemory, ProcessMemory
 from graphar.runtime.memory.symmetric_tensors import SymmetricTensors
-from graphar.runtime.memory.use import Memory, memory_of
+from graphar.runtime.user_tables import find_table
+from graphar.runtime.watch.stats import Memory, memory_of
 
 T = TypeVar("T", bound=Arguments)
+Struct = TypeVar("Struct", bound=ctypes.Structure)
+
+_OVERLAPPED, _DISAGREED = 2, 3  # `overlapped` and `disagreed` in cuda_src/device/sync/record.cuh
+_CALLS = 1 << 32  # epochs and fingerprints are smaller
 
 _PATIENCE_S = 1.0  # how long a rank whose kernels found that calls differ has to tell what it called
 REPLAYED = (
@@ -57,7 +71,7 @@ class Runner:
         members: list[Member],
         world_size: int,
         chip: Chip,
-        memory: ProcessMemory | LocalMemory,
+        memory: PeerMemory,
         rendezvous: StoreRendezvous | Alone,
         multicast_memory: TorchMemory | None,
     ) -> None:
@@ -102,15 +116,10 @@ class Runner:
         return arguments
 
     def fingerprint(self, words: str, numbers: Sequence[float], tells: bool) -> int:
-        """Returns the fingerprint of a launch with these numbers of its epilogue.
-
-        If it ``tells``, other ranks can look up the words at once, which takes the host as long as some calls.
-        Otherwise they can look them up once a kernel has found that ranks differ.
-        """
+        """Returns the fingerprint of a launch with numbers of its epilogue, as :meth:`Fingerprints.of` does."""
         return self._fingerprints.of(words_with_numbers(words, numbers), tells)
 
     def memory_use(self) -> Memory:
-        """Returns the memory that the communicator holds on the first member's GPU."""
         return memory_of(self.kernels.regions, self.symmetric.buffers)
 
     # ---- failures and the end ---------------------------------------------------------------------------------------
@@ -134,7 +143,6 @@ class Runner:
         self._launched = Counter(self.launches())
 
     def raise_failure(self) -> None:
-        """Raises the error of :meth:`failure`, if any."""
         if failure := self.failure():
             raise failure.again()
 
@@ -145,26 +153,50 @@ class Runner:
             if record is not None and self.suspended:
                 return CommunicatorError(REPLAYED)
             if record is not None:
-                self._fingerprints.tell(record.expected)
-                words = partial(self._fingerprints.words, patience_s=_PATIENCE_S)
-                unlike = partial(self._unlike_calls, record)
-                self._failure = failure_of_kernel(record, self._last_calls, words, unlike)
+                self._failure = self._failure_of(record)
         return self._failure
 
-    def _unlike_calls(self, record: Record) -> Unlike | None:
-        """Returns what the ranks of an expired wait called; None unless the awaited rank called something else.
-
-        It did if it has begun a call that this rank has not, and has not begun the call in which this rank waited.
-        """
+    def _failure_of(self, record: Record) -> GrapharError:
         algorithm = of_number(record.algorithm)
+        what = f"{algorithm.op} call {record.sequence} by {algorithm.value}"
+        if record.kind == _OVERLAPPED:
+            return ConcurrentCallError(
+                f"{what} ran while another call of this communicator did, on another stream or in another graph; order "
+                "them, or give each its own Communicator"
+            )
+        if unlike := self._unlike_calls(record, algorithm):
+            own, other = unlike
+            return CommunicatorError(
+                f"{what}: ranks must make the same graphar calls in the same order, got\n"
+                f"rank {record.rank}: {own}\nrank {record.peer}: {other}\n"
+                "Results since that call may be wrong; close this communicator."
+            )
+        seen = tuple(self._last_calls()), record.block, record.expected, record.seen
+        return CollectiveTimeout(
+            f"{what}: rank {record.rank} waited past the deadline for rank {record.peer} (block {record.block}, "
+            f"expected {record.expected:#x}, saw {record.seen:#x}); close this communicator",
+            TimeoutRecord(algorithm.op, algorithm.value, record.sequence, record.rank, record.peer, *seen),
+        )
+
+    def _unlike_calls(self, record: Record, algorithm: Algorithm) -> tuple[str, str] | None:
+        """Returns the calls, in words, of a rank and of the peer that it waited for, if they are known to differ.
+
+        After an expired wait they do if the peer has begun a call that this rank has not, and has not begun the call in
+        which this rank waited.
+        """
+        words = self._fingerprints.words
+        if record.kind == _DISAGREED:
+            self._fingerprints.tell(record.expected)
+            own = words(record.expected, record.rank, _PATIENCE_S)
+            return own, words(record.seen, record.peer, _PATIENCE_S)
         if algorithm not in self.kernels.regions:  # its memory is freed
             return None
         counters = self._read_counters(next(member for member in self.members if member.rank == record.rank))
-        other = call_ahead_of(record.peer, counters)
-        if not other or call_at(counters[algorithm], record.peer, record.sequence):
+        ahead = _call_ahead_of(record.peer, counters)
+        if not ahead or _call_at(counters[algorithm], record.peer, record.sequence):
             return None
-        words, called = self._fingerprints.words, call_at(counters[algorithm], record.rank, record.sequence)
-        return Unlike(words(called, record.rank), words(other, record.peer))
+        called = _call_at(counters[algorithm], record.rank, record.sequence)
+        return words(called, record.rank), words(ahead, record.peer)
 
     @contextlib.contextmanager
     def announced(self, words: str) -> Iterator[None]:
@@ -182,7 +214,7 @@ class Runner:
         except RanksAbsent as error:
             keeps = True  # ranks whose waits expire as well read it
             counters = self._read_counters(self.members[0])
-            ahead = {rank: call_ahead_of(rank, counters) for rank in error.absent}
+            ahead = {rank: _call_ahead_of(rank, counters) for rank in error.absent}
             said = [f"rank {rank}: {self._fingerprints.words(call, rank)}" for rank, call in ahead.items() if call]
             raise RanksAbsent("\n".join([str(error), *said]), error.absent, error.ended) from None
         finally:
@@ -191,7 +223,6 @@ class Runner:
                 self.rendezvous.withdraw(_PREPARING)
 
     def _read_counters(self, member: Member) -> Mapping[Algorithm, Counters]:
-        """Returns copies of a member's Counters."""
         with on_device(member.device):
             return {algorithm: read(Counters, at[member.rank]) for algorithm, at in self.kernels.counters().items()}
 
@@ -246,3 +277,126 @@ class Runner:
         except RanksAbsent as error:
             if error.absent != error.ended:  # an ended process no longer writes
                 raise
+
+
+# ---- what kernels wrote into counters -------------------------------------------------------------------------------
+
+
+def compare_last_calls(record: Record, algorithm: Algorithm, counters: int, rank: int, world_size: int) -> None:
+    """Writes ``record`` if a peer told this rank of another call than its own, among an algorithm's last calls.
+
+    Kernels compare all but the last few. A peer that runs behind may not have told its last call yet. ``counters`` is
+    the address of the rank's Counters. The current device is the rank's own, and has no work queued.
+    """
+    copy = read(Counters, counters)
+    called, begun = copy.called[:world_size], copy.epoch_state[0].epoch
+    unlike = [
+        (fingerprint, told, peer)
+        for peer, entries in enumerate(called)
+        for fingerprint, told in zip(called[rank], entries, strict=True)
+        if fingerprint != told and fingerprint and told and fingerprint // _CALLS == told // _CALLS
+    ]
+    if unlike and not record.kind:
+        fingerprint, told, peer = max(unlike, key=lambda entry: (begun - entry[0] // _CALLS) % _CALLS)  # the earliest
+        record.algorithm, record.rank, record.peer = algorithm.number, rank, peer
+        record.sequence = (fingerprint // _CALLS - 1) % _CALLS
+        record.expected, record.seen, record.kind = fingerprint % _CALLS, told % _CALLS, _DISAGREED
+
+
+def _call_at(counters: Counters, rank: int, sequence: int) -> int:
+    """Returns the fingerprint of what a rank called in call ``sequence`` of an algorithm; 0 if it has told of none."""
+    entry = counters.called[rank][sequence % KEPT_CALLS]
+    return entry % _CALLS if entry and entry // _CALLS == (sequence + 1) % _CALLS else 0
+
+
+def _call_ahead_of(peer: int, counters: Mapping[Algorithm, Counters]) -> int:
+    """Returns the fingerprint of a call that a peer has begun and this rank, with these counters, not; 0: unknown."""
+    ahead = (_call_at(counts, peer, counts.epoch_state[0].epoch) for counts in counters.values())
+    return next(filter(None, ahead), 0)
+
+
+def calls_begun(counters: int, device: int) -> int | None:
+    """Returns how many calls a rank has begun, modulo 2^32, as ``device`` reads at its Counters; None: it cannot."""
+    try:
+        with on_device(device):
+            return read(EpochState, counters).epoch  # of block 0, which advances it after it has sent its first data
+    except DriverError:
+        return None
+
+
+def read(struct: type[Struct], address: int) -> Struct:
+    """Returns a copy of device memory. It does not wait for kernels of the current device."""
+    copy = struct()
+    stream = call(driver.cuStreamCreate, driver.CUstream_flags.CU_STREAM_NON_BLOCKING)
+    try:  # a new stream does not wait for kernels
+        call(driver.cuMemcpyDtoHAsync, ctypes.addressof(copy), address, ctypes.sizeof(copy), stream)
+        call(driver.cuStreamSynchronize, stream)
+    finally:
+        call(driver.cuStreamDestroy, stream)
+    return copy
+
+
+# ---- set-up ---------------------------------------------------------------------------------------------------------
+
+
+def set_up(
+    group: dist.ProcessGroup | None,
+    devices: Sequence[torch.device] | None,
+    device: torch.device,
+    rendezvous: StoreRendezvous | Alone,
+    lossless: bool,
+    stand_in: bool,
+) -> tuple[Runner, Table]:
+    """Returns the runner of an engine, if kernels reach all ranks, and the tuning table of its calls. Collective.
+
+    ``device`` is this process's, or the first of ``devices``. With ``stand_in``, for tests, multimem kernels use
+    ordinary accesses in place of multimem instructions.
+
+    Raises:
+        UnsupportedError: on every rank, if the kernels cannot reach all ranks.
+        CommunicatorError: a rank did not arrive in time, or on every rank, if they differ in ``lossless`` or in how
+            many communicators they declare.
+        ValueError: they declare no number of communicators for which their GPUs have room.
+    """
+    # With different settings they would wait for each other in different kernels.
+    _agree_on(
+        rendezvous,
+        "lossless compression",
+        "on" if lossless else "off",
+        "lossless compression must be on or off on all ranks (Communicator(lossless=...), GRAPHAR_LOSSLESS)",
+    )
+    declared, rule = os.environ.get(COMMUNICATORS) or "2", f"{COMMUNICATORS} must be the same on all ranks"
+    _agree_on(rendezvous, "concurrent communicators", declared, rule)
+    if devices:
+        ranks = {rank: gpu.index for rank, gpu in enumerate(devices)}
+        memory = LocalMemory(list(ranks.values()))
+    else:
+        ranks = {known_group(group).rank(): device.index}
+        memory = ProcessMemory(device.index, rendezvous)
+    memory.check()
+
+    def prepare() -> tuple[list[Member], dict]:
+        # All ranks use rank 0's table: with different tables they would wait for each other in different kernels.
+        table = find_table(torch.cuda.get_device_name(device)).to_json() if rendezvous.rank == 0 else ""
+        chip = Chip.in_common(launcher.chip(index) for index in ranks.values())
+        if chip.communicators > chip.most_communicators:
+            most = f"{chip.sms} SMs have room for the kernels of at most {chip.most_communicators} communicators"
+            raise ValueError(f"{COMMUNICATORS} is {chip.communicators}, but {most}")
+        return [Member(rank, index) for rank, index in ranks.items()], {"table": table, "chip": asdict(chip)}
+
+    members, facts = rendezvous.agree("preparing the GPUs", prepare)
+    words = rendezvous.exchange("reading the tuning table", json.dumps(facts).encode())
+    everyone = [json.loads(word) for word in words]
+    chip = Chip.in_common(Chip(**facts["chip"]) for facts in everyone)
+    multicast = None if stand_in else TorchMemory(group, device.index, rendezvous)
+    world_size = len(devices) if devices else known_group(group).size()
+    runner = Runner(members, world_size, chip, memory, rendezvous, multicast)
+    return runner, Table.from_json(everyone[0]["table"])
+
+
+def _agree_on(rendezvous: StoreRendezvous | Alone, what: str, setting: str, rule: str) -> None:
+    """Raises CommunicatorError on every rank if ranks differ in a setting; ``setting`` is this rank's."""
+    words = rendezvous.exchange(f"agreeing on {what}", setting.encode())
+    if len(set(words)) > 1:
+        of_ranks = [f"rank {rank}: {word.decode()}" for rank, word in enumerate(words)]
+        raise CommunicatorError("\n".join([f"{rule}, got", *of_ranks]))

@@ -78,20 +78,18 @@ class Own:
     def __init__(self, x: Tensor, target: Tensor, shape: Shape, result: str = "mean") -> None:
         rows, columns, self.ranks = shape
         self.work = Loss("cross_entropy", rows, x.shape[1], Terms(columns, result, ignore_index=-100))
-        self.kernels, self.x, self.target = loss.of_rank(x, self.work, 0, self.ranks), x, target
+        self.compute, self.x, self.target = loss.of_rank(x, self.work, 0, self.ranks), x, target
         self.upstream = torch.ones((), device=x.device)
         new = partial(x.new_empty, dtype=torch.float32)
         self.results = new(() if result == "mean" else rows), new(2 * rows + 1)
-        partials = self.kernels.partials(self._operands()) if self.ranks > 1 else None
-        self.gathered = None if partials is None else partials.expand(self.ranks, -1, -1).contiguous()
-
-    def _operands(self) -> Operands:
-        return Operands((self.x, self.target), self.results)
+        self.operands, self.partials = Operands((x, target), self.results), new((rows, self.work.terms.width))
+        self.compute(self.operands, self.partials, None)
+        self.gathered = self.partials.expand(self.ranks, -1, -1).contiguous() if self.ranks > 1 else None
 
     def __call__(self, passes: str) -> tuple[Tensor, ...]:
         if self.gathered is not None:
-            self.kernels.partials(self._operands())
-        self.kernels.results(self._operands(), self.gathered)
+            self.compute(self.operands, self.partials, None)
+        self.compute(self.operands, None, self.gathered)
         if passes == FORWARD:
             return (self.results[0],)
         gradient = torch.empty_like(self.x)

@@ -7,7 +7,7 @@ import re
 import pytest
 
 import graphar
-from graphar.runtime import availability, requirements
+from graphar.runtime import availability
 from graphar.runtime.memory import multicast
 from tests.docs.test_numbers import rows_of
 from tests.pages import FOLDER, PAGES, ROOT
@@ -138,7 +138,7 @@ def test_the_page_of_versions_has_those_of_the_project_and_of_nox():
     rows = {row[""].split("]")[0].strip("["): row for row in rows_of(lines) if "needed" in row}
     nox = (ROOT / "noxfile.py").read_text()
 
-    needed = requirements.requirements()
+    needed = availability.requirements()
     assert rows["Python"]["needed"] == f"{needed['python'].removeprefix('>=')} or newer"
     assert rows["torch"]["needed"] == f"{needed['torch'].removeprefix('>=')} or newer"
     assert f"driver {availability.DRIVER} or newer" in rows["CUDA"]["needed"]

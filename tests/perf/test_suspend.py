@@ -12,7 +12,7 @@ import graphar
 from graphar.errors import UnsupportedError
 from graphar.plan.sizes import MB
 from graphar.runtime.engine import open_engines
-from graphar.runtime.memory.use import Memory, MemoryUse
+from graphar.runtime.watch.stats import Memory, MemoryUse
 from perf import __main__ as program
 from perf import machine
 from perf.harness.ranks import ProcessRanks

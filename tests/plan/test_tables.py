@@ -21,7 +21,7 @@ from graphar.plan.sizes import MB
 from graphar.plan.tables import DEFAULT, Table, shipped_table
 from graphar.plan.tiles import SUMMED_TILES
 from graphar.plan.work import Sum
-from graphar.runtime import cache, engine, launcher, setup
+from graphar.runtime import cache, engine, launcher, runner
 from graphar.runtime.user_tables import find_table
 from tests.cases import of_table
 from tests.processes import on_ranks
@@ -238,8 +238,8 @@ def test_the_table_of_rank_0_serves_all_ranks(rank, world_size, tmp_path):
     torch.cuda.get_device_name = lambda device: DEVICE
     engine.missing_software = lambda: ""
     launcher.chip = lambda device: Chip(132, "sm_90a")
-    setup.ProcessMemory = lambda *_: SimpleNamespace(check=lambda: None)
-    setup.Member = setup.Runner = setup.TorchMemory = lambda *_: None
+    runner.ProcessMemory = lambda *_: SimpleNamespace(check=lambda: None)
+    runner.Member = runner.Runner = runner.TorchMemory = lambda *_: None
     communicator = graphar.Communicator()
     communicator.engine._set_up(torch.device("cuda", 0))
     assert communicator.engine.table.machine == "that of rank 0"

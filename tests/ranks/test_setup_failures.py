@@ -21,9 +21,9 @@ from graphar.plan.call import Call
 from graphar.plan.policy import Chip
 from graphar.plan.work import Sum
 from graphar.ranks import capture
-from graphar.ranks.rendezvous import StoreRendezvous
+from graphar.ranks.rendezvous import Alone, StoreRendezvous
 from graphar.runtime import availability, engine, launcher
-from graphar.runtime.memory import ipc_memory
+from graphar.runtime.memory import peer_memory
 from tests.processes import on_ranks, run_code, run_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -228,19 +228,19 @@ def test_what_a_process_does_before_it_has_touched_its_gpu_decides_nothing(rank,
 
 
 def set_up_where_rank_1_has_no_memory(rank, world_size):
-    from graphar.runtime import setup
+    from graphar.runtime import runner
 
     def make_member(rank, device):
         if rank == 1:
             raise DriverError("cuMemAlloc: CUDA_ERROR_OUT_OF_MEMORY: out of memory")
 
-    setup.Member, setup.ProcessMemory = make_member, lambda *_: SimpleNamespace(check=lambda: None)
+    runner.Member, runner.ProcessMemory = make_member, lambda *_: SimpleNamespace(check=lambda: None)
     torch.cuda.get_device_name = lambda device: "no GPU"
     launcher.chip = lambda device: Chip(132, "sm_90a")
     rendezvous = graphar.Communicator(timeout_s=20).engine.rendezvous()
     begin = time.monotonic()
     with pytest.raises((DriverError, CommunicatorError)) as raised:
-        setup.set_up(dist.group.WORLD, None, torch.device("cuda", 0), rendezvous, lossless=True, stand_in=True)
+        runner.set_up(dist.group.WORLD, None, torch.device("cuda", 0), rendezvous, lossless=True, stand_in=True)
     return str(raised.value), time.monotonic() - begin
 
 
@@ -254,13 +254,13 @@ def test_a_gpu_that_cannot_be_prepared_is_told_on_all_ranks_at_once():
 
 def set_up_with(rank, world_size, setting, values, lossless=None):
     """What two set-ups say on a rank with its value of an environment variable, and with its argument ``lossless``."""
-    from graphar.runtime import setup
+    from graphar.runtime import runner
 
     os.environ[setting] = values[rank]
     engine.missing_software = lambda: ""
     launcher.sm_count, launcher.architecture = (lambda device: 132), (lambda device: "sm_90a")
     torch.cuda.get_device_name = lambda device: "no GPU"
-    setup.ProcessMemory = lambda *_: SimpleNamespace(check=lambda: None)
+    runner.ProcessMemory = lambda *_: SimpleNamespace(check=lambda: None)
     communicator, said = graphar.Communicator(timeout_s=20, lossless=lossless and lossless[rank]), []
     for _ in range(2):
         with pytest.raises((CommunicatorError, ValueError)) as raised:
@@ -323,8 +323,8 @@ class Driver:
 def allocate_with(monkeypatch):
     """Allocates on two ranks, each with a driver call that fails: the error and the driver calls of each rank."""
     drivers = {}
-    monkeypatch.setattr(ipc_memory, "call", lambda *asked: drivers[threading.get_ident()].call(*asked))
-    monkeypatch.setattr(ipc_memory, "on_device", lambda index: contextlib.nullcontext())
+    monkeypatch.setattr(peer_memory, "call", lambda *asked: drivers[threading.get_ident()].call(*asked))
+    monkeypatch.setattr(peer_memory, "on_device", lambda index: contextlib.nullcontext())
 
     def allocate(*failing):
         store, met = dist.HashStore(), threading.Barrier(2)
@@ -334,7 +334,7 @@ def allocate_with(monkeypatch):
             met.wait()
             meet = StoreRendezvous(store, "t", rank, 2, timeout_s=5)
             with pytest.raises((DriverError, CommunicatorError)) as raised:
-                ipc_memory.allocate_shared(rank, meet, 64, "the driver forbids another way")
+                peer_memory.allocate_shared({rank: rank}, meet, 64, "the driver forbids another way")
             return str(raised.value), mine.done
 
         with ThreadPoolExecutor(2) as pool:
@@ -382,10 +382,10 @@ def test_of_a_list_the_devices_before_the_one_without_memory_keep_nothing(monkey
             raise DriverError("cuMemAlloc: CUDA_ERROR_OUT_OF_MEMORY: out of memory")
         return pointer
 
-    monkeypatch.setattr(ipc_memory, "call", call)
-    monkeypatch.setattr(ipc_memory, "on_device", lambda index: contextlib.nullcontext())
+    monkeypatch.setattr(peer_memory, "call", call)
+    monkeypatch.setattr(peer_memory, "on_device", lambda index: contextlib.nullcontext())
 
     with pytest.raises(DriverError, match="OUT_OF_MEMORY"):
-        ipc_memory.allocate_local([0, 1, 2], 64, "the driver forbids another way")
+        peer_memory.allocate_shared({0: 0, 1: 1, 2: 2}, Alone(), 64, "the driver forbids another way")
 
     assert freed == [0x1000, 0x2000]

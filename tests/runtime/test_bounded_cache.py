@@ -1,6 +1,6 @@
 """A bounded cache empties itself once it is full."""
 
-from graphar.runtime.bounded_cache import BoundedCache
+from graphar.runtime.plan import BoundedCache
 
 
 def test_entries_are_kept_until_there_are_too_many():

@@ -27,7 +27,7 @@ from graphar.plan.work import Loss
 from graphar.ranks.rendezvous import Alone, StoreRendezvous
 from graphar.runtime import catalogue, compiler, kernels, launcher
 from graphar.runtime.bind import loss
-from graphar.runtime.catalogue import KernelSource
+from graphar.runtime.catalogue import KernelSource, softmax_backward_source
 from graphar.runtime.kernels import PART, Kernels, threads_for_compiling
 from tests.processes import run_ranks
 
@@ -159,7 +159,7 @@ def loaded(monkeypatch):
     monkeypatch.setattr(launcher, "chip", lambda device: shipped_table("nvidia_h200").chip)
     monkeypatch.setattr(kernels.Kernels, "_allocate", lambda self, algorithm: None)
     monkeypatch.setattr(loss, "runs_on", lambda device: True)
-    monkeypatch.setattr(loss, "load", functools.cache(loss.load.__wrapped__))
+    monkeypatch.setattr(launcher, "load_once", functools.cache(launcher.load_once.__wrapped__))
     monkeypatch.setattr(loss, "_bind_forward", loss._bind_forward.__wrapped__)
     return found
 
@@ -194,7 +194,7 @@ def test_later_losses_and_their_backward_passes_load_nothing(asked, loaded, rank
         for rows, options in itertools.product((1, 64, 4096), OPTIONS):
             work = Loss("loss", rows, 1024 // ranks, Terms(1024, **options))
             loss._bind_forward(0, dtype, work, 0, ranks)
-            loss._load_backward(0, dtype)
+            loss.load(softmax_backward_source(dtype), 0)
 
     assert loaded == prepared
     assert {device for source, device in loaded if source.file.startswith("loss")} == {*range(ranks)}

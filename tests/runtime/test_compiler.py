@@ -3,7 +3,6 @@
 import os
 import re
 import shutil
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -14,7 +13,6 @@ from graphar.plan.algorithms import Algorithm
 from graphar.runtime import compiler
 from graphar.runtime.catalogue import KernelSource, kernel_source
 from graphar.runtime.compiler import cache_key, compile_kernel
-from tests.processes import PROCESSES
 from tests.runtime.conftest import edit, line_of
 
 SOURCE = kernel_source(Algorithm.ONE_SHOT, torch.bfloat16, 2)
@@ -45,17 +43,6 @@ def no_nvrtc(monkeypatch):
     return lambda: monkeypatch.setattr("cuda.core.Program", refuse)
 
 
-def use_directory(path, barrier=None):
-    global all_ready
-    os.environ["GRAPHAR_CACHE_DIR"] = path
-    all_ready = barrier
-
-
-def compile_when_all_are_ready(_):
-    all_ready.wait()
-    return compile_kernel(SOURCE, "sm_90a")
-
-
 def forget_compiled_kernels():
     compile_kernel.cache_clear()
 
@@ -81,13 +68,6 @@ def test_a_kernel_runs_from_its_minimum_architecture_on_or_on_a_single_one(limit
 
 def test_a_kernel_compiled_in_this_process_is_the_same_object():
     assert compile_kernel(SOURCE, "sm_90a") is compile_kernel(SOURCE, "sm_90a")
-
-
-def test_a_kernel_found_on_disk_equals_the_compiled_one_and_is_not_compiled(no_nvrtc):
-    first = compile_kernel(SOURCE, "sm_90a")
-    forget_compiled_kernels()
-    no_nvrtc()
-    assert compile_kernel(SOURCE, "sm_90a") == first
 
 
 def test_a_kernel_not_found_on_disk_is_compiled(no_nvrtc):
@@ -119,15 +99,6 @@ def test_a_kernel_edited_while_it_compiles_is_not_kept(directory, monkeypatch):
     monkeypatch.setattr(compiler, "cache_key", lambda source, arch: next(keys))
     compile_kernel(SOURCE, "sm_90a")
     assert os.listdir(directory) == []
-
-
-def test_sixteen_processes_at_once_get_one_cubin_and_leave_one_entry(directory):
-    with ProcessPoolExecutor(
-        16, PROCESSES, use_directory, (str(directory), PROCESSES.Barrier(16, timeout=120))
-    ) as pool:
-        results = list(pool.map(compile_when_all_are_ready, range(16)))
-    assert results == [results[0]] * 16
-    assert os.listdir(directory) == [cache_key(SOURCE, "sm_90a")]
 
 
 # ---- what the key depends on ----

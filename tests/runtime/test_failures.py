@@ -11,7 +11,7 @@ from graphar.plan.algorithms import Algorithm
 from graphar.plan.policy import Chip
 from graphar.ranks.agreement import Fingerprints
 from graphar.ranks.rendezvous import RanksAbsent
-from graphar.runtime import failures, runner
+from graphar.runtime import runner
 from graphar.runtime.arguments import KEPT_CALLS, Counters, Record
 from graphar.runtime.runner import Runner
 
@@ -55,9 +55,7 @@ class Ranks:
             counters = self.counters[address]
             return counters if struct is Counters else counters.epoch_state[0]
 
-        monkeypatch.setattr(failures, "read", read)
         monkeypatch.setattr(runner, "read", read)
-        monkeypatch.setattr(failures, "on_device", contextlib.nullcontext)
         monkeypatch.setattr(runner, "on_device", contextlib.nullcontext)
         monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
 

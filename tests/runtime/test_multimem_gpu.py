@@ -52,20 +52,3 @@ def test_the_stand_in_works_between_processes(rank, world_size):
                 y = communicator.allreduce(parts[rank].cuda(), algorithm=algorithm)
                 assert same_bits(y.cpu(), graphar.reference.allreduce(parts)) == 0, f"{algorithm} {dtype} {numel}"
     communicator.close()
-
-
-@process_worlds
-@on_ranks(backend="cpu:gloo,cuda:nccl", timeout_s=120)
-def test_without_the_opt_in_users_are_refused_and_torch_is_not_asked(rank, world_size):
-    from torch.distributed import _symmetric_memory
-
-    for name in ("_SymmetricMemory", "rendezvous", "empty"):
-        setattr(_symmetric_memory, name, None)  # a use of it fails
-    x = torch.zeros(8192, device="cuda")
-    reason = "rank 0: NVLink multicast needs the opt-in GRAPHAR_MULTICAST=1"
-    for algorithm in MULTIMEM_KERNELS:
-        for call in (graphar.allreduce, graphar.explain):
-            with pytest.raises(graphar.UnsupportedError) as raised:
-                call(x, algorithm=algorithm)
-            assert str(raised.value) == f"allreduce: {algorithm} cannot serve this call: {reason}"
-    assert graphar.allreduce(x).sum().item() == 0

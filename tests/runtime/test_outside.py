@@ -24,7 +24,6 @@ from graphar.runtime.arguments import Record
 from graphar.runtime.bind import collective
 from graphar.runtime.catalogue import source_of
 from graphar.runtime.compiler import cache_key, compile_kernel
-from graphar.runtime.failures import failure_of_kernel
 from graphar.runtime.kernels import COUNTERS_NBYTES
 from graphar.runtime.runner import Runner
 from tests.outside import FOLDER, MAX_NBYTES, PUSHED_SUM, forget_loaded, load, load_own, slots
@@ -207,7 +206,8 @@ def test_a_call_is_bound_to_its_kernel_and_to_a_grid_of_its_row(runner, monkeypa
 def test_an_expired_wait_is_told_with_the_algorithms_name():
     record = Record(kind=1, algorithm=load().number, sequence=7, rank=1, peer=0, expected=3, seen=2)
 
-    error = failure_of_kernel(record, lambda: ["none", "pushed_sum call 7"], lambda *given: "", lambda: None)
+    runner = SimpleNamespace(_unlike_calls=lambda *given: None, _last_calls=lambda: ["none", "pushed_sum call 7"])
+    error = Runner._failure_of(runner, record)
 
     assert isinstance(error, CollectiveTimeout)
     assert (error.record.op, error.record.algorithm, error.record.sequence) == ("allreduce", load().value, 7)

@@ -18,7 +18,7 @@ from graphar.plan.config import Config, Kernel
 from graphar.plan.policy import Chip
 from graphar.plan.slices import Slice
 from graphar.ranks.rendezvous import Alone, RanksAbsent
-from graphar.runtime import failures, launcher, runner, setup
+from graphar.runtime import launcher, runner
 from graphar.runtime.arguments import Arguments, Record
 from graphar.runtime.bind import launches
 from graphar.runtime.bind.collective import plan_of_slices
@@ -71,12 +71,12 @@ def test_choices_go_by_what_the_devices_of_every_rank_have(monkeypatch, own, the
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "no GPU")
     memory = SimpleNamespace(check=lambda: None)
     for name, made in {"LocalMemory": memory, "ProcessMemory": memory, "TorchMemory": None, "Member": None}.items():
-        monkeypatch.setattr(setup, name, lambda *_, made=made: made)
-    monkeypatch.setattr(setup, "Runner", lambda members, world_size, chip, *rest: chip)
+        monkeypatch.setattr(runner, name, lambda *_, made=made: made)
+    monkeypatch.setattr(runner, "Runner", lambda members, world_size, chip, *rest: chip)
     peers, group = Peers(theirs), SimpleNamespace(rank=lambda: 0, size=lambda: 2)
     devices = [torch.device("cuda", at) for at in range(len(own))]
 
-    chip, _ = setup.set_up(group, devices if len(own) > 1 else None, devices[0], peers, lossless=True, stand_in=False)
+    chip, _ = runner.set_up(group, devices if len(own) > 1 else None, devices[0], peers, lossless=True, stand_in=False)
 
     assert chip == common
     assert chip.has_clusters == (common is not AMPERE)
@@ -162,8 +162,7 @@ def runner_of(monkeypatch, record, world_size=3, rendezvous=None):
     made = Runner([member], world_size, CHIP, memory=memory, rendezvous=rendezvous or Alone(), multicast_memory=None)
     begun = {0x1000: 42, 0x2000: 42, 0x3000: 41, 0x4000: 3, 0x5000: 3, 0x6000: 4}
     monkeypatch.setattr(runner, "calls_begun", lambda counters, device: begun[counters])
-    for module in (failures, runner):
-        monkeypatch.setattr(module, "read", lambda struct, address: struct())  # no rank has told what it calls
+    monkeypatch.setattr(runner, "read", lambda struct, address: struct())  # no rank has told what it calls
     monkeypatch.setattr(runner, "on_device", contextlib.nullcontext)
     made.kernels.regions = {
         Algorithm.TWO_SHOT_PUSH: SimpleNamespace(pointers=[0x1000, 0x2000, 0x3000]),

@@ -227,32 +227,6 @@ def test_large_graphs_that_are_replayed_meanwhile_touch_no_memory_that_is_gone(r
     assert wrong == dict.fromkeys(wrong, 0)
 
 
-def suspend_in_capture(rank, world_size):
-    torch.cuda.set_device(0)
-    x = part(rank).cuda()
-    with graphar.Communicator() as communicator:
-        communicator.allreduce(x)
-        graph = torch.cuda.CUDAGraph()
-        if rank == 0:
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                x + 1
-                with pytest.raises(graphar.CommunicatorError) as error:
-                    communicator.suspend()
-        else:
-            with pytest.raises(graphar.CommunicatorError) as error:
-                communicator.suspend()
-        return str(error.value), same_bits(communicator.allreduce(x).cpu(), total())
-
-
-def test_it_is_refused_on_every_rank_while_one_captures():
-    found = run_ranks(suspend_in_capture, WORLD_SIZE)
-
-    said = "suspend: a graph is being captured; end the capture before"
-    assert [wrong for _, wrong in found] == [0, 0]
-    assert found[0][0] == said
-    assert found[1][0] == f"ending all work failed on another rank\nrank 0: CommunicatorError: {said}"
-
-
 # ---- often, and when something fails --------------------------------------------------------------------------------
 
 
@@ -282,57 +256,6 @@ def test_a_thousand_cycles_leak_nothing(rank, world_size):
         gpu, files, host = free - free_at_end, files_at_end - files, host_at_end - host
         assert (wrong, gpu, files) == (0, 0, 0)
         assert host < 16 * MB
-
-
-def miss_a_call(rank, world_size):
-    """The ranks that an expired wait names after a resumption, and whether another communicator then works."""
-    torch.cuda.set_device(0)
-    x = part(rank).cuda()
-    communicator = graphar.Communicator(timeout_s=2)
-    communicator.allreduce(x)
-    communicator.suspend()
-    communicator.resume()
-    found = None
-    if rank == 0:
-        communicator.allreduce(x)
-        with pytest.raises(graphar.CollectiveTimeout) as error:
-            communicator.synchronize()
-        found = error.value.record.rank, error.value.record.peer, error.value.record.sequence
-    torch.distributed.barrier()
-    communicator.close()
-    with graphar.Communicator() as other:
-        return found, same_bits(other.allreduce(x).cpu(), total())
-
-
-def test_a_wait_that_expires_after_a_resumption_names_the_ranks():
-    assert run_ranks(miss_a_call, WORLD_SIZE) == [((0, 1, 0), 0), (None, 0)]
-
-
-@on_ranks(WORLD_SIZE)
-def test_too_little_memory_is_an_error_on_every_rank_and_a_second_resume_works(rank, world_size):
-    torch.cuda.set_device(0)
-    x = part(rank).cuda()
-    with graphar.Communicator() as communicator:
-        communicator.prepare(ops=PREPARED, dtypes=[torch.bfloat16])
-        communicator.allreduce(x)
-        communicator.suspend()
-        torch.distributed.barrier()
-        hog = None
-        if rank == 0:
-            hog = torch.empty(torch.cuda.mem_get_info()[0] - 64 * MB, dtype=torch.uint8, device="cuda")
-        torch.distributed.barrier()
-        with pytest.raises(graphar.GrapharError) as error:
-            communicator.resume()
-        with pytest.raises(graphar.CommunicatorError, match="is suspended"):
-            communicator.allreduce(x)
-        torch.distributed.barrier()
-        del hog
-        torch.cuda.empty_cache()
-        torch.distributed.barrier()
-        communicator.resume()
-        said, wrong = str(error.value), same_bits(communicator.allreduce(x).cpu(), total())
-        assert "CUDA_ERROR_OUT_OF_MEMORY" in said
-        assert wrong == 0
 
 
 def die(rank, world_size, when):

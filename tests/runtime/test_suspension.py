@@ -24,8 +24,8 @@ from graphar.runtime.kernels import COUNTERS_NBYTES
 from graphar.runtime.memory import suspension
 from graphar.runtime.memory.peer_memory import LocalMemory, ProcessMemory
 from graphar.runtime.memory.suspension import Suspension
-from graphar.runtime.memory.use import Memory, MemoryUse
 from graphar.runtime.runner import Runner
+from graphar.runtime.watch.stats import Memory, MemoryUse
 from tests.fake_gpu import FakeDriver, descriptors, installed, tensor_at
 from tests.processes import on_ranks, run_ranks
 

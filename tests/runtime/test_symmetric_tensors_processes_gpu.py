@@ -72,23 +72,6 @@ def test_nothing_comes_too_early_for_a_process_that_is_late(rank, world_size):
         assert_reduced(out, inputs[1], f"turn {turn}: overwritten")
 
 
-@pytest.mark.parametrize("world_size", GPU_WORLD_SIZES)
-@on_ranks(by=run_on_gpus)
-def test_graphs_of_processes_replay_with_other_inputs(rank, world_size):
-    numel = 262149
-    x, out = (graphar.empty(numel, dtype=torch.bfloat16) for _ in range(2))
-    for algorithm in DIRECT_ALGORITHMS:
-        graphar.allreduce(x, out=out, algorithm=algorithm)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            graphar.allreduce(x, out=out, algorithm=algorithm)
-        for turn in range(20):
-            inputs = inputs_of(world_size, numel, torch.bfloat16, salt=turn)
-            x.copy_(inputs[rank].cuda())
-            graph.replay()
-            assert_reduced(out, inputs, f"{algorithm}, turn {turn}")
-
-
 @pytest.mark.gpu(4)
 @on_ranks(4, by=run_on_gpus)
 def test_subgroups_have_symmetric_tensors_of_their_own(rank, world_size):

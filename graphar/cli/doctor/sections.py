@@ -24,15 +24,17 @@ from graphar.runtime import cache, user_tables
 from graphar.runtime.availability import (
     DRIVER,
     driver_cuda_version,
+    install,
+    meets,
     missing_cuda_python,
     missing_driver,
     missing_nvrtc,
     missing_software,
+    requirements,
 )
 from graphar.runtime.compiler import nvrtc_version
 from graphar.runtime.driver import call, driver
 from graphar.runtime.memory import multicast, virtual_memory
-from graphar.runtime.requirements import install, meets, requirements
 
 _PCI_DEVICES = Path("/sys/bus/pci/devices")
 _NVIDIA, _DISPLAY = "0x10de", "0x03"  # NVIDIA's PCI vendor, and the first digits of the PCI class of a GPU

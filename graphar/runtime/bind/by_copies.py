@@ -35,12 +35,12 @@ from graphar.runtime import launcher
 from graphar.runtime.arguments import Arguments
 from graphar.runtime.bind.copies import Event, Lane, Move, here, meetings
 from graphar.runtime.bind.launches import runner_of
-from graphar.runtime.bounded_cache import BoundedCache
 from graphar.runtime.catalogue import KernelSource, sum_of_parts_source
 from graphar.runtime.engine import Engine
 from graphar.runtime.kernels import Kernels
 from graphar.runtime.launcher import Grid, Launch
 from graphar.runtime.member import Member
+from graphar.runtime.plan import BoundedCache
 from graphar.runtime.runner import Runner
 from graphar.runtime.side_stream import stream_beside
 

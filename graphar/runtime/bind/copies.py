@@ -36,13 +36,12 @@ from graphar.plan.call import Call, Operands
 from graphar.plan.scratch import PACK_NBYTES
 from graphar.plan.work import Parts
 from graphar.runtime.bind.launches import runner_of
-from graphar.runtime.bounded_cache import BoundedCache
 from graphar.runtime.driver import check, driver, on_device
 from graphar.runtime.engine import Engine
 from graphar.runtime.kernels import COUNTERS_NBYTES
 from graphar.runtime.member import Member
 from graphar.runtime.memory.symmetric_tensors import tensor_at
-from graphar.runtime.plan import Plan
+from graphar.runtime.plan import BoundedCache, Plan
 
 Event = torch.cuda.Event | torch.Event
 Move = tuple[int, int, int]  # the address to copy to, the address to copy from, and bytes
@@ -71,10 +70,10 @@ def _functions() -> tuple[Callable[..., int], Callable[..., int] | None]:
 @functools.cache
 def _attributes():
     """Returns the attributes of every copy in a batch: it reads in the order of the stream, by a copy engine."""
-    made = driver.CUmemcpyAttributes()
-    made.srcAccessOrder = driver.CUmemcpySrcAccessOrder.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
-    made.flags = driver.CUmemcpyFlags.CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE
-    return made
+    attributes = driver.CUmemcpyAttributes()
+    attributes.srcAccessOrder = driver.CUmemcpySrcAccessOrder.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
+    attributes.flags = driver.CUmemcpyFlags.CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE
+    return attributes
 
 
 def enqueue(moves: Iterable[Move], stream: int, batched: bool) -> None:
@@ -119,7 +118,6 @@ class Lane:
         return stream.record_event(next(self.events)) if apart else None
 
     def wait(self, end: Event | None) -> None:
-        """Lets the caller's stream wait for the end of copies."""
         if end is not None:
             self.main.wait_event(end)
 

@@ -89,7 +89,7 @@ def put_agreed(
 
 
 def on_own_device(device: int, launch: Callable) -> Callable:
-    """Returns ``launch`` for callers whose current device may be another device."""
+    """For callers whose current device may be another device."""
     current_device = torch._C._cuda_getDevice
 
     def launch_there(*arguments) -> None:

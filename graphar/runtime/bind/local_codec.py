@@ -42,11 +42,11 @@ def coder_of(call: Call, codec: Codec, devices: Sequence[torch.device] | None) -
     indices = [device.index for device in devices] if devices else [call.device]
     if call.device < 0 or call.dtype not in TYPE_NAMES or not all(map(runs_on, indices)):
         return TorchCoder(codec)
-    made = LocalCodec(codec, local_codec_sources(call.dtype, codec))
+    coder = LocalCodec(codec, local_codec_sources(call.dtype, codec))
     for device in indices:
-        for source in made.sources:
+        for source in coder.sources:
             _load(device, source)  # now: loading while a kernel waits for other ranks could hang
-    return made
+    return coder
 
 
 @dataclass(frozen=True)
@@ -106,9 +106,8 @@ def _in_rows(messages: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], 
     return rows, pitch
 
 
-@functools.cache
 def _load(device: int, source: KernelSource):
-    return launcher.load(source, device, 0, f"local_codec: {source.name}")
+    return launcher.load_once(source, device, 0, f"local_codec: {source.name}")
 
 
 @functools.lru_cache(maxsize=1024)

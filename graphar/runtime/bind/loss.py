@@ -9,7 +9,6 @@ import functools
 import itertools
 import threading
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import torch
 
@@ -32,7 +31,7 @@ from graphar.runtime.catalogue import (
     softmax_total_source,
 )
 from graphar.runtime.engine import Engine
-from graphar.runtime.launcher import Grid, Launch, runs_on
+from graphar.runtime.launcher import Launch, early_grid, runs_on
 from graphar.runtime.plan import Plan, Tensors
 
 # As in cuda_src/loss: the bytes of shared memory before the lanes of leaves, the numbers of a lane, and the threads of
@@ -111,18 +110,16 @@ def sources(device: int, dtypes: Sequence[torch.dtype]) -> list[KernelSource]:
 # ---- the forward pass -----------------------------------------------------------------------------------------------
 
 
-class Rank(NamedTuple):
-    """How one rank of this process computes: its partials, if there are several ranks, and all results."""
-
-    partials: Callable[[Operands], torch.Tensor]
-    results: Callable[[Operands, torch.Tensor | None], None]
+# Takes a rank's operands, partials to write or None, and all ranks' partials to read or None. Without partials it
+# computes the results of the only rank.
+Compute = Callable[[Operands, torch.Tensor | None, torch.Tensor | None], None]
 
 
 def bind(engine: Engine, call: Call[Loss], ranks: Sequence[Operands]) -> Plan:
-    """Returns the plan of a loss. Collective, unless there is one rank."""
+    """Collective, unless there is one rank."""
     work, count = call.work, engine.world_size
     own_ranks = [engine.rank or 0] if engine.devices is None else range(count)
-    kernels = [
+    computes = [
         of_rank(operands.inputs[0], work, work.columns * rank, count)
         for rank, operands in zip(own_ranks, ranks, strict=True)
     ]
@@ -131,12 +128,13 @@ def bind(engine: Engine, call: Call[Loss], ranks: Sequence[Operands]) -> Plan:
     def run(ranks: Sequence[Operands]) -> None:
         gathered: list[torch.Tensor | None] = [None]
         if gather:
-            partials = [kernel.partials(operands) for kernel, operands in zip(kernels, ranks, strict=True)]
-            wholes = [x.new_empty(count, *x.shape) for x in partials]
-            gather.run([Operands((x,), (whole,)) for x, whole in zip(partials, wholes, strict=True)])
-            gathered = [*wholes]
-        for kernel, operands, whole in zip(kernels, ranks, gathered, strict=True):
-            kernel.results(operands, whole)
+            gathers = [_room(work, operands, count) for operands in ranks]
+            for compute, operands, to_gather in zip(computes, ranks, gathers, strict=True):
+                compute(operands, to_gather.inputs[0], None)
+            gather.run(gathers)
+            gathered = [to_gather.outputs[0] for to_gather in gathers]
+        for compute, operands, whole in zip(computes, ranks, gathered, strict=True):
+            compute(operands, None, whole)
 
     def launch(inputs: Tensors, outputs: Tensors, numbers=(), corner=None) -> None:
         run([Operands(inputs, outputs)])
@@ -146,49 +144,44 @@ def bind(engine: Engine, call: Call[Loss], ranks: Sequence[Operands]) -> Plan:
 
 
 def _gather(engine: Engine, call: Call[Loss], ranks: Sequence[Operands]) -> Plan:
-    """Returns the plan of the all-gather of all ranks' partials."""
     exchange = call.work.exchanged
-    like = [Operands((operands.inputs[0].new_empty(exchange.parts[0], dtype=torch.float32),), ()) for operands in ranks]
+    like = [_room(call.work, operands, engine.world_size) for operands in ranks]
     exchange = exchange._replace(parts=exchange.parts * engine.world_size)
     return engine.plan(Call(exchange, torch.float32, call.device, timeout_s=call.timeout_s), like)
 
 
-def of_rank(x: torch.Tensor, work: Loss, first: int, ranks: int) -> Rank:
+def _room(work: Loss, operands: Operands, ranks: int) -> Operands:
+    """Returns tensors for one rank's partials, and for those of all ranks."""
+    partials = operands.inputs[0].new_empty((work.rows, work.terms.width), dtype=torch.float32)
+    return Operands((partials,), (partials.new_empty(ranks, *partials.shape),))
+
+
+def of_rank(x: torch.Tensor, work: Loss, first: int, ranks: int) -> Compute:
     if not _serves(x):
         return _in_torch(work, first, ranks)
     device, dtype = x.device.index, x.dtype
-    _load_backward(device, dtype)  # now, since loading could hang later
-    launch = on_own_device(device, _bind_forward(device, dtype, work, first, ranks))
-
-    def partials(operands: Operands) -> torch.Tensor:
-        written = operands.inputs[0].new_empty((work.rows, work.terms.width), dtype=torch.float32)
-        launch(operands, written, None)
-        return written
-
-    return Rank(partials, lambda operands, gathered: launch(operands, None, gathered))
+    load(softmax_backward_source(dtype), device)  # now, since loading could hang later
+    return on_own_device(device, _bind_forward(device, dtype, work, first, ranks))
 
 
-def _in_torch(work: Loss, first: int, ranks: int) -> Rank:
-    def partials(operands: Operands) -> torch.Tensor:
+def _in_torch(work: Loss, first: int, ranks: int) -> Compute:
+    def compute(operands: Operands, written: torch.Tensor | None, gathered: torch.Tensor | None) -> None:
         logits, target = operands.inputs
-        return softmax.partial(logits, target, first, LEAVES // ranks, work.terms)
-
-    def results(operands: Operands, gathered: torch.Tensor | None) -> None:
-        gathered = partials(operands)[None] if gathered is None else gathered
-        finished = softmax.finish(gathered, operands.inputs[1], work.columns, work.terms)
+        if gathered is None:
+            partials = softmax.partial(logits, target, first, LEAVES // ranks, work.terms)
+            if written is not None:
+                written.copy_(partials)
+                return
+            gathered = partials[None]
+        finished = softmax.finish(gathered, target, work.columns, work.terms)
         for out, result in zip(operands.outputs, finished, strict=True):
             out.copy_(result.view_as(out))
 
-    return Rank(partials, results)
+    return compute
 
 
 @functools.lru_cache(maxsize=1024)
-def _bind_forward(device: int, dtype: torch.dtype, work: Loss, first: int, ranks: int) -> Callable:
-    """Returns a function that launches one rank's kernels.
-
-    It takes the rank's operands, partials to write, and gathered partials to read. Without both it computes the results
-    of the only rank.
-    """
+def _bind_forward(device: int, dtype: torch.dtype, work: Loss, first: int, ranks: int) -> Compute:
     terms, kind = work.terms, also(work.terms)
     groups = -(-work.rows * (LEAVES // ranks) // LEAVES)
     cluster = _cluster(device, groups)
@@ -196,10 +189,8 @@ def _bind_forward(device: int, dtype: torch.dtype, work: Loss, first: int, ranks
     scaled = terms.temperature != 1 or kind == "entropy_and_top1"
     shared = shared_nbytes(kind, LEAVES // cluster)
 
-    def bound(source: KernelSource, blocks: int, threads: int, shared: int = 0, cluster: int = 1) -> Launch:
-        # By their launch bounds two blocks fit on an SM.
-        is_early = launcher.can_overlap(device) and launcher.chip(device).may_overlap(blocks, halves=True)
-        return Launch(load(source, device), [fields], Grid(blocks, threads, shared, is_early, cluster))
+    def bound(source: KernelSource, *grid: int) -> Launch:
+        return Launch(load(source, device), [fields], early_grid(device, *grid))
 
     threads = LEAVES // cluster * (LANES if cluster > 1 else WARP)
     source = softmax_partials_source(dtype, kind, scaled, cluster > 1)
@@ -234,16 +225,11 @@ def _cluster(device: int, groups: int) -> int:
     return next(fitting, 1)
 
 
-@functools.cache
 def load(source: KernelSource, device: int):
-    return launcher.load(source, device, shared_nbytes("entropy_and_top1", LEAVES), source.name)
+    return launcher.load_once(source, device, shared_nbytes("entropy_and_top1", LEAVES), source.name)
 
 
 # ---- the backward pass ----------------------------------------------------------------------------------------------
-
-
-def _load_backward(device: int, dtype: torch.dtype):
-    return load(softmax_backward_source(dtype), device)
 
 
 def backward(
@@ -256,12 +242,12 @@ def backward(
     out: torch.Tensor,
 ) -> None:
     """Writes the gradient of one rank's logits into ``out``: see :func:`graphar.numerics.softmax.gradient`."""
-    if not _serves(logits):
-        return softmax.gradient(logits, target, state, upstream, first, work.terms, out)
-    device = logits.device.index
-    launch = on_own_device(device, _bind_backward(device, logits.dtype, work, first))
-    launch(logits, target, state, upstream, out)
-    return None
+    if _serves(logits):
+        device = logits.device.index
+        launch = on_own_device(device, _bind_backward(device, logits.dtype, work, first))
+        launch(logits, target, state, upstream, out)
+    else:
+        softmax.gradient(logits, target, state, upstream, first, work.terms, out)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -269,9 +255,8 @@ def _bind_backward(device: int, dtype: torch.dtype, work: Loss, first: int) -> C
     packs = -(-work.columns * dtype.itemsize // PACK_NBYTES)
     slices = min(-(-SLICED_BLOCKS * launcher.sm_count(device) // work.rows), -(-packs // BACKWARD_THREADS))
     fields, lock = arguments(work, first, 1, slices=slices), threading.Lock()
-    blocks = work.rows * slices
-    is_early = launcher.can_overlap(device) and launcher.chip(device).may_overlap(blocks, halves=True)
-    bound = Launch(_load_backward(device, dtype), [fields], Grid(blocks, BACKWARD_THREADS, 0, is_early))
+    grid = early_grid(device, work.rows * slices, BACKWARD_THREADS)
+    bound = Launch(load(softmax_backward_source(dtype), device), [fields], grid)
 
     def launch(*tensors: torch.Tensor) -> None:
         stream = torch.cuda.current_stream().cuda_stream

@@ -19,7 +19,6 @@ from graphar.runtime.plan import Plan
 
 
 def bind(engine: Engine, call: Call[Norm], ranks: Sequence[Operands]) -> Plan:
-    """Returns the plan of a norm. Collective."""
     work, x = call.work, ranks[0].inputs[0]
     if not select.has_kernel_for_rows(work, call.dtype) or engine.why_no_kernel(work.op, x) or not any(work.parts):
         return _in_steps(engine, call, ranks)

@@ -16,7 +16,8 @@ from graphar.plan.select import has_norm_kernel
 from graphar.runtime import launcher
 from graphar.runtime.arguments import NormArguments, NormGradientArguments
 from graphar.runtime.catalogue import residual_norm_backward_sources, residual_norm_source
-from graphar.runtime.launcher import Grid, Launch, runs_on
+from graphar.runtime.driver import attribute
+from graphar.runtime.launcher import Grid, Launch, early_grid, runs_on
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -61,31 +62,20 @@ def norm(
 
 
 def load(device: int, dtype: torch.dtype, total_dtype: torch.dtype | None = None):
-    """Loads and returns the kernel for a residual of ``dtype`` and a sum in ``total_dtype``; None: in ``dtype``.
-
-    Do so before a kernel that waits for other ranks runs: loading could hang.
-    """
-    return _load(device, dtype, total_dtype or dtype)
-
-
-@functools.cache
-def _load(device: int, dtype: torch.dtype, total_dtype: torch.dtype):
+    """Loads and returns the kernel: before one that waits for other ranks runs, beside which loading could hang."""
     source = residual_norm_source(dtype, total_dtype)
-    return launcher.load(source, device, NORM_SHARED_NBYTES, f"residual_rmsnorm for {dtype}")
+    return launcher.load_once(source, device, NORM_SHARED_NBYTES, f"residual_rmsnorm for {dtype}")
 
 
 @functools.lru_cache(maxsize=1024)
 def _bind(
     device: int, dtype: torch.dtype, total_dtype: torch.dtype, numel: int, columns: int, eps: float, offset: float
 ) -> Callable[[Tensors, Tensors, int], None]:
-    """Returns a function that launches one norm of its inputs and outputs on a stream."""
     arguments = NormArguments(numel=numel, columns=columns, eps=eps, weight_offset=offset)
     packs = columns * dtype.itemsize // PACK_NBYTES
     threads = min(1024, max(WARP, 1 << (packs - 1).bit_length()))
     blocks = min(numel // columns, _THREADS_AN_SM // threads * launcher.sm_count(device))
-    # By its launch bounds a block takes half an SM at most.
-    is_early = launcher.can_overlap(device) and launcher.chip(device).may_overlap(blocks, halves=True)
-    grid = Grid(blocks, threads, NORM_SHARED_NBYTES, is_early)
+    grid = early_grid(device, blocks, threads, NORM_SHARED_NBYTES)
     bound, lock = Launch(load(device, dtype, total_dtype), [arguments], grid), threading.Lock()
 
     def launch(inputs: Tensors, outputs: Tensors, stream: int) -> None:
@@ -126,6 +116,10 @@ def backward(
     return of_rows, total
 
 
+def _shared_nbytes(device: int) -> int:
+    return attribute("MAX_SHARED_MEMORY_PER_BLOCK_OPTIN", device)
+
+
 class _Staging(NamedTuple):
     """How a block stages rows, for the kernel's template arguments."""
 
@@ -138,25 +132,19 @@ def _staging(device: int, row_nbytes: int) -> _Staging:
     threads = norm_gradients.threads_of(row_nbytes)
     packs = 1 << (-(-row_nbytes // (threads * PACK_NBYTES)) - 1).bit_length()
     stage_nbytes = STAGED_TENSORS * packs * threads * PACK_NBYTES
-    stages = min(_MOST_STAGES, (launcher.shared_nbytes_of_block(device) - PAIRS_NBYTES) // stage_nbytes)
+    stages = min(_MOST_STAGES, (_shared_nbytes(device) - PAIRS_NBYTES) // stage_nbytes)
     return _Staging(packs, stages, PAIRS_NBYTES + stages * stage_nbytes)
 
 
 def serves_backward(summed: torch.Tensor) -> bool:
-    """Whether the kernels can compute the gradients of the rows of ``summed``."""
     return serves(summed) and _staging(summed.device.index, summed.shape[-1] * summed.element_size()).stages > 0
 
 
 def load_backward(device: int, dtype: torch.dtype, columns: int) -> tuple:
     """Loads and returns the kernels for rows of ``columns``. Do so before a kernel that waits for other ranks runs."""
-    staging = _staging(device, columns * dtype.itemsize)
-    return _load_backward(device, dtype, staging.packs, staging.stages)
-
-
-@functools.cache
-def _load_backward(device: int, dtype: torch.dtype, packs: int, stages: int) -> tuple:
-    sources, most = residual_norm_backward_sources(dtype, packs, stages), launcher.shared_nbytes_of_block(device)
-    return tuple(launcher.load(source, device, most, f"residual_rmsnorm_backward for {dtype}") for source in sources)
+    packs, stages, _ = _staging(device, columns * dtype.itemsize)
+    sources, what = residual_norm_backward_sources(dtype, packs, stages), f"residual_rmsnorm_backward for {dtype}"
+    return tuple(launcher.load_once(source, device, _shared_nbytes(device), what) for source in sources)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -202,4 +190,4 @@ def _nbytes_to_spread(device: int, blocks: int) -> int:
     Otherwise two blocks may run on one SM while another SM has none (H100: 240 us in place of 140).
     """
     share = -(-blocks // launcher.sm_count(device))
-    return launcher.shared_nbytes_of_sm(device) // (share + 1) // PACK_NBYTES * PACK_NBYTES
+    return attribute("MAX_SHARED_MEMORY_PER_MULTIPROCESSOR", device) // (share + 1) // PACK_NBYTES * PACK_NBYTES

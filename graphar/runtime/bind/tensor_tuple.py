@@ -17,7 +17,6 @@ from graphar.runtime.plan import Plan
 
 
 def bind(engine: Engine, call: Call[TensorTuple], ranks: Sequence[Operands]) -> Plan:
-    """Returns the plan of an all-gather of several tensors. Collective."""
     work, first = call.work, ranks[0].inputs[0]
     if engine.why_no_kernel(work.op, first) or not any(work.sizes):
         return _each(engine, call, ranks)

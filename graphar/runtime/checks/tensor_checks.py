@@ -49,11 +49,10 @@ def check_tensor(op: str, name: str, x: Any) -> None:
 
 def check_list(op: str, xs: Sequence[torch.Tensor]) -> None:
     """Raises unless ``xs`` can be the ranks of one process: equal shapes and dtypes, on distinct GPUs or on the CPU."""
-    _check_not_empty(op, xs)
     for i, x in enumerate(xs):
         check_tensor(op, f"tensor {i}", x)
         _check_alike(op, xs, i, "equal shapes", x.shape == xs[0].shape)
-    check_devices(op, [x.device for x in xs])
+    _check_devices(op, xs)
 
 
 def check_list_to_join(op: str, xs: Sequence[torch.Tensor], axis: Any) -> int:
@@ -61,19 +60,19 @@ def check_list_to_join(op: str, xs: Sequence[torch.Tensor], axis: Any) -> int:
 
     They have equal shapes but for ``axis``, equal dtypes of any kind, and are on distinct GPUs or on the CPU.
     """
-    _check_not_empty(op, xs)
     for i, x in enumerate(xs):
         check_strided(op, f"tensor {i}", x)
         axis = check_axis(op, xs[0], axis)
         fits = x.ndim == xs[0].ndim and all(at == axis or x.shape[at] == size for at, size in enumerate(xs[0].shape))
         _check_alike(op, xs, i, f"equal shapes but for axis {axis}", fits)
-    check_devices(op, [x.device for x in xs])
+    _check_devices(op, xs)
     return axis
 
 
-def _check_not_empty(op: str, xs: Sequence[torch.Tensor]) -> None:
+def _check_devices(op: str, xs: Sequence[torch.Tensor]) -> None:
     if not xs:
         raise ValueError(f"{op}: needs at least one tensor, got an empty list")
+    check_devices(op, [x.device for x in xs])
 
 
 def _check_alike(op: str, xs: Sequence[torch.Tensor], i: int, shapes: str, fits: bool) -> None:

@@ -46,10 +46,9 @@ def why_not(environment: Mapping[str, str]) -> Reason | None:
 
 
 class TorchBuffer:
-    """One allocation on each rank, mapped into this process; the interface of virtual_buffer.VirtualBuffer."""
+    """One allocation on each rank, mapped into this process; the interface of VirtualBuffer."""
 
     resident = True
-    why_stays = "torch's symmetric memory has it"
 
     def __init__(self, tensor: torch.Tensor, handle) -> None:
         self.pointers, self.nbytes = list(handle.buffer_ptrs), tensor.nbytes
@@ -57,11 +56,9 @@ class TorchBuffer:
         self._tensor, self._handle = tensor, handle
 
     def unmap(self) -> None:
-        """Drops torch's mapping of the peers' allocations; this process must no longer use them."""
         self._handle = None
 
     def free(self) -> None:
-        """Frees this process's allocation; every peer must have unmapped it."""
         self._tensor = None
 
 
@@ -103,8 +100,8 @@ class TorchMemory:
         tensor = self._agree("allocating", lambda: empty((nbytes,), (1,), torch.uint8, device))
         group: Any = self._group_name
         handle: Any = self._agree("mapping", lambda: symmetric_memory.rendezvous(tensor, group))
-        made = handle.multicast_ptr and handle.offset == 0
-        problem = None if made else "torch's symmetric memory made no multicast object"
+        has_multicast = handle.multicast_ptr and handle.offset == 0
+        problem = None if has_multicast else "torch's symmetric memory made no multicast object"
         try:
             self._rendezvous.agree_on_none("multicast", problem)
         except UnsupportedError as error:

@@ -1,7 +1,7 @@
 """Memory that every rank can write to: ProcessMemory for one process per rank, LocalMemory for one process.
 
-Both allocate VirtualBuffers, whose memory can be given back while their addresses stay. ProcessMemory passes the
-memory to the other processes as file descriptors. Where that is not possible, both allocate SharedBuffers.
+Both allocate VirtualBuffers, whose memory can be given back while their addresses stay. Processes pass memory to each
+other as file descriptors. Where that is not possible, both allocate SharedBuffers.
 
 ProcessMemory does not use torch's symmetric memory, whose rendezvous counts per process and not per group, and hangs if
 two groups overlap (pytorch#196082). The multimem algorithms need a multicast address, and take their memory from
@@ -11,32 +11,127 @@ graphar.runtime.memory.multicast.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeAlias
 
-from graphar.errors import CommunicatorError, GrapharError, Reason, UnsupportedError
+from graphar.errors import CommunicatorError, DriverError, GrapharError, Reason, UnsupportedError
 from graphar.ranks.descriptors import Channel, close_all
 from graphar.ranks.hosts import host, several_hosts
-from graphar.ranks.rendezvous import Alone, StoreRendezvous
+from graphar.ranks.rendezvous import Alone, RanksAbsent, StoreRendezvous
 from graphar.runtime.availability import may_share_gpu, no_peer_access
 from graphar.runtime.driver import call, check, driver, on_device, primary_context
-from graphar.runtime.memory import ipc_memory, virtual_memory
-from graphar.runtime.memory.ipc_memory import SharedBuffer
-from graphar.runtime.memory.virtual_buffer import VirtualBuffer
+from graphar.runtime.memory import virtual_memory
+from graphar.runtime.memory.virtual_memory import VirtualBuffer
+
+
+class SharedBuffer:
+    """One allocation on each rank, mapped into this process; the interface of VirtualBuffer.
+
+    It is allocated by cuMemAlloc and shared by legacy CUDA IPC, where the driver or a sandbox forbids VirtualBuffers.
+    Its memory cannot be given back while its addresses stay.
+    """
+
+    multicast_pointer = 0
+    resident = True
+
+    def __init__(self, pointers: list[int], nbytes: int, owned: list[int], opened: list[int]) -> None:
+        self.pointers, self.nbytes = pointers, nbytes
+        self._owned, self._opened = owned, opened
+
+    def unmap(self) -> None:
+        for pointer in self._opened:
+            call(driver.cuIpcCloseMemHandle, pointer)
+        self._opened = []
+
+    def free(self) -> None:
+        for pointer in self._owned:
+            call(driver.cuMemFree, pointer)
+        self._owned = []
+
 
 Buffer: TypeAlias = VirtualBuffer | SharedBuffer
 
 
-class ProcessMemory:
+class PeerMemory:
+    """Allocates memory that every rank can write to; ``devices`` are those of this process's ranks, by rank."""
+
+    why_stays: Reason | None = None  # why its memory cannot be given back while its addresses stay
+    _channel: Channel | None = None  # to the processes of the other ranks
+
+    def __init__(self, devices: Mapping[int, int], rendezvous: StoreRendezvous | Alone, world_size: int) -> None:
+        self._devices, self._rendezvous, self._world_size = devices, rendezvous, world_size
+        self._device = next(iter(devices.values()))
+        self._exchanges = 0
+
+    def allocate(self, nbytes: int) -> Buffer:
+        """Allocates ``nbytes`` bytes on every rank, uninitialised; if one rank fails, on none. Collective."""
+        if self.why_stays:
+            return allocate_shared(self._devices, self._rendezvous, nbytes, self.why_stays)
+        buffer = VirtualBuffer(nbytes, self._devices, self._world_size)
+        try:
+            self.fill([buffer])
+        except GrapharError:
+            buffer.unmap()
+            buffer.free()
+            raise
+        return buffer
+
+    def fill(self, buffers: Sequence[VirtualBuffer]) -> None:
+        """Maps new memory of all ranks at the addresses of buffers; if one rank fails, nowhere. Collective."""
+        meet = self._rendezvous
+        self._exchanges += 1
+        with contextlib.ExitStack() as ends:
+            handles = meet.agree("allocating", lambda: self._create(buffers, ends))
+            try:
+                meet.agree("mapping peers' memory", lambda: self._map(buffers, handles))
+            except GrapharError:
+                for buffer in buffers:
+                    buffer.clear()
+                raise
+
+    def _create(self, buffers: Sequence[VirtualBuffer], ends: contextlib.ExitStack) -> list[dict[int, object]]:
+        """Returns handles of new memory for buffers, by rank, and sends them to the peers; ``ends`` releases them."""
+        handles, descriptors = [], []
+        with _told(), on_device(self._device):
+            try:
+                for buffer in buffers:
+                    handles.append(buffer.create())
+                    for memory in handles[-1].values():
+                        ends.callback(virtual_memory.release, memory)
+                        descriptors += [virtual_memory.export(memory)] if self._channel else []
+                if self._channel:
+                    self._channel.send(self._exchanges, descriptors)
+            finally:
+                close_all(descriptors)
+        return handles
+
+    def _map(self, buffers: Sequence[VirtualBuffer], handles: Sequence[dict[int, object]]) -> None:
+        """Maps the memory of this process's ranks, and the memory that the peers have sent."""
+        with _told(), on_device(self._device), contextlib.ExitStack() as ends:
+            received = self._channel.receive(self._exchanges, len(buffers)) if self._channel else {}
+            for descriptors in received.values():
+                ends.callback(close_all, descriptors)
+            for at, (buffer, memories) in enumerate(zip(buffers, handles, strict=True)):
+                for rank, descriptors in received.items():
+                    memories[rank] = virtual_memory.adopt(descriptors[at])
+                    ends.callback(virtual_memory.release, memories[rank])
+                buffer.map(memories)
+
+    def close(self) -> None:
+        """Closes the connections to the other ranks. Buffers stay as they are."""
+        if self._channel:
+            self._channel.close()
+        self._channel = None
+
+
+class ProcessMemory(PeerMemory):
     """Allocates memory shared between the processes of one host, one process per rank, each with one CUDA device."""
 
     def __init__(self, device: int, rendezvous: StoreRendezvous | Alone) -> None:
-        self._device, self._rendezvous = device, rendezvous
-        self._channel: Channel | None = None
-        self._exchanges = 0
-        self.why_stays: Reason | None = None  # why its memory cannot be given back while its addresses stay
+        super().__init__({rendezvous.rank: device}, rendezvous, rendezvous.world_size)
 
     def check(self) -> None:
         """Checks that all ranks can share memory, and how. Collective.
@@ -60,7 +155,12 @@ class ProcessMemory:
             gpus = [facts["gpu"] for facts in everyone]
             if not all(facts["may_share"] for facts in everyone):
                 _check_distinct(gpus)
-            self.why_stays = _first_reason(everyone) or self._connect([facts["address"] for facts in everyone])
+            self.why_stays = _first_reason(everyone)
+            if not self.why_stays and self._channel:
+                try:
+                    self._channel.connect([facts["address"] for facts in everyone])
+                except OSError as error:
+                    self.why_stays = str(error)
             facts = {"problem": _unreachable(self._device, gpus), "why_not": self.why_stays}
             everyone = self._exchange("peer access", facts)
             if problem := _first_reason(everyone, "problem"):
@@ -81,127 +181,22 @@ class ProcessMemory:
                 reason = str(error)
         return "", reason
 
-    def _connect(self, addresses: list[str]) -> Reason | None:
-        """Connects to the other ranks' sockets; returns why that failed."""
-        assert self._channel
-        try:
-            self._channel.connect(addresses)
-        except OSError as error:
-            return str(error)
-        return None
-
     def _exchange(self, what: str, words: Mapping[str, object]) -> list[dict]:
         return [json.loads(word) for word in self._rendezvous.exchange(what, json.dumps(words).encode())]
 
-    def allocate(self, nbytes: int) -> Buffer:
-        """Allocates ``nbytes`` bytes on every rank, uninitialised; if one rank fails, on none. Collective."""
-        meet = self._rendezvous
-        if self.why_stays:
-            return ipc_memory.allocate_shared(self._device, meet, nbytes, self.why_stays)
-        buffer = VirtualBuffer(nbytes, {meet.rank: self._device}, meet.world_size)
-        try:
-            self.fill([buffer])
-        except GrapharError:
-            buffer.unmap()
-            buffer.free()
-            raise
-        return buffer
 
-    def fill(self, buffers: Sequence[VirtualBuffer]) -> None:
-        """Maps new memory of all ranks at the addresses of buffers; if one rank fails, nowhere. Collective."""
-        meet = self._rendezvous
-        self._exchanges += 1
-        with contextlib.ExitStack() as ends:
-            handles = meet.agree("allocating", lambda: self._create(buffers, ends))
-            try:
-                meet.agree("mapping peers' memory", lambda: self._map(buffers, handles))
-            except GrapharError:
-                for buffer in buffers:
-                    buffer.clear()
-                raise
-
-    def _create(self, buffers: Sequence[VirtualBuffer], ends: contextlib.ExitStack) -> list:
-        """Returns handles of new memory for buffers, and sends them to the peers; ``ends`` releases them."""
-        assert self._channel
-        handles, descriptors = [], []
-        with _told(), on_device(self._device):
-            try:
-                for buffer in buffers:
-                    (memory,) = buffer.create().values()
-                    ends.callback(virtual_memory.release, memory)
-                    handles.append(memory)
-                    descriptors.append(virtual_memory.export(memory))
-                self._channel.send(self._exchanges, descriptors)
-            finally:
-                close_all(descriptors)
-        return handles
-
-    def _map(self, buffers: Sequence[VirtualBuffer], handles: Sequence) -> None:
-        """Maps this rank's memory, and the memory that the peers have sent."""
-        assert self._channel
-        with _told(), on_device(self._device), contextlib.ExitStack() as ends:
-            received = self._channel.receive(self._exchanges, len(buffers))
-            for descriptors in received.values():
-                ends.callback(close_all, descriptors)
-            for at, buffer in enumerate(buffers):
-                memories = {self._rendezvous.rank: handles[at]}
-                for rank, descriptors in received.items():
-                    memories[rank] = virtual_memory.adopt(descriptors[at])
-                    ends.callback(virtual_memory.release, memories[rank])
-                buffer.map(memories)
-
-    def close(self) -> None:
-        """Closes the connections to the other ranks. Buffers stay as they are."""
-        if self._channel:
-            self._channel.close()
-        self._channel = None
-
-
-class LocalMemory:
+class LocalMemory(PeerMemory):
     """Allocates memory for the ranks of one process, one rank a CUDA device. In tests, several ranks may share one."""
 
     def __init__(self, devices: list[int]) -> None:
-        self._devices = devices
-        self.why_stays: Reason | None = None  # why its memory cannot be given back while its addresses stay
+        super().__init__(dict(enumerate(devices)), Alone(), len(devices))
 
     def check(self) -> None:
         """Enables peer access between all pairs of devices, and finds out how to allocate."""
-        distinct = list(dict.fromkeys(self._devices))
+        distinct = list(dict.fromkeys(self._devices.values()))
         for device, peer in itertools.permutations(distinct, 2):
             _enable_peer_access(device, peer)
-        reasons = map(virtual_memory.why_not, distinct)
-        self.why_stays = next(filter(None, reasons), None)
-
-    def allocate(self, nbytes: int) -> Buffer:
-        """Allocates ``nbytes`` bytes for every rank, uninitialised; if one allocation fails, for none."""
-        if self.why_stays:
-            return ipc_memory.allocate_local(self._devices, nbytes, self.why_stays)
-        buffer = VirtualBuffer(nbytes, dict(enumerate(self._devices)), len(self._devices))
-        try:
-            self.fill([buffer])
-        except GrapharError:
-            buffer.free()
-            raise
-        return buffer
-
-    def fill(self, buffers: Sequence[VirtualBuffer]) -> None:
-        """Maps new memory of all ranks at the addresses of buffers; if one allocation fails, nowhere."""
-        with contextlib.ExitStack() as ends, on_device(self._devices[0]):
-            made = []
-            for buffer in buffers:
-                made.append(buffer.create())
-                for memory in made[-1].values():
-                    ends.callback(virtual_memory.release, memory)
-            try:
-                for buffer, memories in zip(buffers, made, strict=True):
-                    buffer.map(memories)
-            except GrapharError:
-                for buffer in buffers:
-                    buffer.clear()
-                raise
-
-    def close(self) -> None:
-        """Buffers stay as they are."""
+        self.why_stays = next(filter(None, map(virtual_memory.why_not, distinct)), None)
 
 
 @contextlib.contextmanager
@@ -251,3 +246,72 @@ def _enable_peer_access(device: int, peer: int) -> None:
         (status,) = driver.cuCtxEnablePeerAccess(primary_context(peer), 0)
     if status != driver.CUresult.CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED:
         check("cuCtxEnablePeerAccess", status)
+
+
+# ---- legacy CUDA IPC ------------------------------------------------------------------------------------------------
+
+
+def allocate_shared(
+    devices: Mapping[int, int], meet: StoreRendezvous | Alone, nbytes: int, why_stays: Reason
+) -> SharedBuffer:
+    """Allocates ``nbytes`` bytes for every rank; if one allocation fails, for none. Collective.
+
+    ``devices`` are those of this process's ranks, by rank.
+    """
+    owned: list[int] = []
+    opened: list[int] = []
+    buffer = SharedBuffer(owned, nbytes, owned, opened)
+    with on_device(next(iter(devices.values()))):
+        try:
+            handle = meet.agree("allocating", lambda: _allocate(devices.values(), nbytes, owned, meet))
+        except GrapharError:
+            buffer.free()  # no peer has its handle
+            raise
+        if isinstance(meet, Alone):
+            return buffer
+        handles = meet.exchange("sharing memory", handle)
+        try:
+            buffer.pointers = meet.agree(
+                "mapping peers' memory", lambda: _open(handles, meet.rank, owned[0], opened, why_stays)
+            )
+        except RanksAbsent:
+            raise  # keep the allocation: an absent rank may still map it
+        except GrapharError:
+            buffer.unmap()
+            meet.exchange("unmapping peers' memory", b"")
+            buffer.free()
+            raise
+    return buffer
+
+
+def _allocate(devices: Iterable[int], nbytes: int, owned: list[int], meet: StoreRendezvous | Alone) -> bytes:
+    """Allocates memory, adds its addresses to ``owned``, and returns its CUDA IPC handle, if there are peers."""
+    for device in devices:
+        with on_device(device):
+            owned.append(int(call(driver.cuMemAlloc, nbytes)))
+    if isinstance(meet, Alone):
+        return b""
+    handle = call(driver.cuIpcGetMemHandle, owned[0])
+    # Read by address: the attribute with the bytes has different names in different releases of cuda-bindings.
+    return ctypes.string_at(handle.getPtr(), driver.CU_IPC_HANDLE_SIZE)
+
+
+def _open(handles: list[bytes], own_rank: int, own_pointer: int, opened: list[int], why_stays: Reason) -> list[int]:
+    """Maps the peers' memory and returns every rank's address; adds the mapped addresses to ``opened``."""
+    pointers = []
+    for rank, raw in enumerate(handles):
+        if rank == own_rank:
+            pointers.append(own_pointer)
+            continue
+        handle = driver.CUipcMemHandle()
+        ctypes.memmove(handle.getPtr(), raw, driver.CU_IPC_HANDLE_SIZE)
+        flags = driver.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
+        try:
+            opened.append(int(call(driver.cuIpcOpenMemHandle, handle, flags)))
+        except DriverError as error:
+            raise DriverError(
+                f"{error}, for the memory of rank {rank}; CUDA IPC needs one container for all ranks, or --ipc=host "
+                f"and --pid=host. File descriptors were not passed: {why_stays}"
+            ) from error
+        pointers.append(opened[-1])
+    return pointers

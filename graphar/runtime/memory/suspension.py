@@ -18,7 +18,7 @@ from graphar.errors import CommunicatorError, DriverError
 from graphar.plan.algorithms import Algorithm
 from graphar.ranks.capture import is_capturing
 from graphar.runtime.driver import call, driver, on_device
-from graphar.runtime.memory.virtual_buffer import Guard, VirtualBuffer
+from graphar.runtime.memory.virtual_memory import Guard, VirtualBuffer
 from graphar.runtime.runner import REPLAYED, Runner
 
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_right, insort
+import sys
 from collections.abc import Callable, Sequence
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from graphar.runtime.arguments import Arguments
-from graphar.runtime.bounded_cache import BoundedCache
-from graphar.runtime.memory.peer_memory import Buffer, LocalMemory, ProcessMemory
+from graphar.runtime.memory.peer_memory import Buffer, PeerMemory
+from graphar.runtime.plan import BoundedCache
 
 # Memory is shared in whole blocks of this size. An allocation of whole blocks exposes no other memory to peers.
 _BLOCK_NBYTES = 2 << 20
@@ -22,14 +22,13 @@ _SHARES = 2  # a tensor gets at most this part of a pool: two gathers of a model
 class SymmetricTensors:
     """The symmetric tensors of one communicator; ``devices`` are those of this process's ranks, in rank order."""
 
-    def __init__(self, devices: dict[int, int], memory: ProcessMemory | LocalMemory) -> None:
+    def __init__(self, devices: dict[int, int], memory: PeerMemory) -> None:
         self._devices, self._memory = devices, memory
         self.buffers: list[Buffer] = []
-        self._starts: list[int] = []  # addresses of this process's allocations, sorted; unique over devices
-        self._buffer_at: dict[int, Buffer] = {}
         self._sides: BoundedCache[tuple[str, ...]] = BoundedCache()  # for calls with one tensor
         self._places: BoundedCache[tuple[list[int], str]] = BoundedCache()  # by address
-        self._begin = self._end = 0  # all allocations lie in these addresses, with other memory between them
+        # All allocations of this process lie in these addresses, with other memory between them.
+        self._begin, self._end = sys.maxsize, 0
 
     def empty(self, like: torch.Tensor) -> list[torch.Tensor]:
         """Returns an uninitialised tensor for each rank of this process. Collective; ``like`` is alike on all ranks."""
@@ -40,33 +39,24 @@ class SymmetricTensors:
         self._sides.clear()
         self._places.clear()
         for rank in self._devices:
-            insort(self._starts, buffer.pointers[rank])
-            self._buffer_at[buffer.pointers[rank]] = buffer
-        self._begin = self._starts[0]
-        self._end = self._starts[-1] + self._buffer_at[self._starts[-1]].nbytes
+            self._begin = min(self._begin, buffer.pointers[rank])
+            self._end = max(self._end, buffer.pointers[rank] + buffer.nbytes)
         return [tensor_at(buffer.pointers[rank], device, like) for rank, device in self._devices.items()]
 
-    def on_every_rank(self, pointer: int) -> list[int] | None:
-        """Returns each rank's address for ``pointer``, an address of this process; None if it is not symmetric."""
-        place = self._find(pointer)
-        return place and [base + place[1] for base in place[0].pointers]
-
-    def _find(self, pointer: int) -> tuple[Buffer, int] | None:
-        """Returns the allocation in which an address of this process lies, and the offset there, or None."""
-        index = bisect_right(self._starts, pointer)
-        if index == 0:
-            return None
-        start = self._starts[index - 1]
-        buffer = self._buffer_at[start]
-        return (buffer, pointer - start) if pointer - start < buffer.nbytes else None
-
     def where(self, pointer: int) -> tuple[list[int], str]:
-        """Returns each rank's address for an address of this process, and words for it, the same on every rank."""
+        """Returns each rank's address for an address of this process, and words for it, the same on every rank.
+
+        There are no addresses if it is not symmetric.
+        """
         if (known := self._places.get(pointer)) is not None:
             return known
-        place = self._find(pointer)
-        what = f"byte {place[1]} of symmetric tensor {self.buffers.index(place[0])}" if place else "no symmetric tensor"
-        return self._places.keep(pointer, (self.on_every_rank(pointer) or [], f" at {what}"))
+        place: tuple[list[int], str] = [], " at no symmetric tensor"
+        for at, buffer in enumerate(self.buffers):
+            for offset in [pointer - buffer.pointers[rank] for rank in self._devices]:
+                if 0 <= offset < buffer.nbytes:
+                    there = [base + offset for base in buffer.pointers]
+                    place = there, f" at byte {offset} of symmetric tensor {at}"
+        return self._places.keep(pointer, place)
 
     def sides(self, x, out) -> tuple[str, ...]:
         """Returns which of "input" and "output" lie in symmetric memory, so that kernels may access them on all ranks.
@@ -94,8 +84,8 @@ class SymmetricTensors:
     def _hold(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether all tensors are contiguous, aligned to a pack, and at the same offset of one allocation."""
         pointer = tensors[0].data_ptr()
-        there = self.on_every_rank(pointer)
-        if there is None or pointer % _ALIGNMENT or not tensors[0].is_contiguous():
+        there, _ = self.where(pointer)
+        if not there or pointer % _ALIGNMENT or not tensors[0].is_contiguous():
             return False
         others = zip(list(self._devices)[1:], tensors[1:], strict=True)
         return all(x.data_ptr() == there[rank] and x.is_contiguous() for rank, x in others)

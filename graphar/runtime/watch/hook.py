@@ -48,7 +48,6 @@ def _tell() -> None:
 
 @contextlib.contextmanager
 def around(engine: Any, call: Call, ranks: Sequence[Operands]) -> Iterator[None]:
-    """The contexts of all sinks around a call."""
     with contextlib.ExitStack() as contexts:
         for sink in reversed(sinks):
             contexts.enter_context(sink(engine, call, ranks))

@@ -61,8 +61,6 @@ def profile(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 class _Recorder:
-    """Records calls until it writes them."""
-
     def __init__(self) -> None:
         self._slices: list[dict] = []
         # Slices of devices, which lack their times, and the events before and after.
@@ -110,11 +108,10 @@ class _Recorder:
                     self._timed.append((of_rank, x.get_device(), before[at], after[at]))
 
     def write(self, path: Path) -> None:
-        """Writes the calls as a trace: a process for each rank, a track for each thread and device."""
         self._is_open = False
         for device in self._anchors:
             torch.cuda.synchronize(device)
-        slices, tracks = list(self._slices), {(one["pid"], one["tid"]): "host" for one in self._slices}
+        slices, tracks = list(self._slices), {(event["pid"], event["tid"]): "host" for event in self._slices}
         for of_rank, device, begin, end in self._timed:
             (anchor, anchor_ns), track = self._anchors[device], _DEVICE_TRACKS + device
             begins = anchor_ns / 1e3 + anchor.elapsed_time(begin) * 1e3
@@ -124,6 +121,7 @@ class _Recorder:
             slices.append({"name": "process_name", "ph": "M", "pid": rank, "args": {"name": f"rank {rank}"}})
         for (rank, track), name in tracks.items():
             slices.append({"name": "thread_name", "ph": "M", "pid": rank, "tid": track, "args": {"name": name}})
+        tell_waits(slices)
         _write(_path_of_rank(path), slices)
 
     def _record(self, device: int) -> torch.cuda.Event:
@@ -141,7 +139,6 @@ class _Recorder:
 
 
 def _taken(engine: Any, call: Call) -> dict[str, Any]:
-    """Returns the algorithm of a call that was made, and its codec, its epilogue or the tensors of its tuple."""
     work, plan = call.work, engine.plans.get(call)
     details = {"codec": work.codec, "epilogue": work.epilogue and work.epilogue.text}
     details["tensors"] = work.amount(call.dtype) if work.unit == "bytes" else ""
@@ -173,15 +170,13 @@ def join(paths: Sequence[Path], out: Path | None) -> list[dict]:
         ValueError: a file is no trace of graphar.profile.
     """
     events = [event for path in paths for event in _read(path)]
-    if out is None:
-        tell_waits(events)
-    else:
+    tell_waits(events)
+    if out is not None:
         _write(out, events)
     return [event for event in events if event["ph"] == "X"]
 
 
 def _write(path: Path, events: Sequence[dict]) -> None:
-    tell_waits(events)
     path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ns"}))
 
 
