@@ -4,7 +4,7 @@
 // announce the data, they carry the fingerprint of the call, which is compared before any data is read: (25) in
 // signal_pad.cuh, and flagged.cuh. Elsewhere each rank tells all ranks its fingerprint, and at every eighth call
 // compares what they told of the last calls with its own; the host compares the calls after that (compare_last_calls in
-// graphar/runtime/failures.py). The last block does this, which for small tensors has no other work. It does not wait
+// graphar/runtime/runner.py). The last block does this, which for small tensors has no other work. It does not wait
 // for what ranks tell of this very call, which took one_shot_push 4 % longer at 2 KB. But who waits for a peer for some
 // time looks whether that calls something else (deadline.cuh).
 //
