@@ -1,7 +1,6 @@
 // Epilogues: an elementwise expression of a sum in fp32, generated from its text, before the sum is rounded.
 //
-// Operations are not contracted. Only functions that code.py of the package's epilogues lists as transcendental are
-// approximate. All others give the same bits as on the CPU.
+// Not contracted. Functions that code.py of the package lists as transcendental are approximate; others as on the CPU.
 #pragma once
 #include "device/pack.cuh"
 

@@ -20,8 +20,7 @@ struct PairsOfWarps {
   float of[2][2][norm_gradient_threads / 32];
 };
 
-// Adds two numbers of all threads, neighbours first. A place is overwritten two calls later, and all threads have read
-// it before the barrier in between.
+// Adds two numbers of all threads, neighbours first. A place is overwritten two calls, so a barrier, later.
 __device__ __forceinline__ void add_over_block(float& a, float& b, float (&of_warp)[2][norm_gradient_threads / 32]) {
   const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   a = sum_of_warp(a), b = sum_of_warp(b);
@@ -131,8 +130,7 @@ __global__ void __launch_bounds__(norm_gradient_threads) residual_rmsnorm_backwa
   }
 }
 
-// Adds the groups' gradients of the weight: lane l of a column adds groups l, l + group_lanes, ..., then the lanes are
-// added in order.
+// Adds the groups' gradients of the weight: lane l of a column adds groups l, l + group_lanes, ..., then the lanes.
 template <class T>
 __global__ void __launch_bounds__(columns_added / 4 * group_lanes) residual_rmsnorm_backward_weight(
     const __grid_constant__ NormGradientArguments a) {

@@ -5,18 +5,12 @@
 //
 // The first half of a two-shot with a codec on the wire, tile by tile (wire.cuh). Each part is a message of its own,
 // whose tiles begin at its first element: parts may differ in size, be empty, and begin anywhere. The sum is rounded to
-// the dtype alone. Steps and slots: (12) in push_pipeline.cuh. A rank also sends to itself; its own barriers order that.
-#include "device/sync/push_pipeline.cuh"
+// the dtype alone. Steps and slots: (12) in push_pipeline.cuh. A rank also sends to itself, ordered by its barriers.
 #include "device/wire/tile_chunks.cuh"
 
 template <class T, int N, class C>
 struct QuantizedReducescatter : PartChunks<N> {
-  using PartChunks<N>::a;
-  const Call& call;
-  const u32 warp = threadIdx.x / 32, warps = blockDim.x / 32;
-
-  __device__ QuantizedReducescatter(const Arguments& a, const Call& this_call)
-      : PartChunks<N>(a, this_call), call(this_call) {}
+  using PartChunks<N>::a, PartChunks<N>::call, PartChunks<N>::PartChunks;
 
   // Tiles of the earlier parts. Random bits depend on a tile's number, which continues from one part to the next.
   __device__ u64 tiles_before(int owner) const {
@@ -27,7 +21,7 @@ struct QuantizedReducescatter : PartChunks<N> {
   }
 
   __device__ Wire<C> slot(int hop, u32 k, int from) const {
-    return {reinterpret_cast<char*>(push_slot<N>(a, hop, this->first_step + k, from)), this->length};
+    return {reinterpret_cast<char*>(PartChunks<N>::slot(hop, k, from)), this->length};
   }
 
   __device__ void send(u32 k) const {
@@ -40,7 +34,7 @@ struct QuantizedReducescatter : PartChunks<N> {
 
   __device__ void receive(u32 k) const {
     const Tensor<T> output(a.output, a.count[a.rank]);
-    for (u32 j = warp; j < this->count(k, a.rank); j += warps) {
+    for (u32 j = threadIdx.x / 32; j < this->count(k, a.rank); j += blockDim.x / 32) {
       float total[tile_rows][run_numel];
       sum_of_slots<C, N>([&](int r) { return slot(0, k, r); }, j, total);
       store_tile(output, this->begin(k) + j, {}, [&](Tile<T>& t, int row) { t.round(row, total[row]); });

@@ -34,20 +34,6 @@ __global__ void __launch_bounds__(512, 2) allgather_flagged(const __grid_constan
     if (j < own) mine = input.load(j);
   }
   advance_epoch(a, call);
-
-  u32 packs[N - 1];  // of the parts of the ranks 1, 2, ... after this one
-  u32 most = 0;
-#pragma unroll
-  for (int i = 0; i < N - 1; ++i) {
-    packs[i] = packs_of((a.rank + 1 + i) % N);
-    most = max(most, packs[i]);
-  }
-  for (u32 j = first; j < most; j += stride) {
-    Pack part[N - 1] = {};
-    if (!receive_flagged<N>(a, call, slots, j, packs, part)) break;
-#pragma unroll
-    for (int i = 0; i < N - 1; ++i)
-      if (j < packs[i]) output_of<T>(a, (a.rank + 1 + i) % N).store(j, part[i]);
-  }
+  receive_parts<N>(a, call, slots, first, stride, packs_of, [&](int rank) { return output_of<T>(a, rank); });
   end_call(a, call);
 }

@@ -25,7 +25,6 @@
 #include "device/matmul/scaled_products.cuh"
 #include "device/matmul/tile_as_elements.cuh"
 
-// Mbarriers between a consumer and its sender.
 template <class Tile>
 struct Handover {
   Mbarrier staged[Tile::boxes];  // a box is in shared memory
@@ -84,7 +83,6 @@ struct Consumer {
       apply_to_rows<Expression>(a.epilogue, tile.row, u32(a.count[a.rank]), tile.column, m.n, sums);
   }
 
-  // Hands a warpgroup tile to the sender, box by box.
   __device__ void stage(const Sums& sums, const WarpgroupTile& tile, bool own) const {
     const auto place = [&](int box) { return staged_box<Travel>(ring, index, box); };
     const auto staged = [&](int box) {
@@ -141,7 +139,6 @@ struct Consumer {
 template <class Travel>
 constexpr u32 piece_nbytes = Travel::coded ? Travel::partial_nbytes : 2048;
 
-// A warp that sends the boxes of one consumer.
 template <int N, class Tile, Collective Op, class Travel>
 struct Sender {
   const MatmulArguments& m;
@@ -289,7 +286,6 @@ constexpr int consumer_registers = Op == reduce_scatter                         
                                    : Tile::leaves > 1 && Tile::nodes * Tile::columns > 256 ? 224
                                                                                            : 208;
 
-// The body of the kernels.
 template <class T, int N, class Tile, OperandLayout W, Collective Op, class Expression, class Travel, class Scales>
 __device__ __forceinline__ void multiply_and_sum(const TensorMap& a_map, const TensorMap& w_map,
                                                  const TensorMap& output_map, const typename Scales::Arguments& m,

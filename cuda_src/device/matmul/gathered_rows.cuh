@@ -87,8 +87,7 @@ class GatheredRows {
     return !__any_sync(0xffffffff, failed);
   }
 
-  // By all `warps` of the grid that gather: copies the rows of the peers to the output as they come. False if one did
-  // not come in time.
+  // By all `warps` of the grid that gather: copies the peers' rows to the output. False if one did not come in time.
   __device__ bool gather(const Call& call, u32 warp, u32 warps) const {
     u32 most = 0;
 #pragma unroll

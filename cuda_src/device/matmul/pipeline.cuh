@@ -11,8 +11,7 @@ struct Producer {
   const TensorMap& w_map;
   const Ring<Tile>& ring;
 
-  // Loads this block's share of W for the whole cluster: a part of the columns, or a part of K if the columns are in
-  // several boxes.
+  // Loads this block's share of W for the cluster: a part of the columns, or of K if the columns are in several boxes.
   __device__ void load_w(u32 place, u32 column, u32 k) const {
     const u32 part = Tile::cluster > 1 ? block_in_cluster() : 0;
     if constexpr (W == by_rows) {
@@ -35,8 +34,7 @@ struct Producer {
       tensor_load(to, w_map, x, y, filled, (1 << Tile::cluster) - 1);
   }
 
-  // Loads all of K for the tile at a row of the matrix that `rows_map` describes, `a_nbytes` of it in a box. If the
-  // leaves are split, this block's part of K.
+  // Loads K, or this block's part of it if the leaves are split, for a tile: `a_nbytes` of `rows_map` in each box.
   __device__ void load_tile(Position<Tile>& at, const TensorMap& rows_map, u32 a_nbytes, u32 row, u32 column) const {
     const u32 first = Tile::split > 1 ? block_in_cluster() * (a.k / Tile::split) : 0;
     for (u32 k = first; k < first + a.k / Tile::split; k += depth_of<T>, at.next()) {
@@ -152,7 +150,6 @@ struct Multiplier {
     commit_products();
   }
 
-  // Waits until the sums are complete.
   __device__ void finish(Sums& sums, u32 last) const {
     wait_for_products(sums);
     release(last);
@@ -170,9 +167,7 @@ struct Turns {
   }
 
   // By a consumer: all of K, for its tile `number`. Consumers that alternate wait for each other's products. Otherwise
-  // one could mistake operands loaded for the other for its own, since only the parity distinguishes the uses of a
-  // place
-  // (9).
+  // one could mistake operands loaded for the other for its own, as only the parity distinguishes a place's uses (9).
   template <class Multiplier>
   __device__ void multiply(const Multiplier& multiplier, Position<Tile>& at, SumsOf<Tile>& sums, u32 number) {
     if constexpr (Tile::turns == 1) {

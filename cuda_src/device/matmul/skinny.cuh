@@ -4,8 +4,7 @@
 //   warpgroup            ring --wgmma--> fp32 sums --round--> a box in shared memory -> packs of 8 columns ---> ranks
 //   then all threads     receive and sum
 //
-// Or K is cut into leaves (leaf_tree.cuh). Partials are then not rounded: a pack has 4 columns in fp32, and ranks'
-// packs are added as the rest of the tree.
+// Or K is cut into leaves (leaf_tree.cuh): a pack has 4 columns in fp32, and ranks' packs are added as a tree.
 //
 // The operands are swapped: wgmma's 64 rows are 64 rows of W, which are columns of the result, and wgmma's columns are
 // the rows of A. So few products are wasted on rows outside A. Operands in e4m3 have scales: scaled_products.cuh.
@@ -96,9 +95,7 @@ struct SkinnyLoader {
   }
 
   // Whether a step's W, if it is constant, is loaded before the kernel before has ended.
-  __device__ static bool is_early(const Steps& step) {
-    return step.at.use == 0 && step.at.place < early_places;
-  }
+  __device__ static bool is_early(const Steps& step) { return step.at.use == 0 && step.at.place < early_places; }
 
   // By one thread, before it waits for the kernel before: loads constant W into the first places of the ring.
   __device__ void load_constant_w() const {
@@ -140,8 +137,7 @@ __device__ __forceinline__ void write_transposed(const float (&sums)[Count], cha
   }
 }
 
-// `Columns` neighbouring columns of a row of the result, in a tile whose first column is `column`: chunk `index` of its
-// box.
+// Chunk `index` of a tile's box: `Columns` columns of a row of the result. The tile's first column is `column`.
 template <int Columns>
 struct ResultPack {
   static constexpr u32 in_row = 64 / Columns;
@@ -168,8 +164,7 @@ struct ResultPack {
   }
 };
 
-// By all threads: calls `visit` with each pack of 8 columns of the block's tiles that lies in the result, until it
-// returns false.
+// By all threads: visits packs of 8 columns of the block's tiles that lie in the result, until one returns false.
 template <class Tile, class Visit>
 __device__ __forceinline__ bool visit_packs(const MatmulArguments& m, const Visit& visit) {
   for (SkinnyWalk<Tile> walk{m}; walk.more(); walk.next())
@@ -180,7 +175,6 @@ __device__ __forceinline__ bool visit_packs(const MatmulArguments& m, const Visi
   return true;
 }
 
-// Adds the bias, if given, to the sums of a pack.
 template <class T>
 struct PackBias {
   float of[8];
@@ -229,8 +223,7 @@ __device__ __forceinline__ void multiply_and_send(const Ring<Tile>& ring, const 
   }
 }
 
-// All work of a block before it waits for a peer: computes its tiles and calls `send(parity, at, pack)` for each pack
-// of them, unless the call is aborted. Returns the call.
+// What a block does before it waits for peers: computes tiles, and calls `send(parity, at, pack)` unless it is aborted.
 template <class T, class Tile, OperandLayout W, class Result, class Scales, class Send>
 __device__ __forceinline__ const Call& multiply_skinny(const TensorMap& w_map, const TensorMap& a_map,
                                                        const typename Scales::Arguments& m, const Arguments& a,

@@ -18,7 +18,6 @@ struct AsElements {
   static constexpr int packs = 4 * places;  // of a thread, in a box
   static constexpr int numel = elements_per_pack<Sent>;
 
-  // Pack i of a thread's sums.
   template <int Count>
   __device__ static Pack pack_of(const float (&sums)[Count], int i) {
     Pack p;

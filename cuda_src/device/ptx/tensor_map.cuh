@@ -44,8 +44,7 @@ __device__ __forceinline__ void tensor_store(const TensorMap& map, u32 x, u32 y,
 // Ends a group of this thread's stores.
 __device__ __forceinline__ void commit_bulk_stores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
-// Waits until the sources of all but the last `Pending` groups may be overwritten. Destinations need not be written
-// yet.
+// Waits until the sources of all but the last `Pending` groups may be overwritten, written to their place or not.
 template <int Pending>
 __device__ __forceinline__ void wait_for_bulk_sources() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(Pending) : "memory");

@@ -27,8 +27,7 @@ class Mbarrier {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(this)) : "memory");
   }
 
-  // Arrives at the mbarrier at this address in a block of the cluster. Releases nothing: it only says that this thread
-  // has finished reading.
+  // Arrives at the mbarrier at this address in a block of the cluster: this thread has finished reading. No release.
   __device__ __forceinline__ void arrive_at(u32 block) {
     asm volatile(
         "{\n\t.reg .b32 there;\n\tmapa.shared::cluster.u32 there, %0, %1;\n\t"

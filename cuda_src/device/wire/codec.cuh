@@ -1,8 +1,6 @@
-// Codecs: values to codes and back, and scales, in registers. graphar/numerics/codec_reference.py specifies the
-// arithmetic.
+// Codecs: values to codes and back, and scales, in registers. graphar/numerics/codec_reference.py specifies them.
 //
-// The compiler neither contracts nor reorders the operations used (__fmaf_rn and its siblings), so the host and all
-// architectures give the same bits.
+// The compiler neither contracts nor reorders these operations (__fmaf_rn and so on): all machines give the same bits.
 #pragma once
 #include "device/wire/e4m3.cuh"
 
@@ -59,8 +57,7 @@ __device__ __forceinline__ u32 round_down(fp32, float v) { return __float_as_uin
 __device__ __forceinline__ float number(bf16, u32 bits) { return __uint_as_float(bits << 16); }
 __device__ __forceinline__ float number(fp32, u32 bits) { return __uint_as_float(bits); }
 
-// 1 in both halves of a word.
-constexpr u32 bf16_ones = 0x3f803f80;
+constexpr u32 bf16_ones = 0x3f803f80;  // 1 in both halves of a word
 
 // ---- integer codes --------------------------------------------------------------------------------------------------
 
@@ -104,8 +101,7 @@ struct Int {
     }
   }
 
-  // Code 8 j + 2 pair and the one after it, of the scheme absmax: without the offset, divided by `divisor`, and as bf16
-  // numbers.
+  // Codes 8 j + 2 pair and the next, of absmax: without the offset, divided by `divisor`, as bf16 numbers.
   static constexpr u32 divisor = Bits == 8 ? 0x42804280 : bf16_ones;  // in each half; 64 or 1
   static __device__ __forceinline__ u32 decode_pair(const u32 (&word)[Bits], int j, int pair) {
     const int at = (run_numel * j + 2 * pair) * Bits;
@@ -122,14 +118,12 @@ struct Int {
   }
 
  private:
-  // The byte of a word that holds a code, and the code's lowest bit in it: it fits into 7 bits, those of a bf16
-  // mantissa.
+  // The byte that holds the code at bit `at`, and its lowest bit there: it fits into the 7 bits of a bf16 mantissa.
   struct Byte {
     u32 word;
     int index, bit;
   };
 
-  // For the code that begins at bit `at`.
   static __device__ __forceinline__ Byte byte_of(const u32 (&word)[Bits], int at) {
     constexpr int window = 8 - Bits < 1 ? 1 : 8 - Bits;
     const int w = at / 32, s = at % 32, shift = s % 8 / window * window;
@@ -137,12 +131,11 @@ struct Int {
     return {u32(both >> shift), s / 8, s % 8 - shift};
   }
 
-  // A power of two, and its sum with a code, which is put into the mantissa.
+  // A power of two, and its sum with the code at bit `at`, which is put into the mantissa.
   struct Raised {
     float power, sum;
   };
 
-  // Of the code that begins at bit `at`.
   static __device__ __forceinline__ Raised raised(const u32 (&word)[Bits], int at) {
     constexpr int window = 24 - Bits;  // of the mantissa's bits that may be a code's lowest
     constexpr u32 mask = (1u << Bits) - 1, at_bit_0 = 0x4b000000;

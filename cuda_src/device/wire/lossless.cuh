@@ -1,30 +1,27 @@
 // Lossless compression of bf16 tiles (wire.cuh) to 12 bits an element, and its layout on the wire.
 //
-// Most exponents of a row, 256 elements, are within 14 of the row's largest. A lane's 8 elements of a row become 3
-// words:
+// Most exponents of a row, 256 elements, are within 14 of the row's largest. A lane's 8 elements of a row are 3 words:
 //
 //   word 0, 1    a byte an element: its sign and mantissa
 //   word 2       4 bits an element: the row's largest exponent minus its own, up to 14; 15: exponent 0, as in zeros
 //
-// All other elements are odd: their exponents are sent in the tile's header. A header of 32 bytes has the rows' largest
-// exponents, the number of odd elements, and the index and exponent of each. A tile with more odd elements than fit
-// there is sent uncompressed.
+// All other elements are odd: their exponents are in the tile's header of 32 bytes, with the rows' largest exponents,
+// the number of odd elements and the index of each. A tile with more odd elements than fit there is sent uncompressed.
 //
 //   slot: 2048 bytes for each tile (codes fill 1536) | 32 bytes for each tile: headers
 #pragma once
-#include "device/wire/wire.cuh"
+#include "device/wire/tile_chunks.cuh"
 
 constexpr u32 header_words = 8;
 constexpr u32 most_odd = header_words - 2;
 constexpr u32 as_it_is = 0xffffffffu;  // instead of the number of odd elements: the tile is uncompressed
 
-// The places of one tile in a slot.
 struct LosslessTile {
   char* codes;
   u32* header;
 };
 
-// Those of tile `tile` in a slot of `tiles`, whose pack `i` is at `pack(i)`.
+// The places of tile `tile` in a slot of `tiles`, whose pack `i` is at `pack(i)`.
 template <class At>
 __device__ __forceinline__ LosslessTile lossless_tile(u32 tile, u32 tiles, At pack) {
   constexpr u32 of_codes = tile_numel * 2 / sizeof(Pack), of_header = header_words * sizeof(u32) / sizeof(Pack);
@@ -51,8 +48,7 @@ __device__ __forceinline__ u32 bytes_from(u32 bytes) {
   return (((bytes & 0x7f7f7f7f) + (0x80 - Least) * 0x01010101) | bytes) & 0x80808080;
 }
 
-// The largest exponent of a row over all lanes, in each byte. The maximum is taken of whole magnitudes, whose highest
-// bits are the exponent's.
+// The largest exponent of a row over all lanes, in each byte, from the largest magnitude, whose highest bits it is.
 __device__ __forceinline__ u32 largest_exponent(const u32 (&word)[4]) {
   const u32 pair = larger_magnitude(bf16{}, larger_magnitude(bf16{}, word[0], word[1]),
                                     larger_magnitude(bf16{}, word[2], word[3]));
@@ -125,7 +121,9 @@ __device__ __forceinline__ void load_pieces(const char* at, u32 (&word)[Count]) 
   }
 }
 
-// Word `index` of a lane's words.
+// A lane's words of a tile.
+using TileWords = u32[tile_rows * 4];
+
 __device__ __forceinline__ u32 word_of(const Tile<bf16>& t, u32 index) {
   u32 word = 0;
 #pragma unroll
@@ -146,12 +144,7 @@ __device__ __forceinline__ void send_odd(const LosslessTile& to, const Tile<bf16
     to.header[0] = c.largest;
     to.header[1] = total > most_odd ? as_it_is : total;
   }
-  if (total > most_odd) {
-    u32 word[tile_rows * 4];
-#pragma unroll
-    for (int w = 0; w < tile_rows * 4; ++w) word[w] = t.word[w / 4][w % 4];
-    return store_pieces(to.codes, word);
-  }
+  if (total > most_odd) return store_pieces(to.codes, reinterpret_cast<const TileWords&>(t.word[0][0]));
   store_pieces(to.codes, c.word);
 #pragma unroll 1
   for (u32 rest = c.odd; rest; rest &= rest - 1) {
@@ -190,10 +183,7 @@ __device__ __forceinline__ LosslessCodes receive_tile(const LosslessTile& from) 
 __device__ __forceinline__ Tile<bf16> decode_tile(const LosslessTile& from, const LosslessCodes& c) {
   Tile<bf16> t = decode_lossless(c);
   if (c.odd == as_it_is) {
-    u32 word[tile_rows * 4];
-    load_pieces(from.codes, word);
-#pragma unroll
-    for (int w = 0; w < tile_rows * 4; ++w) t.word[w / 4][w % 4] = word[w];
+    load_pieces(from.codes, reinterpret_cast<TileWords&>(t.word[0][0]));
   } else {
     const u32 odd = min(c.odd, most_odd);  // at most as many as fit, whatever other ranks sent
 #pragma unroll 1
@@ -207,6 +197,17 @@ __device__ __forceinline__ Tile<bf16> decode_tile(const LosslessTile& from, cons
   }
   return t;
 }
+
+// Chunks of parts whose slots hold such tiles.
+template <int N>
+struct LosslessChunks : PartChunks<N> {
+  using PartChunks<N>::PartChunks;
+
+  // Tile j of a slot.
+  __device__ LosslessTile place(int hop, u32 k, int from, u32 j) const {
+    return lossless_tile(j, this->length, [&](u32 at) { return this->slot(hop, k, from, at); });
+  }
+};
 
 // ---- sums -----------------------------------------------------------------------------------------------------------
 

@@ -60,8 +60,7 @@ __device__ __noinline__ Pack load_filled(const typename T::Storage* x, u64 numel
   return p;
 }
 
-// Whether all packs of a tile may move as 16 bytes. The whole warp takes one branch, so that all loads are in flight at
-// once.
+// Whether all packs of a tile may move as 16 bytes: one branch of the whole warp, so that all loads are in flight.
 template <class T>
 __device__ __forceinline__ bool is_whole(const Tensor<T>& x, u64 tile) {
   return (tile + 1) * (tile_numel / elements_per_pack<T>) <= x.whole;
@@ -349,8 +348,7 @@ __device__ __forceinline__ void visit_coded(const Wire<C>& wire, u32 tile, const
 
 // ---- sums over ranks ------------------------------------------------------------------------------------------------
 
-// The number of ranks, out of N, whose codes a warp has in flight at once: as many as registers allow, in batches of
-// equal size.
+// How many of N ranks a warp has the codes of in flight: as many as registers allow, in batches of equal size.
 template <class C, int N>
 struct Batches {
   static constexpr int fitting = 40 / (C::bits + WireLayout<C>::lane_words);
@@ -359,8 +357,7 @@ struct Batches {
   static constexpr int size = (N + count - 1) / count;
 };
 
-// Adds the values from rank `First` and the ranks after it to `total`, in rank order and in fp32. `fetch(first, part)`
-// gets the codes of a batch; false when it could not.
+// Adds the values of ranks from `First` on to `total`, in rank order, in fp32. `fetch` gets a batch of codes, or fails.
 template <class C, int N, int First = 0, class Fetch>
 __device__ __forceinline__ bool sum_of_parts(const Fetch& fetch, float (&total)[tile_rows][run_numel]) {
   constexpr int size = Batches<C, N>::size, count = N - First < size ? N - First : size;

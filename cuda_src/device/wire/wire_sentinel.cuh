@@ -65,8 +65,7 @@ struct Arrivals {
     return {reinterpret_cast<char*>(slot(a, 0, slots + rank * a.capacity)), tiles};
   }
 
-  // Receives the tile from `first` and the ranks after it, and arms the words again. False, in all lanes, when the wait
-  // expired.
+  // Receives the tile from `first` and the ranks after it, and arms the words again. False in all lanes if one is late.
   template <int Count>
   __device__ __forceinline__ bool operator()(int first, Received<C> (&part)[Count]) const {
     Deadline deadline;
