@@ -64,7 +64,6 @@ struct TwoShotTma {
   // How many of the packs bulk copies can read from the input.
   __device__ u32 whole(u64 at) const { return at < input.whole ? min(u64(a.chunk), input.whole - at) : 0; }
 
-  // Counts the chunks that have a first piece.
   __device__ u32 count_chunks() const {
     const u64 before = piece(0, 0), in_all_channels = u64(gridDim.x) * channels * N * a.chunk;
     return before >= packs ? 0 : (packs - before + in_all_channels - 1) / in_all_channels;

@@ -4,13 +4,12 @@
 //   n = (r / sqrt(mean(r * r) + eps)) * (weight + offset)
 //   normed = round(n), or n * (1 / scale) in e4m3, with the caller's scale, the row's own or the group's: max |n| / 448
 //
-// A team handles one row at a time. It is a block, or for few rows the C blocks of a cluster, so that several SMs move
-// a row; such a team has one row at most. Thread t has the packs t, t + threads, ... of the row. Squares are added in
-// an order that does not depend on the launch: slot s of `norm_slots` adds the squares of packs s, s + norm_slots, ...,
-// element by element; then neighbouring slots are added in pairs, the pairs in pairs, and so on. Slots without a pack
-// are zeros, so a team needs as many threads as a row has packs, rounded up to a power of two: at most `norm_slots`,
-// and half of that in one block of a collective kernel, whose threads then have two slots. No operation is contracted,
-// so norms.py of the package gives the same bits.
+// A team handles one row at a time. It is a block, or for few rows the C blocks of a cluster, then for one row at most.
+// Thread t has the packs t, t + threads, ... of the row. Squares are added in an order that does not depend on the
+// launch: slot s of `norm_slots` adds the squares of packs s, s + norm_slots, ..., element by element; then
+// neighbouring slots are added in pairs, the pairs in pairs, and so on. Slots without a pack are zeros, so a team needs
+// as many threads as a row has packs, rounded up to a power of two: at most `norm_slots`, and half of that in one block
+// of a collective kernel, whose threads then have two slots. Nothing is contracted: norms.py gives the same bits.
 #pragma once
 #include "device/pack.cuh"
 #include "device/sync/call.cuh"
@@ -22,8 +21,8 @@ constexpr int group_columns = 128;  // that share a scale in grouped_fp8
 // The format of normed rows; e4m3 is aligned to the bytes of a pack. NORM_OUTPUTS in graphar/numerics/norms.py.
 enum NormOutput { like_input, static_fp8, dynamic_fp8, grouped_fp8 };
 
-// One number of each warp of a team, in two places that alternate. In dynamic shared memory, so that it has the same
-// address in all blocks. NORM_SHARED_NBYTES in graphar/plan/scratch.py.
+// One number of each warp of a team, in two places that alternate, at one address in all blocks of a cluster.
+// NORM_SHARED_NBYTES in graphar/plan/scratch.py.
 struct NumbersOfWarps {
   float of[2][norm_slots / 32];
 };
@@ -154,8 +153,7 @@ struct RmsNorm {
     }
   }
 
-  // Stores the row in e4m3 with a scale for each group. The packs of a group are those of neighbouring lanes, all of
-  // which take part in a shuffle, also where a row ends inside a warp.
+  // The same with a scale for each group: packs of neighbouring lanes, which all take part in shuffles.
   template <class Load>
   __device__ __forceinline__ void store_groups(u32 row, const Load& load) {
     constexpr int lanes = group_columns / E;

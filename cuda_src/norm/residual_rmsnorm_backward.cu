@@ -6,9 +6,8 @@
 //
 // For a row r of `summed`, the gradient g of its norm, the weight w and s = 1 / sqrt(mean(r * r) + eps):
 //   of_row = s * (g * w) - r * (mean((g * w) * r) * s * s * s) + gradient of summed; of_weight: the sum of g * (r * s)
-// norm_gradients.py of the package gives the same bits. Both sums of a row are added as squares are in rms_norm.cuh,
-// and exchanged at once. A block is a group of rows, so bits do not depend on the number of SMs. A thread has its own
-// places in shared memory, so it waits only for its own copies (6).
+// norm_gradients.py of the package gives the same bits. A row's sums are added as squares are in rms_norm.cuh, and
+// exchanged at once. A block is a group of rows, on any number of SMs. A thread waits only for its own copies (6).
 #include "device/pack.cuh"
 
 constexpr int norm_gradient_threads = 1024;  // the most: `norm_slots` of rms_norm.cuh

@@ -10,7 +10,12 @@
 
 template <class T, int N, class C>
 struct QuantizedReducescatter : PartChunks<N> {
-  using PartChunks<N>::a, PartChunks<N>::call, PartChunks<N>::PartChunks;
+  using PartChunks<N>::a;
+  const Call& call;
+  const u32 warp = threadIdx.x / 32, warps = blockDim.x / 32;
+
+  __device__ QuantizedReducescatter(const Arguments& a, const Call& this_call)
+      : PartChunks<N>(a, this_call), call(this_call) {}
 
   // Tiles of the earlier parts. Random bits depend on a tile's number, which continues from one part to the next.
   __device__ u64 tiles_before(int owner) const {
@@ -34,7 +39,7 @@ struct QuantizedReducescatter : PartChunks<N> {
 
   __device__ void receive(u32 k) const {
     const Tensor<T> output(a.output, a.count[a.rank]);
-    for (u32 j = threadIdx.x / 32; j < this->count(k, a.rank); j += blockDim.x / 32) {
+    for (u32 j = warp; j < this->count(k, a.rank); j += warps) {
       float total[tile_rows][run_numel];
       sum_of_slots<C, N>([&](int r) { return slot(0, k, r); }, j, total);
       store_tile(output, this->begin(k) + j, {}, [&](Tile<T>& t, int row) { t.round(row, total[row]); });

@@ -4,9 +4,8 @@
 //                 -> output, part r
 //           scratch[r].slot[parity][p] -> output, part p, from every peer p
 //
-// One hop and no barrier. Any bits may travel: the flag beside them says that they have arrived (flagged.cuh). Parts
-// may differ in size and begin at any byte. An empty part counts as one pack, for the reason in (3). Wins at small
-// sizes, where the latency of a hop weighs more than twice the bytes.
+// One hop and no barrier: the flag beside any bits says that they have arrived (flagged.cuh). Parts may differ in size
+// and begin at any byte. An empty part counts as one pack, for the reason in (3). Wins at small sizes.
 #include "device/parts.cuh"
 #include "device/sync/flagged.cuh"
 
@@ -34,6 +33,20 @@ __global__ void __launch_bounds__(512, 2) allgather_flagged(const __grid_constan
     if (j < own) mine = input.load(j);
   }
   advance_epoch(a, call);
-  receive_parts<N>(a, call, slots, first, stride, packs_of, [&](int rank) { return output_of<T>(a, rank); });
+
+  u32 packs[N - 1];  // of the parts of the ranks 1, 2, ... after this one
+  u32 most = 0;
+#pragma unroll
+  for (int i = 0; i < N - 1; ++i) {
+    packs[i] = packs_of((a.rank + 1 + i) % N);
+    most = max(most, packs[i]);
+  }
+  for (u32 j = first; j < most; j += stride) {
+    Pack part[N - 1] = {};
+    if (!receive_flagged<N>(a, call, slots, j, packs, part)) break;
+#pragma unroll
+    for (int i = 0; i < N - 1; ++i)
+      if (j < packs[i]) output_of<T>(a, (a.rank + 1 + i) % N).store(j, part[i]);
+  }
   end_call(a, call);
 }

@@ -40,7 +40,17 @@ __global__ void __launch_bounds__(512, 2) alltoall_flagged(const __grid_constant
   const auto kept = input_for<T>(a, a.rank), to = output_of<T>(a, a.rank);
   for (u32 j = first; j < kept.packs(); j += stride) to.store(j, kept.load(j));
   advance_epoch(a, call);
-  const auto packs_from = [&](int rank) { return packs_of(a.receives[rank]); };
-  receive_parts<N>(a, call, slots, first, stride, packs_from, [&](int rank) { return output_of<T>(a, rank); });
+
+  u32 packs[N - 1];
+  most = 0;
+#pragma unroll
+  for (int i = 0; i < N - 1; ++i) most = max(most, packs[i] = packs_of(a.receives[peer(i)]));
+  for (u32 j = first; j < most; j += stride) {
+    Pack part[N - 1] = {};
+    if (!receive_flagged<N>(a, call, slots, j, packs, part)) break;
+#pragma unroll
+    for (int i = 0; i < N - 1; ++i)
+      if (j < packs[i]) output_of<T>(a, peer(i)).store(j, part[i]);
+  }
   end_call(a, call);
 }

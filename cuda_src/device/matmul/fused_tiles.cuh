@@ -73,7 +73,6 @@ struct Consumer {
   const u32 thread = threadIdx.x % 128;
   using Sums = float[Tile::columns / 2];
 
-  // Adds the bias, or applies the epilogue, before the sum is rounded.
   __device__ void add_bias_or_epilogue(Sums& sums, const WarpgroupTile& tile) const {
     if constexpr (sum_is_coded)
       return;  // the bias is added to the values that the codes of the sum decode to
@@ -251,8 +250,7 @@ struct Gatherer {
   }
 };
 
-// The warps of the first warpgroup, which multiply nothing: a sender for each consumer, then the producer. With
-// all_reduce all of them gather once they have nothing else to do.
+// The first warpgroup: a sender for each consumer, then the producer. With all_reduce all gather in the end.
 template <class Operand, int N, class Tile, OperandLayout W, Collective Op, class Travel>
 __device__ __forceinline__ void run_helper(const Ring<Tile>& ring, SummedSharedStorage<Tile>& shared,
                                            const TensorMap& a_map, const TensorMap& w_map, const TensorMap& output_map,

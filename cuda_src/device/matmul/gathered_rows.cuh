@@ -5,8 +5,7 @@
 //            flags[N - 1][stride]    by source, the next rank first: of each unit of its rows
 //            slots[N - 1][capacity]  by source: its rows, each padded to whole packs; then the scales of its rows
 //
-// A unit is as many rows as have at most `unit_packs` packs, or one row. Rows of e4m3 have scales
-// (scaled_products.cuh): in a slot those of a row follow each other, and those of the next row follow them.
+// A unit is as many rows as have at most `unit_packs` packs, or one row. A slot has the scales of e4m3 row by row.
 //
 // (21) A warp takes a unit, stores it to every peer, and sets its flag there to a value that names the call.
 //     - Visibility. After a barrier of the warp the release store of the flag publishes the stores of its threads. A
@@ -29,7 +28,6 @@
 
 constexpr u32 unit_packs = 1024;  // GATHERED_UNIT_PACKS in graphar/plan/scratch.py
 
-// Of elements of type T.
 template <class T, int N, class Scales = Unscaled>
 class GatheredRows {
  public:
@@ -121,7 +119,6 @@ class GatheredRows {
   __device__ u32 packs_of(u32 rank, u32 unit) const {
     return min(unit_rows, u32(a.count[rank]) - unit * unit_rows) * row_packs;
   }
-  // The scales of rank `from` on rank `to`.
   __device__ float* scales(int to, int from) const {
     return reinterpret_cast<float*>(slot(to, from) + a.count[from] * row_packs);
   }
@@ -159,7 +156,6 @@ class GatheredRows {
     for (u32 i = first + threadIdx.x % 32; i < end; i += 32) gathered_scales(from)[i] = scales(a.rank, from)[i];
   }
 
-  // By a warp: copies packs to `Copies` places.
   template <int Copies, class To>
   __device__ __forceinline__ void copy(u32 packs, const Pack* from, const To& to) const {
     constexpr u32 ahead = 4;  // packs that a thread loads before it stores the first

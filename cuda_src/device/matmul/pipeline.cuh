@@ -3,7 +3,6 @@
 #include "device/matmul/ring.cuh"
 #include "device/ptx/wgmma.cuh"
 
-// Operands have elements of type T.
 template <class Tile, OperandLayout W, class T = bf16>
 struct Producer {
   const MatmulArguments& a;
@@ -71,8 +70,8 @@ __device__ __forceinline__ auto& sums_of_block(SumsOf<Tile>& sums, int block) {
   return reinterpret_cast<float(&)[Tile::columns / 2]>(sums[block * Tile::columns / 2]);
 }
 
-// Where an operand of wgmma lies in shared memory, in boxes as in tensor_map.cuh: a "matrix descriptor" of PTX. A part
-// of the operand is named by adding `offset` bytes, which may lie inside the swizzled 128.
+// Where an operand of wgmma lies in shared memory, in boxes (tensor_map.cuh): a "matrix descriptor" of PTX. Parts of it
+// lie `offset` bytes further, also inside the swizzled 128.
 __device__ __forceinline__ u64 operand(const void* shared, u32 leading_nbytes, u32 stride_nbytes) {
   constexpr u64 swizzle_128_bytes = u64(1) << 62;
   return swizzle_128_bytes | u64(stride_nbytes >> 4) << 32 | u64(leading_nbytes >> 4) << 16 |
@@ -207,7 +206,6 @@ __device__ __forceinline__ void write_box(const float (&sums)[Count], int column
   }
 }
 
-// Adds the bias, if given, to sums whose first column is `column`.
 template <class T, int Count>
 __device__ __forceinline__ void add_bias(const MatmulArguments& a, u32 column, float (&sums)[Count]) {
   if (a.bias == nullptr) return;

@@ -1,5 +1,4 @@
-// Products of e4m3 operands with fp32 scales (sm_90a only), batch-invariant: graphar/numerics/fp8_products.py specifies
-// their order, which depends neither on the tile nor on the grid.
+// Products of e4m3 operands with fp32 scales (sm_90a only), in the order of graphar/numerics/fp8_products.py.
 //
 //   a place of the ring: 128 of K   --4 wgmma, from zero--> the sums of a block   --add in fp32--> totals
 //
@@ -58,7 +57,6 @@ struct ColumnScales {
   }
 };
 
-// What formats of scales have in common.
 struct Scaled {
   using Arguments = ScaledMatmulArguments;
   template <class T>
@@ -85,7 +83,6 @@ struct RowScales : Scaled {
     float of_row[2];
     ColumnScales<Tile> of_columns;
 
-    // Before the products.
     __device__ __forceinline__ void load(const Arguments& a, u32 row, u32 column, u32 index, u32) {
       const auto of_a = [&](u32 i) { return scale_of_a(a, (Tile::swapped ? column : row) + i); };
       const auto of_w = [&](u32 i) { return scale_of_w(a, (Tile::swapped ? row : column) + i); };
@@ -114,8 +111,7 @@ struct RowScales : Scaled {
 
 constexpr u32 block_rows = 128;  // of W, that share a scale
 
-// The scales of a tile's blocks. A warp has 16 scales of A in a block, and a few of W: each lane loads one of them, two
-// blocks before it is used, since L2 may answer later than a block takes.
+// The scales of a tile's blocks: 16 of A and a few of W. Each lane loads one of them, two blocks ahead, for L2 is slow.
 template <class Tile, bool Swapped = Tile::swapped>
 struct ScalesOfBlocks : ScalesOfTile {
   static_assert(Tile::columns % 64 == 0, "no 64 columns of a tile have two scales");
@@ -128,7 +124,6 @@ struct ScalesOfBlocks : ScalesOfTile {
   float loaded[2] = {};  // of an even block, and of an odd one
   float of[2][count];    // of the block that was taken last: what multiplies its sums
 
-  // Before the products.
   __device__ __forceinline__ void load(const ScaledMatmulArguments& a, u32 row, u32 column, u32 index, u32 blocks) {
     const u32 lane = threadIdx.x % 32;
     // Rows and columns outside C take any scale.
@@ -212,7 +207,6 @@ struct BlockScales : Scaled {
   __device__ static u32 of_row(u32 k) { return (k + row_nbytes - 1) / row_nbytes; }  // of A: a place has 128 of K
 };
 
-// By a consumer warpgroup.
 template <class Multiplier, class Tile, class Scales>
 struct ScaledProducts {
   static_assert(Tile::turns == 1 && Tile::leaves == 1 && Tile::columns <= 192);
@@ -228,7 +222,6 @@ struct ScaledProducts {
     u32 place;
   };
 
-  // The first loads of the tile's scales.
   __device__ __forceinline__ void load(OfTile& scales) const {
     scales.load(a, row, column, multiplier.index, blocks());
   }

@@ -15,8 +15,7 @@
 #include "device/sync/sentinel.cuh"
 
 // What a block computes at a time: 64 columns of the result, `rows` of W, for up to `MaxRows` rows of A. Blocks of a
-// cluster have neighbouring columns and load the rows of A together, so that these come through L2 once for the
-// cluster. K is added in `Leaves` leaves. With `Partials` the box holds sums in fp32.
+// cluster have neighbouring columns and load the rows of A together. With `Partials` the box holds sums in fp32.
 template <int MaxRows, int Stages, int Cluster, int Leaves = 1, bool Partials = false>
 struct SkinnyTile {
   static_assert(MaxRows % (8 * Cluster) == 0, "blocks of a cluster share the rows of A in eights");
@@ -125,8 +124,7 @@ __device__ __forceinline__ void round_transposed(const float (&sums)[Count], cha
   }
 }
 
-// By a warpgroup: writes the sums into a box that has a row of 64 columns in fp32 for each row of A. Chunks of 16 bytes
-// are swizzled, so that a warp's stores, which are to four rows, take different banks.
+// By a warpgroup: the same in fp32. Chunks of 16 bytes are swizzled, as a warp stores to four rows at a time.
 template <int Count>
 __device__ __forceinline__ void write_transposed(const float (&sums)[Count], char* box) {
   const u32 lane = threadIdx.x % 32, column = threadIdx.x / 32 % 4 * 16 + lane / 4;

@@ -25,7 +25,6 @@ struct ReceivedBox {
   u32 code[C::bits];
   float scale[4];
 
-  // Run j, into `v`, or added to it.
   __device__ __forceinline__ void decode(int j, float (&v)[run_numel], bool add = false) const {
     C::decode(code, j, scale[j], 0, v, add);
   }
@@ -101,7 +100,6 @@ struct AsCodes {
     }
   }
 
-  // The codes of thread `thread` of the sender.
   __device__ __forceinline__ static ReceivedBox<C> get(char* place, u32 thread) {
     constexpr int in_word = 4 / sizeof(typename Scale::Storage);
     ReceivedBox<C> received;

@@ -6,8 +6,7 @@
 #pragma once
 #include "device/ptx/tma.cuh"
 
-// A matrix in global memory, and its boxes. The driver makes it (tensor_maps.py of the package). A kernel has it as a
-// __grid_constant__ parameter, which the copy engine reads in place.
+// A matrix in global memory, and its boxes, as tensor_maps.py of the package makes it. A __grid_constant__ parameter.
 struct alignas(128) TensorMap {
   u64 word[16];
 };

@@ -82,8 +82,7 @@ __device__ __forceinline__ void wait_for_products(float (&sums)[Count]) {
   for (int i = 0; i < Count; ++i) asm volatile("" : "+f"(sums[i])::"memory");
 }
 
-// The bits of a sum. With __float_as_uint the compiler would keep sums as words in other registers, and copy them from
-// and to those of the products, which then wait for each other.
+// The bits of a sum. With __float_as_uint the compiler would copy sums to other registers, and products would wait.
 __device__ __forceinline__ u32 word_of_sum(float sum) {
   u32 word;
   asm("mov.b32 %0, %1;" : "=r"(word) : "f"(sum));
@@ -107,8 +106,7 @@ __device__ __forceinline__ void sync_warpgroup(u32 barrier) {
   asm volatile("barrier.sync.aligned %0, 128;" ::"r"(barrier) : "memory");
 }
 
-// Stores four matrices of 8 x 8 16-bit elements to shared memory. Matrix i is `words[i]` of the warp: two elements of
-// row lane / 4 from each thread. Its row r goes to the address of lane 8 i + r.
+// Stores four matrices of 8 x 8 16-bit elements: of matrix i two of row lane / 4 each; row r to lane 8 i + r's address.
 __device__ __forceinline__ void store_matrices(void* shared, const u32 (&words)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared_address(shared)),
                "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3])

@@ -97,20 +97,3 @@ __device__ __forceinline__ bool receive_flagged(const Arguments& a, const Call& 
   }
   return true;
 }
-
-// Internal: receives the parts of all other ranks, this thread's packs from `first` on: `packs_of(rank)` of each, which
-// go to `output(rank)`.
-template <int N, class PacksOf, class Output>
-__device__ __forceinline__ void receive_parts(const Arguments& a, const Call& call, u32 slots, u32 first, u32 stride,
-                                              const PacksOf& packs_of, const Output& output) {
-  u32 packs[N - 1], most = 0;
-#pragma unroll
-  for (int i = 0; i < N - 1; ++i) most = max(most, packs[i] = packs_of((a.rank + 1 + i) % N));
-  for (u32 j = first; j < most; j += stride) {
-    Pack part[N - 1] = {};
-    if (!receive_flagged<N>(a, call, slots, j, packs, part)) return;
-#pragma unroll
-    for (int i = 0; i < N - 1; ++i)
-      if (j < packs[i]) output((a.rank + 1 + i) % N).store(j, part[i]);
-  }
-}

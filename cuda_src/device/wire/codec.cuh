@@ -20,8 +20,7 @@ struct Noise {
 
 constexpr u32 noise_of_sum = 0xff;
 
-// 16 bits for each of the 8 elements of run `index` of the tensor, the first element in the lowest bits. Philox-4x32
-// with seven rounds, the fewest that pass BigCrush (Salmon et al., 2011).
+// 16 bits for each element of run `index`, the first lowest. Philox-4x32-7 passes BigCrush (Salmon et al., 2011).
 __device__ __forceinline__ void random_halves(const Noise& noise, u64 index, u32 (&word)[4]) {
   u32 key0 = u32(noise.seed), key1 = u32(noise.seed >> 32);
   u32 c0 = u32(index), c1 = u32(index >> 32), c2 = noise.call, c3 = noise.source;

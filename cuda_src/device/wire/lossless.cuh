@@ -203,7 +203,6 @@ template <int N>
 struct LosslessChunks : PartChunks<N> {
   using PartChunks<N>::PartChunks;
 
-  // Tile j of a slot.
   __device__ LosslessTile place(int hop, u32 k, int from, u32 j) const {
     return lossless_tile(j, this->length, [&](u32 at) { return this->slot(hop, k, from, at); });
   }

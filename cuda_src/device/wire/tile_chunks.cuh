@@ -1,5 +1,4 @@
-// How the warps of a block go through the tiles (wire.cuh) of a chunk. Tiles are written to and read from slots that
-// flags announce, with plain accesses, which (2) orders; (20) holds.
+// How a block's warps go through the tiles (wire.cuh) of a chunk, with plain accesses: (2) orders them, and (20) holds.
 #pragma once
 #include "device/sync/push_pipeline.cuh"
 #include "device/wire/wire.cuh"
@@ -21,13 +20,12 @@ __device__ __forceinline__ void for_each_tile(const Chunks& chunks, const Argume
 template <int N>
 struct PartChunks {
   const Arguments& a;
-  const Call& call;
   u32 share;   // tiles of each part that a block handles
   u32 number;  // of chunks in a share
   u32 length;  // tiles in a chunk
   u32 first_step = 0;
 
-  __device__ PartChunks(const Arguments& arguments, const Call& of) : a(arguments), call(of) {
+  __device__ PartChunks(const Arguments& arguments, const Call&) : a(arguments) {
     u32 most = 0;
 #pragma unroll
     for (int r = 0; r < N; ++r) most = max(most, tile_count(a.count[r]));

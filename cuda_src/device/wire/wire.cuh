@@ -5,9 +5,8 @@
 //   wire:                    codes of tile 0, 1, ... | scales of tile 0, 1, ...
 //   codes of a tile:         words 0 .. 3 of all lanes | words 4 .. 7 of all lanes | ...  (codec_reference.py)
 //
-// Loads and stores of the tensor and of the codes fill whole lines of 128 bytes, and the sender writes each byte once.
-// All 32 lanes of a warp take part. A lane's four rows are reduced together: after three shuffles each of four lanes
-// has the largest value of one row, and computes the scale of that row's bucket for the others.
+// Accesses fill whole lines of 128 bytes. All 32 lanes of a warp take part: after three shuffles each of four lanes has
+// the largest value of one of their four rows, and computes the scale of that row's bucket for the others.
 #pragma once
 #include "device/wire/codec_lanes.cuh"
 
@@ -239,7 +238,6 @@ struct Received {
     return number(typename C::Scale{}, in_word == 1 ? word : index % 2 ? word >> 16 : word & 0xffff);
   }
 
-  // Row j, to `v`, or added to it.
   __device__ __forceinline__ void decode(int j, float (&v)[run_numel], bool add = false) const {
     constexpr int numbers = C::scheme == minmax ? 2 : 1;
     const int index = j / WireLayout<C>::rows_of_bucket * numbers;
@@ -259,7 +257,6 @@ __device__ __forceinline__ void set_row_of_products(Tile<bf16>& t, int j, const 
     t.word[j][w] = fma_bf16x2(C::Code::decode_pair(received.code, j, w), scale, minus_zeros);
 }
 
-// Stores the values of a tile, rounded to T.
 template <class C, class T>
 __device__ __forceinline__ void store_values(const Tensor<T>& y, u64 tile, const Received<C>& received) {
   store_tile(y, tile, {}, [&](Tile<T>& t, int j) {
