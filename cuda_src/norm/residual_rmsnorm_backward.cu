@@ -47,10 +47,8 @@ __global__ void __launch_bounds__(norm_gradient_threads) residual_rmsnorm_backwa
   };
   // Every row ends one group of copies, which is empty past the last row.
   const auto fetch = [&](u64 row, int stage) {
-#pragma unroll
     for (int p = 0; p < P; ++p) {
       const u32 i = p * blockDim.x + threadIdx.x;
-#pragma unroll
       for (int tensor = 0; tensor < tensors; ++tensor)
         if (row < a.rows && i < packs && sources[tensor])
           copy_async(place(stage, tensor, p), sources[tensor] + row * packs + i);
@@ -60,7 +58,6 @@ __global__ void __launch_bounds__(norm_gradient_threads) residual_rmsnorm_backwa
 
   for (int ahead = 0; ahead < stages - 1; ++ahead) fetch(blockIdx.x + u64(ahead) * gridDim.x, ahead);
   Pack by[P];
-#pragma unroll
   for (int p = 0; p < P; ++p)
     if (const u32 i = p * blockDim.x + threadIdx.x; i < packs) by[p] = static_cast<const Pack*>(a.weight)[i];
   float of_weight[P][E] = {};
@@ -69,15 +66,12 @@ __global__ void __launch_bounds__(norm_gradient_threads) residual_rmsnorm_backwa
     fetch(row + u64(stages - 1) * gridDim.x, (stage + stages - 1) % stages);
     wait_for_copies<stages - 1>();
     float squares = 0, products = 0;
-#pragma unroll
     for (int p = 0; p < P; ++p) {
       if (p * blockDim.x + threadIdx.x >= packs) continue;
       const Pack gradient = *place(stage, 0, p), r = *place(stage, 1, p);
-#pragma unroll
       for (int w = 0; w < 4; ++w) {
         float g[W], v[W], factor[W];
         T::unpack(gradient.word[w], g), T::unpack(r.word[w], v), T::unpack(by[p].word[w], factor);
-#pragma unroll
         for (int e = 0; e < W; ++e) {
           squares = __fadd_rn(squares, __fmul_rn(v[e], v[e]));
           products = __fadd_rn(products, __fmul_rn(__fmul_rn(g[e], __fadd_rn(factor[e], a.weight_offset)), v[e]));
@@ -96,12 +90,10 @@ __global__ void __launch_bounds__(norm_gradient_threads) residual_rmsnorm_backwa
       const Pack gradient = *place(stage, 0, p), r = *place(stage, 1, p);
       Pack more{}, result;
       if (a.of_summed) more = *place(stage, 2, p);
-#pragma unroll
       for (int w = 0; w < 4; ++w) {
         float g[W], v[W], factor[W], added[W];
         T::unpack(gradient.word[w], g), T::unpack(r.word[w], v), T::unpack(by[p].word[w], factor);
         T::unpack(more.word[w], added);
-#pragma unroll
         for (int e = 0; e < W; ++e) {
           float& sum = of_weight[p][w * W + e];
           sum = __fadd_rn(sum, __fmul_rn(g[e], __fmul_rn(v[e], s)));
@@ -116,13 +108,10 @@ __global__ void __launch_bounds__(norm_gradient_threads) residual_rmsnorm_backwa
   }
   if (!a.with_weight) return;
   Pack* const of_group = reinterpret_cast<Pack*>(a.groups + u64(blockIdx.x) * a.columns);
-#pragma unroll
   for (int p = 0; p < P; ++p) {
     const u32 i = p * blockDim.x + threadIdx.x;
-#pragma unroll
     for (int e = 0; e < E; e += 4) {
       Pack four;
-#pragma unroll
       for (int w = 0; w < 4; ++w) four.word[w] = __float_as_uint(of_weight[p][e + w]);
       if (i < packs) of_group[(i * E + e) / 4] = four;
     }
@@ -143,10 +132,8 @@ __global__ void __launch_bounds__(columns_added / 4 * group_lanes) residual_rmsn
 #pragma unroll 4
     for (u32 group = lane; group < a.row_groups; group += group_lanes) {
       const Pack four = *reinterpret_cast<const Pack*>(a.groups + group * a.columns + first + column);
-#pragma unroll
       for (int i = 0; i < 4; ++i) sum[i] = __fadd_rn(sum[i], __uint_as_float(four.word[i]));
     }
-#pragma unroll
   for (int i = 0; i < 4; ++i) sums[lane][column + i] = sum[i];
   __syncthreads();
   if (threadIdx.x >= columns_added || first + threadIdx.x >= a.columns) return;

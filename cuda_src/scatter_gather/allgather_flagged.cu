@@ -26,7 +26,6 @@ __global__ void __launch_bounds__(512, 2) allgather_flagged(const __grid_constan
   if (call.aborted) return end_aborted_call(a, call);
   const u32 slots = (call.epoch & 1) * N * a.capacity;
   for (u32 j = first; j < own;) {
-#pragma unroll
     for (int hop = 1; hop < N; ++hop) push_flagged(a, place(a, hop, slots + a.rank * a.capacity, j), mine);
     output.store(j, mine);
     j += stride;
@@ -36,7 +35,6 @@ __global__ void __launch_bounds__(512, 2) allgather_flagged(const __grid_constan
 
   u32 packs[N - 1];  // of the parts of the ranks 1, 2, ... after this one
   u32 most = 0;
-#pragma unroll
   for (int i = 0; i < N - 1; ++i) {
     packs[i] = packs_of((a.rank + 1 + i) % N);
     most = max(most, packs[i]);
@@ -44,7 +42,6 @@ __global__ void __launch_bounds__(512, 2) allgather_flagged(const __grid_constan
   for (u32 j = first; j < most; j += stride) {
     Pack part[N - 1] = {};
     if (!receive_flagged<N>(a, call, slots, j, packs, part)) break;
-#pragma unroll
     for (int i = 0; i < N - 1; ++i)
       if (j < packs[i]) output_of<T>(a, (a.rank + 1 + i) % N).store(j, part[i]);
   }

@@ -24,7 +24,7 @@
 #pragma once
 #include "device/matmul/scaled_products.cuh"
 #include "device/pack.cuh"
-#include "device/sync/entry.cuh"
+#include "device/sync/signal_pad.cuh"
 
 constexpr u32 unit_packs = 1024;  // GATHERED_UNIT_PACKS in graphar/plan/scratch.py
 

@@ -29,7 +29,7 @@
 //       mislead nobody, and its peers' waits expire in turn.
 #pragma once
 #include "device/matmul/tiles.cuh"
-#include "device/sync/entry.cuh"
+#include "device/sync/signal_pad.cuh"
 
 enum Area { partial, finished };
 
