@@ -42,6 +42,7 @@ __global__ void __launch_bounds__(512, 2) allgather_flagged(const __grid_constan
   for (u32 j = first; j < most; j += stride) {
     Pack part[N - 1] = {};
     if (!receive_flagged<N>(a, call, slots, j, packs, part)) break;
+#pragma unroll
     for (int i = 0; i < N - 1; ++i)
       if (j < packs[i]) output_of<T>(a, (a.rank + 1 + i) % N).store(j, part[i]);
   }

@@ -57,12 +57,10 @@ __device__ __forceinline__ u32 largest_exponent(const u32 (&word)[4]) {
 
 __device__ __forceinline__ LosslessCodes encode_lossless(const Tile<bf16>& t) {
   LosslessCodes c = {};
-#pragma unroll
   for (int j = 0; j < tile_rows; ++j) {
     const u32 largest = largest_exponent(t.word[j]);
     c.largest |= largest & 0xff << 8 * j;
     u32 exponent[2], offset[2], far[2];
-#pragma unroll
     for (int h = 0; h < 2; ++h) {
       exponent[h] = exponents_of(t.word[j][2 * h], t.word[j][2 * h + 1]);
       offset[h] = largest - exponent[h];
@@ -70,7 +68,6 @@ __device__ __forceinline__ LosslessCodes encode_lossless(const Tile<bf16>& t) {
       c.word[3 * j + h] = rests_of(t.word[j][2 * h], t.word[j][2 * h + 1]);
     }
     if (far[0] | far[1]) {
-#pragma unroll
       for (int h = 0; h < 2; ++h) {
         const u32 odd = far[h] & bytes_from<1>(exponent[h]);
         c.odd |= (odd >> 7) * 0x10204080 >> 28 << (run_numel * j + 4 * h);  // the four bits, side by side
@@ -85,10 +82,8 @@ __device__ __forceinline__ LosslessCodes encode_lossless(const Tile<bf16>& t) {
 // Decodes all elements but the odd ones, whose exponents read as 0.
 __device__ __forceinline__ Tile<bf16> decode_lossless(const LosslessCodes& c) {
   Tile<bf16> t;
-#pragma unroll
   for (int j = 0; j < tile_rows; ++j) {
     const u32 largest = __byte_perm(c.largest, 0, 0x1111 * j);
-#pragma unroll
     for (int h = 0; h < 2; ++h) {
       const u32 offset = c.word[3 * j + 2] >> 4 * h & 0x0f0f0f0f, rest = c.word[3 * j + h];
       const u32 exponent = (largest - offset) & ~spread_signs(offset + 0x71717171);  // 0 where the offset is 15
@@ -105,7 +100,6 @@ __device__ __forceinline__ Tile<bf16> decode_lossless(const LosslessCodes& c) {
 
 template <int Count>
 __device__ __forceinline__ void store_pieces(char* at, const u32 (&word)[Count]) {
-#pragma unroll
   for (int p = 0; p < Count / 4; ++p)
     reinterpret_cast<Pack*>(at)[p * 32 + lane()] = {
         {word[4 * p], word[4 * p + 1], word[4 * p + 2], word[4 * p + 3]}};
@@ -113,10 +107,8 @@ __device__ __forceinline__ void store_pieces(char* at, const u32 (&word)[Count])
 
 template <int Count>
 __device__ __forceinline__ void load_pieces(const char* at, u32 (&word)[Count]) {
-#pragma unroll
   for (int p = 0; p < Count / 4; ++p) {
     const Pack pack = reinterpret_cast<const Pack*>(at)[p * 32 + lane()];
-#pragma unroll
     for (int w = 0; w < 4; ++w) word[4 * p + w] = pack.word[w];
   }
 }
@@ -166,7 +158,6 @@ __device__ __forceinline__ void send_tile(To to, const Tile<bf16>& t, const Loss
 #pragma unroll 1
     for (int i = 0; i < Count; ++i) send_odd(to(i), t, c);
   } else {
-#pragma unroll
     for (int i = 0; i < Count; ++i) send_even(to(i), c);
   }
 }
@@ -191,7 +182,6 @@ __device__ __forceinline__ Tile<bf16> decode_tile(const LosslessTile& from, cons
       const u32 entry = from.header[2 + k], i = entry >> 5 & 31;
       if ((entry & 31) != lane()) continue;
       const u32 exponent = entry >> 16 << (7 + i % 2 * 16);
-#pragma unroll
       for (int w = 0; w < 4 * tile_rows; ++w) t.word[w / 4][w % 4] |= w == i / 2 ? exponent : 0;
     }
   }
@@ -211,11 +201,9 @@ struct LosslessChunks : PartChunks<N> {
 // ---- sums -----------------------------------------------------------------------------------------------------------
 
 __device__ __forceinline__ void add(float (&total)[tile_rows][run_numel], const Tile<bf16>& t, bool is_first) {
-#pragma unroll
   for (int j = 0; j < tile_rows; ++j) {
     float v[run_numel];
     t.unpack(j, v);
-#pragma unroll
     for (int e = 0; e < run_numel; ++e) total[j][e] = is_first ? v[e] : __fadd_rn(total[j][e], v[e]);
   }
 }
@@ -225,10 +213,8 @@ template <int N, class From>
 __device__ __forceinline__ Tile<bf16> sum_of_tiles(int rank, const Tile<bf16>& mine, From from) {
   constexpr int batch = 3;  // ranks whose tiles a warp has in flight
   float total[tile_rows][run_numel];
-#pragma unroll
   for (int first = 0; first < N; first += batch) {
     LosslessCodes part[batch] = {};
-#pragma unroll
     for (int r = first; r < first + batch && r < N; ++r)
       if (r != rank) part[r - first] = receive_tile(from(r));
 #pragma unroll
@@ -236,7 +222,6 @@ __device__ __forceinline__ Tile<bf16> sum_of_tiles(int rank, const Tile<bf16>& m
       add(total, r == rank ? mine : decode_tile(from(r), part[r - first]), r == 0);
   }
   Tile<bf16> sum;
-#pragma unroll
   for (int j = 0; j < tile_rows; ++j) sum.round(j, total[j]);
   return sum;
 }

@@ -27,7 +27,6 @@ struct PartChunks {
 
   __device__ PartChunks(const Arguments& arguments, const Call&) : a(arguments) {
     u32 most = 0;
-#pragma unroll
     for (int r = 0; r < N; ++r) most = max(most, tile_count(a.count[r]));
     share = (most + gridDim.x - 1) / gridDim.x;
     number = (share + a.chunk - 1) / a.chunk;

@@ -15,7 +15,6 @@ struct StoreRelaxed {
   template <int Count>
   __device__ __forceinline__ void operator()(Words<Count>* address, const u32* words) const {
     Words<Count> piece;
-#pragma unroll
     for (int w = 0; w < Count; ++w) piece.word[w] = words[w];
     store_relaxed_sys(address, piece);
   }
@@ -27,7 +26,6 @@ struct LoadRelaxed {
   template <int Count>
   __device__ __forceinline__ void operator()(const Words<Count>* address, u32* words) const {
     const Words<Count> piece = load_relaxed_sys(address);
-#pragma unroll
     for (int w = 0; w < Count; ++w) {
       words[w] = piece.word[w];
       complete &= piece.word[w] != not_yet;
@@ -39,7 +37,6 @@ struct Arm {
   template <int Count>
   __device__ __forceinline__ void operator()(Words<Count>* address, const u32*) const {
     Words<Count> armed;
-#pragma unroll
     for (int w = 0; w < Count; ++w) armed.word[w] = not_yet;
     store_relaxed_sys(address, armed);
   }
