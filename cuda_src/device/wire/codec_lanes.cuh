@@ -63,6 +63,7 @@ struct Store {
   template <int Count>
   __device__ __forceinline__ void operator()(Words<Count>* address, const u32* words) const {
     Words<Count> piece;
+#pragma unroll
     for (int w = 0; w < Count; ++w) piece.word[w] = words[w];
     *address = piece;
   }

@@ -158,6 +158,7 @@ __device__ __forceinline__ void send_tile(To to, const Tile<bf16>& t, const Loss
 #pragma unroll 1
     for (int i = 0; i < Count; ++i) send_odd(to(i), t, c);
   } else {
+#pragma unroll
     for (int i = 0; i < Count; ++i) send_even(to(i), c);
   }
 }
@@ -213,6 +214,7 @@ template <int N, class From>
 __device__ __forceinline__ Tile<bf16> sum_of_tiles(int rank, const Tile<bf16>& mine, From from) {
   constexpr int batch = 3;  // ranks whose tiles a warp has in flight
   float total[tile_rows][run_numel];
+#pragma unroll
   for (int first = 0; first < N; first += batch) {
     LosslessCodes part[batch] = {};
     for (int r = first; r < first + batch && r < N; ++r)
