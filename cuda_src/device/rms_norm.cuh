@@ -65,8 +65,8 @@ struct RmsNorm {
     if constexpr (C > 1) wait_for_cluster();  // all blocks run, and have their shared memory
   }
 
-  // By all threads of the team: norms a row. `next(i, sum)` gives the row's sums from pack i on; false where one does
-  // not come. `then(i, r)` gets each pack of r. With `has_residual` it is `next` that gives packs of r.
+  // By all threads of the team: norms a row. `next(i, sum)` gives the row's sums from pack i on, or packs of r with
+  // `has_residual`; false where one does not come. `then(i, r)` gets each pack of r.
   template <bool has_residual = false, class Next, class Then = Nothing>
   __device__ __forceinline__ void take(u32 row, Next next, Then then = {}) {
     const u64 start = u64(row) * packs;

@@ -4,8 +4,7 @@
 //           input                    -> output, part r
 //           slots of every peer p    -> values -> output, part p
 //
-// The second half of two_shot_lossless, for large parts, which may differ in size, be empty, and begin anywhere. Steps
-// and slots: (12) in push_pipeline.cuh. The compression is in lossless.cuh. Its time depends on the data.
+// The second half of two_shot_lossless, for large parts of any sizes. Steps and slots: (12) in push_pipeline.cuh.
 #include "device/wire/lossless.cuh"
 
 template <class T, int N>

@@ -3,8 +3,7 @@
 //   rank r: part p of the input  -> codes ---> slots on every peer p
 //           slots of every peer  -> values, and part r of the input -> sum of part r -> output
 //
-// The first half of two_shot_lossless, for large parts, which may differ in size, be empty, and begin anywhere. Steps
-// and slots: (12) in push_pipeline.cuh. The compression is in lossless.cuh. Its time depends on the data.
+// The first half of two_shot_lossless, for large parts of any sizes. Steps and slots: (12) in push_pipeline.cuh.
 #include "device/wire/lossless.cuh"
 
 template <class T, int N>

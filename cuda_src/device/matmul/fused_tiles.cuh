@@ -133,8 +133,7 @@ struct Consumer {
   }
 };
 
-// The bytes a sender has in flight to each peer. Elements are sent in parts of a box: a queue before the links would
-// also delay the loads of operands. Codes do not fill the links, so a whole box of them is sent at once.
+// The bytes a sender has in flight to each peer. A queue of elements before the links would delay operands.
 template <class Travel>
 constexpr u32 piece_nbytes = Travel::coded ? Travel::partial_nbytes : 2048;
 

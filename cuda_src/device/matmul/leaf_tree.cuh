@@ -6,8 +6,7 @@
 //
 // If the blocks of a cluster split the leaves, each adds its adjacent ones in this way (node_exchange.cuh).
 //
-// The next leaf's first products run while nodes are added. At most log2(leaves) nodes wait beside the running leaf. If
-// registers do not hold them, the sum of the first half of the leaves waits in the consumer's staging.
+// The next leaf's products run while nodes are added. If registers do not hold all nodes, one waits in the staging.
 #pragma once
 #include "device/matmul/pipeline.cuh"
 

@@ -4,8 +4,7 @@
 //                        part p of its node --st.async--> place b of block p
 //                        part b of all nodes, in its places --add as the rest of the tree, bias, round--> C
 //
-// A part has all rows of a warpgroup tile and 1 / split of its columns. A thread's sums in a part lie at the same place
-// in the same thread of every block, so places have the order of registers and C is stored from registers.
+// A part has all rows of a warpgroup tile and 1 / split of its columns, in the order of registers in the same threads.
 //
 // (27) Tile u of a cluster is phase u of two mbarriers of each consumer: `received` (one arrival, and the bytes of the
 //      other blocks' parts) and `freed` (an arrival of each of its warps in all blocks).

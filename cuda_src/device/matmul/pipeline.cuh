@@ -44,8 +44,7 @@ struct Producer {
     }
   }
 
-  // Bytes of a box of A. It has no more rows than the matrix, rounded up to eight: the copy engine is slow for rows
-  // outside the matrix. The rows below the box in a place have old values, which only affect rows outside C.
+  // Bytes of a box of A, without most rows outside of it: the copy engine is slow for them. Old values are harmless.
   __device__ static u32 a_nbytes_of(u32 rows) { return min(u32(Tile::rows), (rows + 7) / 8 * 8) * row_nbytes; }
 
   template <class Tiles>

@@ -1,8 +1,7 @@
 // Bulk copies of two-dimensional boxes, described by a tensor map (sm_90 and newer). (5) in tma.cuh holds for them.
 //
-// Elements of a box outside the matrix are loaded as zeros, which count as loaded bytes, and are not stored. Boxes are
-// 128 bytes wide and swizzled: in shared memory the 16-byte chunk c of row r lies at chunk c ^ r % 8 of that row, so
-// that neither rows nor columns of chunks have bank conflicts. A box begins at a multiple of 1024 bytes.
+// Elements of a box outside the matrix are loaded as zeros, which count as loaded bytes, and not stored. Boxes are 128
+// bytes wide and swizzled: 16 bytes, chunk c of row r, lie at chunk c ^ r % 8. They begin at multiples of 1024.
 #pragma once
 #include "device/ptx/tma.cuh"
 

@@ -1,5 +1,4 @@
-// Bulk copies (TMA), and the mbarriers that announce their loads (sm_90 and newer). One thread issues a copy, and the
-// copy engine carries it out. Addresses are aligned to 16 bytes and sizes are multiples of 16.
+// Bulk copies (TMA) by one thread, and their mbarriers (sm_90 and newer). Addresses and sizes are multiples of 16.
 //
 // (5) Bulk copies access memory through the async proxy, everything else through the generic proxy. Two rules join
 //     them:

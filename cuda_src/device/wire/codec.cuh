@@ -66,8 +66,7 @@ struct Int {
   template <Scheme S>
   static constexpr int largest = (1 << (S == minmax ? Bits : Bits - 1)) - 1;
 
-  // Adds codes 8 j .. 8 j + 7 of a lane to words that begin as zeros. A float from 2^23 to 2^24 has its integer part in
-  // its low bits. The code is that integer minus the one in `base`, so one shifted addition packs it.
+  // Adds codes 8 j .. 8 j + 7 to zeros: integers in the low bits of floats from 2^23 to 2^24, minus those in `base`.
   template <Scheme S, Rounding R>
   static __device__ __forceinline__ void encode(const float (&v)[run_numel], float inverse, const u32 (&random)[4],
                                                 int j, u32 (&word)[Bits]) {
