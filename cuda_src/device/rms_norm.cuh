@@ -48,6 +48,7 @@ struct RmsNorm {
   const WholePacks<T> residual{element(a.residual, skipped)}, weight{a.weight}, summed{element(a.summed, skipped)};
   const WholePacks<T> normed{a.output};
   Words<E / 4>* const codes = static_cast<Words<E / 4>*>(a.output);  // in e4m3, instead of `normed`
+  const float* const caller_scale = a.scale;                         // static_fp8
   float* const scales = a.scales + scales_of(skipped);               // of rows or groups, written
   float given = 0;                                                   // one over the caller's scale, of static_fp8
   bool comes;  // false once a sum has not come; such a thread still takes part in barriers
@@ -61,7 +62,7 @@ struct RmsNorm {
 
   // By all threads before the first row. Call it after the first pushes, since it waits for memory.
   __device__ __forceinline__ void start() {
-    if constexpr (O == static_fp8) given = __fdiv_rn(1.0f, *a.scale);
+    if constexpr (O == static_fp8) given = __fdiv_rn(1.0f, *caller_scale);
     if constexpr (C > 1) wait_for_cluster();  // all blocks run, and have their shared memory
   }
 
