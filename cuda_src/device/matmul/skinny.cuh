@@ -116,7 +116,6 @@ struct SkinnyLoader {
 template <class T, int Count>
 __device__ __forceinline__ void round_transposed(const float (&sums)[Count], char* box) {
   const u32 lane = threadIdx.x % 32, chunk = threadIdx.x / 32 % 4 * 2 + lane / 8 % 2;
-#pragma unroll
   for (int i = 0; i < Count; i += 4) {
     const u32 row = 2 * i + lane % 8, words[2] = {T::round(sums + i), T::round(sums + i + 2)};
     store_transposed_matrices(box + row * row_nbytes + (chunk ^ row % 8) * 16, words);
@@ -127,7 +126,6 @@ __device__ __forceinline__ void round_transposed(const float (&sums)[Count], cha
 template <int Count>
 __device__ __forceinline__ void write_transposed(const float (&sums)[Count], char* box) {
   const u32 lane = threadIdx.x % 32, column = threadIdx.x / 32 % 4 * 16 + lane / 4;
-#pragma unroll
   for (int i = 0; i < Count; ++i) {
     const u32 row = i / 4 * 8 + lane % 4 * 2 + i % 2, x = column + i / 2 % 2 * 8;
     *reinterpret_cast<float*>(box + row * 256 + (x / 4 ^ row / 2 % 4 * 2) * 16 + x % 4 * 4) = sums[i];
@@ -180,7 +178,6 @@ struct PackBias {
   __device__ __forceinline__ PackBias(const MatmulArguments& m, u32 column) : given(m.bias != nullptr) {
     if (!given) return;
     const Pack pack = Tensor<T>(m.bias, m.n).load(column / 8);
-#pragma unroll
     for (int w = 0; w < 4; ++w) T::unpack(pack.word[w], of + 2 * w);
   }
   __device__ __forceinline__ float operator()(int e, float v) const { return given ? v + of[e] : v; }
@@ -262,7 +259,6 @@ __device__ __forceinline__ bool receive_sum(const MatmulArguments& m, const Argu
     const u32 place[2] = {first, first + 1};
     Pack part[2][N];
     if (!receive(a, call, 0, place, part)) return false;
-#pragma unroll
     for (int half = 0; half < 2; ++half) {
       const auto of_half = [&](int e, float v) { return bias(4 * half + e, v); };
       const HalfPack rounded = sum_in_order<fp32, N, TreeOrder, T>(part[half], of_half);
