@@ -3,8 +3,7 @@
 //   rank r: input -> scratch[r].stage[parity]; signal every peer
 //           multicast address of stage[parity] -- ld_reduce: the switch reads scratch[0 .. N-1] and adds -> output
 //
-// Not exact: the switch chooses the order of additions, and each rank loads its own sum (multimem.cuh). Two stages
-// alternate, (13) in signal_pad.cuh, and by (7) that holds for aliases too.
+// Not exact: each rank loads its own sum (multimem.cuh). Two stages alternate, (13) in signal_pad.cuh; aliases: (7).
 #include "device/sync/multimem.cuh"
 
 template <class T, int N, class Multimem>

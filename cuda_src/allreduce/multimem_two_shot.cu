@@ -5,8 +5,7 @@
 //           sum -- st, to the same multicast address -> shard r of scratch[0 .. N-1].stage; signal every peer
 //           scratch[r].stage, now the sums of all shards -> output
 //
-// Not exact (multimem.cuh), but each sum is loaded once and stored to all, so every rank has the same bits. A thread
-// handles the same packs of every shard, so a block waits only for the same block of its peers.
+// Not exact (multimem.cuh), but every rank has the same bits. A block waits only for the same block of its peers.
 #include "device/sync/multimem.cuh"
 
 constexpr int in_flight = 4;  // sums a thread loads before it stores the first

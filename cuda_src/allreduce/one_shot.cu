@@ -26,8 +26,7 @@ __global__ void __launch_bounds__(max_threads, 2) one_shot(const __grid_constant
   const u64 stride = u64(gridDim.x) * blockDim.x;
   const auto stage = [&](int rank) { return after_signal_pad(a, rank) + (call.epoch & 1) * a.capacity; };
   const auto place = [&](int step, int rank) { return arrived + (step * N + rank) * blockDim.x + threadIdx.x; };
-  // Every step ends one group of copies, which is empty past the end of the tensor. So the newest Depth - 1 groups are
-  // always those of later steps.
+  // Every step ends a group of copies, empty past the end of the tensor: the newest Depth - 1 are of later steps.
   const auto pull = [&](u64 i, int step) {
     for (int r = 0; r < N; ++r)
       if (i < packs) copy_async(place(step, r), stage(r) + i);

@@ -5,8 +5,7 @@
 //   direct: signal every peer
 //           inputs of ranks 0 .. N-1, symmetric tensors, read over the links -> sum -> output; signal every peer
 //
-// The classic one-stage all-reduce, the baseline of one_shot, which keeps more loads in flight. A block waits only for
-// the same block of its peers. Two stages alternate, (13) in signal_pad.cuh.
+// The baseline of one_shot, which keeps more loads in flight. Two stages alternate, (13) in signal_pad.cuh.
 #include "device/pack.cuh"
 #include "device/sync/signal_pad.cuh"
 

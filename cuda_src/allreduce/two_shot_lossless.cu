@@ -5,11 +5,10 @@
 //           sum of shard r         -> codes ---> slots of the all-gather on every peer
 //           slots of every peer p  -> values -> output, shard p
 //
-// Steps and slots: (11) in two_shot_pipeline.cuh. The packing is in lossless.cuh. Its time depends on the data: exponents
-// that are far apart take more bytes. Wins at large sizes, where the arithmetic hides behind the links.
+// Steps and slots: (11) in two_shot_pipeline.cuh. Packing is in lossless.cuh: exponents that are far apart take more
+// bytes, and time. Wins at large sizes, where the arithmetic hides behind the links.
 #include "device/sync/two_shot_pipeline.cuh"
 #include "device/wire/lossless.cuh"
-#include "device/wire/tile_chunks.cuh"
 
 template <class T, int N>
 struct TwoShotLossless {
@@ -22,7 +21,6 @@ struct TwoShotLossless {
   __device__ TwoShotLossless(const Arguments& arguments, const Call&)
       : a(arguments), input(a.input, a.numel), output(a.output, a.numel), chunks(a, tile_count(a.numel)) {}
 
-  // Tile j of a slot.
   __device__ LosslessTile place(Shot shot, int hop, u32 k, int from, u32 j) const {
     return lossless_tile(j, chunks.length, [&](u32 at) { return pipeline_slot<N>(a, shot, hop, k, from, at); });
   }

@@ -36,7 +36,6 @@ struct TwoShotPipelined {
     return pipeline_slot<N, Sum>(a, reduced, hop, k, from, j);
   }
 
-  // The rank that comes `hop` after this one.
   __device__ int owner(int hop) const { return (a.rank + hop) % N; }
 
   // Reads one P of chunk k from each of the other owners, by their distance, and then passes all of them to `write`.

@@ -49,11 +49,11 @@ template <class T, int N>
 struct TwoShotTma {
   const Arguments& a;
   const Call& call;
-  const Tensor<T> input, output;
-  const u64 packs;
   const u32 channel, base;  // index among the channels of all blocks; chunks done before this call
   Pack* const stages;       // of this channel: N of a.capacity packs; a piece for each peer, then the sum
   Progress& progress;
+  const Tensor<T> input{a.input, a.numel}, output{a.output, a.numel};
+  const u64 packs = pack_count<T>(a.numel);
   const u32 lane = threadIdx.x % 32, chunks = count_chunks();
 
   // Piece `owner` of chunk k, and how many packs it has.
@@ -64,7 +64,6 @@ struct TwoShotTma {
   // How many of the packs bulk copies can read from the input.
   __device__ u32 whole(u64 at) const { return at < input.whole ? min(u64(a.chunk), input.whole - at) : 0; }
 
-  // Counts the chunks that have a first piece.
   __device__ u32 count_chunks() const {
     const u64 before = piece(0, 0), in_all_channels = u64(gridDim.x) * channels * N * a.chunk;
     return before >= packs ? 0 : (packs - before + in_all_channels - 1) / in_all_channels;
@@ -212,15 +211,7 @@ __global__ void __launch_bounds__(threads) two_shot_tma(const __grid_constant__ 
   const u32 base = load_relaxed_gpu(&a.counters->steps[channel]);
   if (threadIdx.x < channels) progress[threadIdx.x].init();
   advance_epoch(a, call);  // its barrier comes before any use of an mbarrier
-  const TwoShotTma<T, N> body{a,
-                              call,
-                              {a.input, a.numel},
-                              {a.output, a.numel},
-                              pack_count<T>(a.numel),
-                              channel,
-                              base,
-                              stages + of_block * N * a.capacity,
-                              progress[of_block]};
+  const TwoShotTma<T, N> body{a, call, channel, base, stages + of_block * N * a.capacity, progress[of_block]};
   if (role == 0) body.scatter();
   if (role == 1) body.push();
   if (role == 2) body.gather();

@@ -2,9 +2,8 @@
 //
 //   peer_input[0 .. N-1], the ranks' parts, all on this GPU -> sum in rank order, x scalar[0] -> output
 //
-// The rounded sum is multiplied and rounded again, as torch divides by a number of ranks, unless the factor is 1.
-// It sends nothing and waits for no rank, so it may have any number of blocks. A thread loads several packs of each
-// part before it adds the first: few blocks then have enough bytes on their way.
+// The rounded sum is multiplied and rounded again, as torch divides by a number of ranks, unless the factor is 1. It
+// waits for no rank. A thread loads several packs of each part first: few blocks then have enough bytes on their way.
 #include "device/pack.cuh"
 
 template <class T, int N>

@@ -1,7 +1,6 @@
 // Epilogues: an elementwise expression of a sum in fp32, generated from its text, before the sum is rounded.
 //
-// Operations are not contracted. Only functions that code.py of the package's epilogues lists as transcendental are
-// approximate. All others give the same bits as on the CPU.
+// Not contracted. Functions that code.py of the package lists as transcendental are approximate; others as on the CPU.
 #pragma once
 #include "device/pack.cuh"
 
@@ -53,8 +52,7 @@ __device__ __forceinline__ float element(const void* tensor, u64 i) {
   return v[0];
 }
 
-// The epilogue of one pack's sums. The constructor reads the operands. Construct it before a wait, so that the loads
-// overlap with the wait. Operands of elements past the end of the tensor are zeros.
+// The epilogue of one pack's sums. Construct it before a wait, to overlap its loads of operands; past the end: zeros.
 template <class T, class Expression>
 struct Epilogue {
   static constexpr int E = elements_per_pack<T>;
@@ -93,8 +91,7 @@ struct Epilogue<T, Identity> : Identity {
   __device__ __forceinline__ Epilogue(const Arguments&, u64, u64 = 0, u64 = 0) {}
 };
 
-// The epilogue of a warpgroup tile's sums, which the warpgroup has in registers. `row` and `column` are those of the
-// tile's first element. Elements past `rows` and `columns` have no operands.
+// The same of a warpgroup tile's sums, from `row` and `column` on. Those past `rows` and `columns` have no operands.
 template <class Expression, int Count>
 __device__ __forceinline__ void apply_to_rows(const EpilogueArguments& e, u32 row, u32 rows, u32 column, u32 columns,
                                               float (&sums)[Count]) {

@@ -4,15 +4,12 @@
 //   n = (r / sqrt(mean(r * r) + eps)) * (weight + offset)
 //   normed = round(n), or n * (1 / scale) in e4m3, with the caller's scale, the row's own or the group's: max |n| / 448
 //
-// A team of threads handles one row at a time. A team is a block. For few rows it is the C blocks of a cluster, so that
-// several SMs move a row; such a team has one row at most.
-// Thread t of the team has the packs t, t + threads, ... of the row. The squares are added in an order that does not
-// depend on the launch: slot s of `norm_slots` adds the squares of packs s, s + norm_slots, ..., element by element.
-// Then neighbouring slots are added in pairs, the pairs in pairs, and so on. Slots without a pack are zeros and change
-// nothing, so a team needs only as many threads as a row has packs, rounded up to a power of two. It has at most
-// `norm_slots`, and if it is one block of a collective kernel, half of that. In a team of one block with norm_slots / 2
-// threads each thread has two slots; in all other teams it has one. No operation is contracted, so norms.py of the
-// package gives the same bits in torch.
+// A team handles one row at a time. It is a block, or for few rows the C blocks of a cluster, then for one row at most.
+// Thread t has the packs t, t + threads, ... of the row. Squares are added in an order that does not depend on the
+// launch: slot s of `norm_slots` adds the squares of packs s, s + norm_slots, ..., element by element; then
+// neighbouring slots are added in pairs, the pairs in pairs, and so on. Slots without a pack are zeros, so a team needs
+// as many threads as a row has packs, rounded up to a power of two: at most `norm_slots`, and half of that in one block
+// of a collective kernel, whose threads then have two slots. Nothing is contracted: norms.py gives the same bits.
 #pragma once
 #include "device/pack.cuh"
 #include "device/sync/call.cuh"
@@ -21,12 +18,11 @@
 constexpr int norm_slots = 1024;
 constexpr int group_columns = 128;  // that share a scale in grouped_fp8
 
-// The format of normed rows. For e4m3 the output is aligned to the bytes that a pack becomes. NORM_OUTPUTS in
-// graphar/numerics/norms.py.
+// The format of normed rows; e4m3 is aligned to the bytes of a pack. NORM_OUTPUTS in graphar/numerics/norms.py.
 enum NormOutput { like_input, static_fp8, dynamic_fp8, grouped_fp8 };
 
-// One number of each warp of a team, in two places that alternate. In dynamic shared memory, so that it has the same
-// address in all blocks. NORM_SHARED_NBYTES in graphar/plan/scratch.py.
+// One number of each warp of a team, in two places that alternate, at one address in all blocks of a cluster.
+// NORM_SHARED_NBYTES in graphar/plan/scratch.py.
 struct NumbersOfWarps {
   float of[2][norm_slots / 32];
 };
@@ -42,38 +38,25 @@ struct RmsNorm {
   static constexpr int sums = E / elements_per_pack<Sum>;  // packs of sums for one pack of T
   static constexpr int together = C >= 4 ? sums : 1;  // of these, as many as registers hold while a thread waits
   static constexpr int own_slots = C == 1 ? 2 : 1;    // of a thread: `thread`, and norm_slots / 2 after it
-  const u32 columns, packs, rows;  // packs of a row
-  const u32 team, teams;
-  const u32 thread, threads;  // of the team
-  const float eps, offset;
-  const WholePacks<T> residual, weight, summed, normed;
-  Words<E / 4>* const codes;        // e4m3 output, instead of `normed`
-  const float* const caller_scale;  // static_fp8
-  float* const scales;              // of rows or groups, written
-  float given = 0;                  // one over the caller's scale
-  bool comes;                       // false once a sum has not come; such a thread still takes part in barriers
+  const NormArguments& a;
+  const u64 numel, skipped;
+  const u32 columns = a.columns, packs = columns / E, rows = numel / columns;  // packs of a row
+  const u32 team = blockIdx.x / C, teams = gridDim.x / C;
+  const u32 thread = C == 1 ? threadIdx.x : block_in_cluster() * blockDim.x + threadIdx.x;  // of the team
+  const u32 threads = C * blockDim.x;
+  const float eps = a.eps, offset = a.weight_offset;
+  const WholePacks<T> residual{element(a.residual, skipped)}, weight{a.weight}, summed{element(a.summed, skipped)};
+  const WholePacks<T> normed{a.output};
+  Words<E / 4>* const codes = static_cast<Words<E / 4>*>(a.output);  // in e4m3, instead of `normed`
+  const float* const caller_scale = a.scale;                         // static_fp8
+  float* const scales = a.scales + scales_of(skipped);               // of rows or groups, written
+  float given = 0;                                                   // one over the caller's scale, of static_fp8
+  bool comes;  // false once a sum has not come; such a thread still takes part in barriers
   int turn = 0;
 
-  // Of `numel` elements, which follow `skipped` elements of residual and sums that earlier launches have normed.
-  // Touches no memory.
+  // Of `numel` elements, behind `skipped` ones that earlier launches have normed. Touches no memory.
   __device__ RmsNorm(const NormArguments& a, bool aborted, u64 numel, u64 skipped = 0)
-      : columns(a.columns),
-        packs(columns / E),
-        rows(numel / columns),
-        team(blockIdx.x / C),
-        teams(gridDim.x / C),
-        thread(C == 1 ? threadIdx.x : block_in_cluster() * blockDim.x + threadIdx.x),
-        threads(C * blockDim.x),
-        eps(a.eps),
-        offset(a.weight_offset),
-        residual(element(a.residual, skipped)),
-        weight(a.weight),
-        summed(element(a.summed, skipped)),
-        normed(a.output),
-        codes(static_cast<Words<E / 4>*>(a.output)),
-        caller_scale(a.scale),
-        scales(a.scales + scales_of(skipped)),
-        comes(!aborted) {
+      : a(a), numel(numel), skipped(skipped), comes(!aborted) {
     if constexpr (C > 1) arrive_at_cluster();
   }
 
@@ -83,8 +66,8 @@ struct RmsNorm {
     if constexpr (C > 1) wait_for_cluster();  // all blocks run, and have their shared memory
   }
 
-  // By all threads of the team: norms a row. `next(i, sum)` gives the row's sums from pack i on; false where one does
-  // not come. `then(i, r)` gets each pack of r. With `has_residual` it is `next` that gives packs of r.
+  // By all threads of the team: norms a row. `next(i, sum)` gives the row's sums from pack i on, or packs of r with
+  // `has_residual`; false where one does not come. `then(i, r)` gets each pack of r.
   template <bool has_residual = false, class Next, class Then = Nothing>
   __device__ __forceinline__ void take(u32 row, Next next, Then then = {}) {
     const u64 start = u64(row) * packs;
@@ -171,8 +154,7 @@ struct RmsNorm {
     }
   }
 
-  // Stores the row in e4m3 with a scale for each group. The packs of a group are those of neighbouring lanes, all of
-  // which take part in a shuffle, also where a row ends inside a warp.
+  // The same with a scale for each group: packs of neighbouring lanes, which all take part in shuffles.
   template <class Load>
   __device__ __forceinline__ void store_groups(u32 row, const Load& load) {
     constexpr int lanes = group_columns / E;

@@ -2,14 +2,12 @@
 //
 //   logits, state (m and s of each row), target, gradient of the results -> gradient of the logits
 //
-// A block has a slice of a row. The last rows come first, since the forward pass may have left them in the L2 cache.
-// The gradient may lie where the logits do: a thread reads a pack before it overwrites it. The kernel sends nothing and
-// waits for no rank. `gradient` in numerics/softmax.py specifies it.
+// A block has a slice of a row. The last rows come first: the forward pass may have left them in L2. The gradient may
+// lie where the logits do: a pack is read before it is overwritten. `gradient` in numerics/softmax.py specifies it.
 #include "device/softmax.cuh"
 
 constexpr int depth = 2;  // packs that a thread loads before it computes
 
-// The constants of a row.
 struct RowGradient {
   float reference, scale, all, at_target;
 

@@ -21,8 +21,7 @@ __global__ void __launch_bounds__(128, 4) softmax_results(const __grid_constant_
   store_results<also>(a, row, target, merge_all<also>(node, a.ranks), x);
 }
 
-// The sum of up to 128 numbers, neighbours first. `size` is a power of two from which on all are zeros: these are not
-// added, which would change the sign of a zero.
+// The sum of up to 128 numbers, neighbours first. Zeros from `size`, a power of two, on are not added: -0 stays -0.
 __device__ __forceinline__ float sum_of_four_each(const float (&v)[4], u64 size) {
   float a = v[0];
   if (size > 1) a = __fadd_rn(a, v[1]);

@@ -1,5 +1,4 @@
-// allgather_matmul: the rows of all ranks times W^T, + bias or epilogue, and if wanted the rows themselves; as in
-// matmul.cu.
+// allgather_matmul: the rows of all ranks times W^T, + bias or epilogue, as in matmul.cu; if wanted also the rows.
 //
 //   rank r: senders, two warps   A ---> scratch[p].slot[r] on every peer p, a few rows at a time, then their flag
 //           arrivals, one warp   waits for the flags of the rows of a peer's tile, and tells the producer
@@ -7,14 +6,12 @@
 //           consumers            ring[i % stages] --wgmma--> fp32 sums, + bias or epilogue --round--> C
 //           senders, at the end  A, scratch[r].slot[p] -> output, if the gathered rows are wanted
 //
-// A block multiplies this rank's own rows first, while the links carry rows. They wait for nobody. Gives the bits of an
-// all-gather followed by a matmul. Rows of e4m3 travel with their scales. Ordering between ranks: (21) in
-// gathered_rows.cuh.
+// A block multiplies this rank's own rows first, while the links carry rows. Gives the bits of an all-gather followed
+// by a matmul. Rows of e4m3 travel with their scales. Ordering between ranks: (21) in gathered_rows.cuh.
 #include "device/epilogue.cuh"
 #include "device/matmul/gathered_rows.cuh"
 #include "device/matmul/tile_store.cuh"
 
-// A tensor map for each rank's rows.
 template <int N>
 struct RowsOfRanks {
   TensorMap of[N];
@@ -86,8 +83,7 @@ __device__ void send_and_gather(const Rows& rows, const Arguments& a, const Call
   if (a.output != nullptr) rows.gather(call, 2 * blockIdx.x + sender, 2 * gridDim.x);
 }
 
-// Adds the bias, or applies the epilogue, before the sums of a consumer's 64 rows are rounded. The indices of an
-// epilogue are those in the product of all ranks' rows.
+// Before a consumer's 64 rows of sums are rounded. An epilogue's indices are those in the product of all ranks' rows.
 template <class T, class Expression, int Count>
 __device__ __forceinline__ void add_bias_or_epilogue(const MatmulArguments& m, const Arguments& a,
                                                      const GatheredTile& tile, u32 index, float (&sums)[Count]) {
@@ -99,7 +95,6 @@ __device__ __forceinline__ void add_bias_or_epilogue(const MatmulArguments& m, c
   }
 }
 
-// `T`: the type of the result.
 template <class T, class Tile, int N, OperandLayout W, class Expression, class Scales>
 __device__ void consume(const typename Scales::Arguments& m, const Arguments& a, const RowsOfRanks<N>& c_maps,
                         const Ring<Tile>& ring, u32 index) {

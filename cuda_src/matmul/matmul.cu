@@ -6,11 +6,10 @@
 //                              sums --round--> boxes of 64 x 64 in shared memory --TMA--> C
 //   blocks of a cluster have tiles below each other, and each loads a share of W for all of them
 //
-// The producer runs ahead across tiles, so the next tile's operands are loaded while one is stored. A grid of any size
-// walks all tiles: the caller chooses how many SMs it takes. Products are added in the order of K, so the bits of C
-// depend on A and W alone. Or K is cut into leaves: the tree of leaf_tree.cuh. The blocks of a cluster may split the
-// leaves of a tile: node_exchange.cuh. Operands in e4m3 have scales: scaled_products.cuh. Results in fp32 are the sums
-// as they are, without a bias: a rank's partial. Ordering of the ring: (9) in ring.cuh.
+// The producer runs ahead across tiles. A grid of any size walks all tiles: the caller chooses how many SMs it takes.
+// Products are added in the order of K, so the bits of C depend on A and W alone; or in leaves of K (leaf_tree.cuh),
+// which the blocks of a cluster may split (node_exchange.cuh). Operands in e4m3 have scales (scaled_products.cuh).
+// Results in fp32 are a rank's partial, without a bias. Ordering of the ring: (9) in ring.cuh.
 #include "device/matmul/leaf_tree.cuh"
 #include "device/matmul/node_exchange.cuh"
 #include "device/matmul/scaled_products.cuh"

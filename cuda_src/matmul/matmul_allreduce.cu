@@ -7,9 +7,8 @@
 //                                                             --TMA--> finished tiles on every peer, then their flags
 //   other warps        finished tiles of every peer -> output
 //
-// matmul_reducescatter and an all-gather in one, with the same variants: while own rows are computed the links carry
-// finished tiles. Gives the bits of a matmul followed by an all-reduce. Ordering between ranks: (10) in
-// warpgroup_tile.cuh.
+// matmul_reducescatter and an all-gather in one: while own rows are computed the links carry finished tiles. Gives the
+// bits of a matmul followed by an all-reduce. Ordering between ranks: (10) in warpgroup_tile.cuh.
 #include "device/matmul/fused_tiles.cuh"
 #include "device/matmul/tile_as_codes.cuh"
 

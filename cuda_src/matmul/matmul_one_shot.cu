@@ -5,10 +5,8 @@
 //                        packs ---> scratch[p].slot[parity][this rank]   on every rank p
 //   then all threads     scratch[this rank].slot[parity][0 .. N-1] -> sum, + bias -> output
 //
-// With leaves of K packs have 4 columns in fp32, and are added as a tree (skinny.cuh). Operands as in matmul.cu. One
-// hop, as in one_shot_push.cu: a block sends all of its packs before it waits for a peer. Gives the bits of a matmul
-// followed by an all-reduce, with the bias added before the sum is rounded. Wins for the smallest results. Ordering
-// between ranks: (3) and (4) in sentinel.cuh.
+// With leaves of K packs have 4 columns in fp32, and are added as a tree (skinny.cuh). One hop, as in one_shot_push.cu.
+// Gives the bits of a matmul and an all-reduce. Wins for the smallest results. Ordering: (3) and (4) in sentinel.cuh.
 #include "device/matmul/skinny.cuh"
 
 template <class T, int N, class Tile, OperandLayout W, class Scales = Unscaled>

@@ -5,11 +5,9 @@
 //     own rows         sums, rounded, + partial tiles of all ranks, in fp32 and in rank order, + bias or epilogue
 //                           --round--> boxes in shared memory --TMA--> output
 //
-// No SM is spent on the links: a warp beside the consumers sends a tile while they compute the next, and waits for the
-// peers' partial tiles while they compute theirs. Gives the bits of a matmul followed by a reduce-scatter. With a
-// codec, tiles travel as codes (tile_as_codes.cuh). Partial tiles may travel unrounded, of K in leaves, and be added as
-// a tree (tile_as_elements.cuh). Operands in e4m3 have scales (scaled_products.cuh). Ordering between ranks: (10) in
-// warpgroup_tile.cuh.
+// No SM is spent on the links: a warp beside the consumers sends a tile while they compute the next. Gives the bits of
+// a matmul and a reduce-scatter. With a codec, tiles travel as codes (tile_as_codes.cuh). Partial tiles may travel
+// unrounded, of K in leaves, to be added as a tree (tile_as_elements.cuh). Ordering: (10) in warpgroup_tile.cuh.
 #include "device/matmul/fused_tiles.cuh"
 #include "device/matmul/tile_as_codes.cuh"
 

@@ -5,12 +5,10 @@
 //                        sum   ---> scratch[p].slot[parity][this rank]      on every peer p
 //                        scratch[this rank].slot[parity][p] -> output       sums of every peer p
 //
-// Sends 2 / N of the bytes of matmul_one_shot, and wins for larger results. A pack's owner and its place in a slot
-// depend only on its row and column, so results are right if ranks differ in tiles and grids, and sums and packs have
-// different places. That holds as well if packs on their way to an owner have 4 columns in fp32 (skinny.cuh): a sum of
-// 8 columns goes to the place of the first of two such packs. A block sends all of its packs before it waits for any,
-// and all of its sums before it waits for a peer's, so there is no cycle of waits. Ordering between ranks: (3) and (4)
-// in sentinel.cuh.
+// Sends 2 / N of the bytes of matmul_one_shot, and wins for larger results. A pack's owner and place in a slot depend
+// on its row and column alone, so ranks may differ in tiles and grids. A sum of 8 columns goes to the place of the
+// first of two packs of 4 in fp32 (skinny.cuh). A block sends all of its packs before it waits for any, and its sums
+// before it waits for a peer's: no cycle. Ordering: (3) and (4) in sentinel.cuh.
 #include "device/matmul/skinny.cuh"
 
 template <class T, int N, class Tile, OperandLayout W, class Scales = Unscaled>

@@ -4,9 +4,8 @@
 //           scratch[r].slot[parity][0 .. N-1] -> sums of r's rows, + residual -> summed -> norm -> output
 //
 // Team b has the rows b, b + teams, ... of each part (rms_norm.cuh). In one step it sends row k + 1 of every part and
-// norms its own row k. One hop and no barrier: readiness travels in the data (sentinel.cuh). Parts may differ in their
-// rows. Parts larger than the slots take several launches. An empty part counts as one pack, for the reason in (3): it
-// is sent as zeros, and not normed.
+// norms its own row k. One hop and no barrier (sentinel.cuh). Parts may differ in their rows; large ones take several
+// launches. An empty part counts as one pack, for the reason in (3): it is sent as zeros, and not normed.
 #include "device/rms_norm.cuh"
 #include "device/sync/sentinel.cuh"
 

@@ -6,9 +6,8 @@
 //
 // For a row r of `summed`, the gradient g of its norm, the weight w and s = 1 / sqrt(mean(r * r) + eps):
 //   of_row = s * (g * w) - r * (mean((g * w) * r) * s * s * s) + gradient of summed; of_weight: the sum of g * (r * s)
-// norm_gradients.py of the package gives the same bits. Both sums of a row are added as squares are in rms_norm.cuh,
-// and exchanged at once. A block is a group of rows, so bits do not depend on the number of SMs. A thread has its own
-// places in shared memory, so it waits only for its own copies (6).
+// norm_gradients.py of the package gives the same bits. A row's sums are added as squares are in rms_norm.cuh, and
+// exchanged at once. A block is a group of rows, on any number of SMs. A thread waits only for its own copies (6).
 #include "device/pack.cuh"
 
 constexpr int norm_gradient_threads = 1024;  // the most: `norm_slots` of rms_norm.cuh
@@ -20,8 +19,7 @@ struct PairsOfWarps {
   float of[2][2][norm_gradient_threads / 32];
 };
 
-// Adds two numbers of all threads, neighbours first. A place is overwritten two calls later, and all threads have read
-// it before the barrier in between.
+// Adds two numbers of all threads, neighbours first. A place is overwritten two calls, so a barrier, later.
 __device__ __forceinline__ void add_over_block(float& a, float& b, float (&of_warp)[2][norm_gradient_threads / 32]) {
   const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   a = sum_of_warp(a), b = sum_of_warp(b);
@@ -49,10 +47,8 @@ __global__ void __launch_bounds__(norm_gradient_threads) residual_rmsnorm_backwa
   };
   // Every row ends one group of copies, which is empty past the last row.
   const auto fetch = [&](u64 row, int stage) {
-#pragma unroll
     for (int p = 0; p < P; ++p) {
       const u32 i = p * blockDim.x + threadIdx.x;
-#pragma unroll
       for (int tensor = 0; tensor < tensors; ++tensor)
         if (row < a.rows && i < packs && sources[tensor])
           copy_async(place(stage, tensor, p), sources[tensor] + row * packs + i);
@@ -62,7 +58,6 @@ __global__ void __launch_bounds__(norm_gradient_threads) residual_rmsnorm_backwa
 
   for (int ahead = 0; ahead < stages - 1; ++ahead) fetch(blockIdx.x + u64(ahead) * gridDim.x, ahead);
   Pack by[P];
-#pragma unroll
   for (int p = 0; p < P; ++p)
     if (const u32 i = p * blockDim.x + threadIdx.x; i < packs) by[p] = static_cast<const Pack*>(a.weight)[i];
   float of_weight[P][E] = {};
@@ -71,15 +66,12 @@ __global__ void __launch_bounds__(norm_gradient_threads) residual_rmsnorm_backwa
     fetch(row + u64(stages - 1) * gridDim.x, (stage + stages - 1) % stages);
     wait_for_copies<stages - 1>();
     float squares = 0, products = 0;
-#pragma unroll
     for (int p = 0; p < P; ++p) {
       if (p * blockDim.x + threadIdx.x >= packs) continue;
       const Pack gradient = *place(stage, 0, p), r = *place(stage, 1, p);
-#pragma unroll
       for (int w = 0; w < 4; ++w) {
         float g[W], v[W], factor[W];
         T::unpack(gradient.word[w], g), T::unpack(r.word[w], v), T::unpack(by[p].word[w], factor);
-#pragma unroll
         for (int e = 0; e < W; ++e) {
           squares = __fadd_rn(squares, __fmul_rn(v[e], v[e]));
           products = __fadd_rn(products, __fmul_rn(__fmul_rn(g[e], __fadd_rn(factor[e], a.weight_offset)), v[e]));
@@ -98,12 +90,10 @@ __global__ void __launch_bounds__(norm_gradient_threads) residual_rmsnorm_backwa
       const Pack gradient = *place(stage, 0, p), r = *place(stage, 1, p);
       Pack more{}, result;
       if (a.of_summed) more = *place(stage, 2, p);
-#pragma unroll
       for (int w = 0; w < 4; ++w) {
         float g[W], v[W], factor[W], added[W];
         T::unpack(gradient.word[w], g), T::unpack(r.word[w], v), T::unpack(by[p].word[w], factor);
         T::unpack(more.word[w], added);
-#pragma unroll
         for (int e = 0; e < W; ++e) {
           float& sum = of_weight[p][w * W + e];
           sum = __fadd_rn(sum, __fmul_rn(g[e], __fmul_rn(v[e], s)));
@@ -118,21 +108,17 @@ __global__ void __launch_bounds__(norm_gradient_threads) residual_rmsnorm_backwa
   }
   if (!a.with_weight) return;
   Pack* const of_group = reinterpret_cast<Pack*>(a.groups + u64(blockIdx.x) * a.columns);
-#pragma unroll
   for (int p = 0; p < P; ++p) {
     const u32 i = p * blockDim.x + threadIdx.x;
-#pragma unroll
     for (int e = 0; e < E; e += 4) {
       Pack four;
-#pragma unroll
       for (int w = 0; w < 4; ++w) four.word[w] = __float_as_uint(of_weight[p][e + w]);
       if (i < packs) of_group[(i * E + e) / 4] = four;
     }
   }
 }
 
-// Adds the groups' gradients of the weight: lane l of a column adds groups l, l + group_lanes, ..., then the lanes are
-// added in order.
+// Adds the groups' gradients of the weight: lane l of a column adds groups l, l + group_lanes, ..., then the lanes.
 template <class T>
 __global__ void __launch_bounds__(columns_added / 4 * group_lanes) residual_rmsnorm_backward_weight(
     const __grid_constant__ NormGradientArguments a) {
@@ -146,10 +132,8 @@ __global__ void __launch_bounds__(columns_added / 4 * group_lanes) residual_rmsn
 #pragma unroll 4
     for (u32 group = lane; group < a.row_groups; group += group_lanes) {
       const Pack four = *reinterpret_cast<const Pack*>(a.groups + group * a.columns + first + column);
-#pragma unroll
       for (int i = 0; i < 4; ++i) sum[i] = __fadd_rn(sum[i], __uint_as_float(four.word[i]));
     }
-#pragma unroll
   for (int i = 0; i < 4; ++i) sums[lane][column + i] = sum[i];
   __syncthreads();
   if (threadIdx.x >= columns_added || first + threadIdx.x >= a.columns) return;

@@ -1,5 +1,4 @@
-// local_codec_encode and local_codec_sum: a codec on one GPU, where torch.distributed moves what is encoded: without
-// peer access, or between hosts.
+// local_codec_encode and local_codec_sum: a codec on one GPU, where torch.distributed moves what is encoded.
 //
 //   local_codec_encode   tensor -> codes -> wire, and with feedback rounding errors -> tensor
 //   local_codec_sum      messages, in the order of ranks -> values -> sum, rounded to T -> tensor

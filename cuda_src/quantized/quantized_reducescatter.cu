@@ -5,8 +5,7 @@
 //
 // The first half of a two-shot with a codec on the wire, tile by tile (wire.cuh). Each part is a message of its own,
 // whose tiles begin at its first element: parts may differ in size, be empty, and begin anywhere. The sum is rounded to
-// the dtype alone. Steps and slots: (12) in push_pipeline.cuh. A rank also sends to itself; its own barriers order that.
-#include "device/sync/push_pipeline.cuh"
+// the dtype alone. Steps and slots: (12) in push_pipeline.cuh. A rank also sends to itself, ordered by its barriers.
 #include "device/wire/tile_chunks.cuh"
 
 template <class T, int N, class C>
@@ -27,7 +26,7 @@ struct QuantizedReducescatter : PartChunks<N> {
   }
 
   __device__ Wire<C> slot(int hop, u32 k, int from) const {
-    return {reinterpret_cast<char*>(push_slot<N>(a, hop, this->first_step + k, from)), this->length};
+    return {reinterpret_cast<char*>(PartChunks<N>::slot(hop, k, from)), this->length};
   }
 
   __device__ void send(u32 k) const {

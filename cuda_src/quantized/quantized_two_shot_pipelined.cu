@@ -5,9 +5,8 @@
 //           codes of the sum       ---> slots of the all-gather on every peer
 //           slots of every peer p  -> values -> output, shard p
 //
-// Steps and slots: (11) in two_shot_pipeline.cuh. A rank also sends to itself; its own barriers order that. Flags
-// announce a chunk, so any codec will do, also one whose words may be all ones. Wins where quantized_two_shot_push would
-// need more scratch than it has.
+// Steps and slots: (11) in two_shot_pipeline.cuh. A rank also sends to itself, ordered by its barriers. Flags announce
+// a chunk, so any codec will do. Wins if quantized_two_shot_push would need more scratch than it has.
 #include "device/sync/two_shot_pipeline.cuh"
 #include "device/wire/tile_chunks.cuh"
 
@@ -15,18 +14,10 @@ template <class T, int N, class C>
 struct QuantizedTwoShotPipelined {
   static constexpr bool gathers = true;
   const Arguments& a;
-  const Tensor<T> input, output, errors;
   const Call& call;
-  Chunks<u32, 1, N> chunks;
+  const Tensor<T> input{a.input, a.numel}, output{a.output, a.numel}, errors{a.errors, a.numel};
+  Chunks<u32, 1, N> chunks{a, tile_count(a.numel)};
   const u32 warp = threadIdx.x / 32, warps = blockDim.x / 32;
-
-  __device__ QuantizedTwoShotPipelined(const Arguments& arguments, const Call& this_call)
-      : a(arguments),
-        input(a.input, a.numel),
-        output(a.output, a.numel),
-        errors(a.errors, a.numel),
-        call(this_call),
-        chunks(a, tile_count(a.numel)) {}
 
   __device__ Wire<C> slot(Shot shot, int hop, u32 k, int from) const {
     return {reinterpret_cast<char*>(pipeline_slot<N>(a, shot, hop, k, from)), chunks.length};

@@ -5,9 +5,9 @@
 //           codes of the sum         -> scratch[p].gather[parity][r]    on every peer p
 //           scratch[r].gather[parity][p] -> values -> output            from every peer p
 //
-// Two roundings. Every rank decodes the same bytes; the owner decodes its own codes. Codes stay in registers, except on
-// the wire. A block's warps form N groups as in two_shot_push. Readiness travels in the codes (wire_sentinel.cuh), so
-// the scheme is absmax. Wins if its scratch, 4 times the bytes on the wire, suffices.
+// Two roundings. Every rank decodes the same bytes; the owner its own. A block's warps form N groups as in
+// two_shot_push. Readiness travels in codes (wire_sentinel.cuh): an absmax scheme. Wins if its scratch, 4 times the
+// wire, suffices.
 #include "device/wire/wire_sentinel.cuh"
 
 template <class T, int N, class C>

@@ -4,9 +4,8 @@
 //                 -> output, part r
 //           scratch[r].slot[parity][p] -> output, part p, from every peer p
 //
-// One hop and no barrier. Any bits may travel: the flag beside them says that they have arrived (flagged.cuh). Parts
-// may differ in size and begin at any byte. An empty part counts as one pack, for the reason in (3). Wins at small
-// sizes, where the latency of a hop weighs more than twice the bytes.
+// One hop and no barrier: the flag beside any bits says that they have arrived (flagged.cuh). Parts may differ in size
+// and begin at any byte. An empty part counts as one pack, for the reason in (3). Wins at small sizes.
 #include "device/parts.cuh"
 #include "device/sync/flagged.cuh"
 
@@ -27,7 +26,6 @@ __global__ void __launch_bounds__(512, 2) allgather_flagged(const __grid_constan
   if (call.aborted) return end_aborted_call(a, call);
   const u32 slots = (call.epoch & 1) * N * a.capacity;
   for (u32 j = first; j < own;) {
-#pragma unroll
     for (int hop = 1; hop < N; ++hop) push_flagged(a, place(a, hop, slots + a.rank * a.capacity, j), mine);
     output.store(j, mine);
     j += stride;
@@ -37,7 +35,6 @@ __global__ void __launch_bounds__(512, 2) allgather_flagged(const __grid_constan
 
   u32 packs[N - 1];  // of the parts of the ranks 1, 2, ... after this one
   u32 most = 0;
-#pragma unroll
   for (int i = 0; i < N - 1; ++i) {
     packs[i] = packs_of((a.rank + 1 + i) % N);
     most = max(most, packs[i]);

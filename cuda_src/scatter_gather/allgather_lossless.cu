@@ -4,21 +4,13 @@
 //           input                    -> output, part r
 //           slots of every peer p    -> values -> output, part p
 //
-// The second half of two_shot_lossless, for large parts, which may differ in size, be empty, and begin anywhere. Steps
-// and slots: (12) in push_pipeline.cuh. The compression is in lossless.cuh. Its time depends on the data.
-#include "device/sync/push_pipeline.cuh"
+// The second half of two_shot_lossless, for large parts of any sizes. Steps and slots: (12) in push_pipeline.cuh.
 #include "device/wire/lossless.cuh"
-#include "device/wire/tile_chunks.cuh"
 
 template <class T, int N>
-struct AllgatherLossless : PartChunks<N> {
-  using Base = PartChunks<N>;
-  using Base::a, Base::Base;
-
-  // Tile j of a slot.
-  __device__ LosslessTile place(int hop, u32 k, int from, u32 j) const {
-    return lossless_tile(j, this->length, [&](u32 at) { return push_slot<N>(a, hop, this->first_step + k, from, at); });
-  }
+struct AllgatherLossless : LosslessChunks<N> {
+  using Base = LosslessChunks<N>;
+  using Base::a, Base::Base, Base::place;
 
   __device__ void send(u32 k) const {
     const Tensor<T> input(a.input, a.count[a.rank]), output = part_of<T>(a.output, a, a.rank);

@@ -4,9 +4,8 @@
 //           input                    -> output, part r
 //           slots of every peer p    -> output, part p
 //
-// The second half of a two-shot. Any bits may travel, so none can mean 'not yet', and flags tell what has arrived.
-// Parts may differ in size and begin at any byte. Steps and slots: (12) in push_pipeline.cuh. Wins above the sizes of
-// allgather_flagged, which sends twice the bytes.
+// The second half of a two-shot. Any bits may travel, so flags tell what has arrived. Parts may differ in size and
+// begin at any byte. Steps and slots: (12) in push_pipeline.cuh. Wins above the sizes of allgather_flagged.
 #include "device/parts.cuh"
 #include "device/sync/push_pipeline.cuh"
 
@@ -21,8 +20,7 @@ struct AllgatherPush {
     for (int r = 0; r < N; ++r) most = max(most, pack_count<T>(a.count[r]));
   }
 
-  // (28)
-  __device__ __forceinline__ u32 hold() { return ::hold(most); }
+  __device__ __forceinline__ u32 hold() { return ::hold(most); }  // (28)
 
   __device__ bool has_chunk(u32 k) const { return u64(k) * gridDim.x * a.chunk < most; }
   __device__ bool has_step(u32 k) const { return k == 0 || has_chunk(k - 1); }

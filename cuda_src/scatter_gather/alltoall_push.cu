@@ -5,13 +5,11 @@
 //           slots of every peer p    -> output, part of p
 //
 // As allgather_push, with another part for each peer. Parts may lie in runs, so that dimensions are permuted on the way
-// (parts.cuh). Steps and slots: (12) in push_pipeline.cuh. Also serves ranks that know the sizes of their own parts
-// alone:
+// (parts.cuh). Steps and slots: (12) in push_pipeline.cuh. Ranks may know the sizes of their own parts alone:
 //
-// The number of steps must be the same on all ranks. Without a.most, the first chunk of every block brings a header in
-// the last pack of its slot: the packs of the largest part that the sender knows, and what stands for the two parts
-// between both ranks. All headers tell the largest part of all. A rank reads them before it decides on the second
-// chunk, unless a part of its own has one: then before it decides on the third.
+// All ranks have the same number of steps. Without a.most, each block's first chunk has a header in the last pack of
+// its slot: the packs of the sender's largest part, and what stands for the two parts between both ranks. A rank reads
+// them before it decides on the second chunk, unless a part of its own has one: then before the third.
 #include "device/parts.cuh"
 #include "device/sync/push_pipeline.cuh"
 
@@ -29,8 +27,7 @@ struct AlltoallPush {
       for (int r = 0; r < N; ++r) most = max(most, max(packs(a.sends[r]), packs(a.receives[r])));
   }
 
-  // (28)
-  __device__ __forceinline__ u32 hold() { return ::hold(most); }
+  __device__ __forceinline__ u32 hold() { return ::hold(most); }  // (28)
 
   __device__ bool has_header(u32 k) const { return k == 0 && a.most == 0; }
   __device__ bool has_chunk(u32 k) const { return most != 0 && k * gridDim.x * a.chunk < most; }

@@ -3,21 +3,13 @@
 //   rank r: part p of the input  -> codes ---> slots on every peer p
 //           slots of every peer  -> values, and part r of the input -> sum of part r -> output
 //
-// The first half of two_shot_lossless, for large parts, which may differ in size, be empty, and begin anywhere. Steps
-// and slots: (12) in push_pipeline.cuh. The compression is in lossless.cuh. Its time depends on the data.
-#include "device/sync/push_pipeline.cuh"
+// The first half of two_shot_lossless, for large parts of any sizes. Steps and slots: (12) in push_pipeline.cuh.
 #include "device/wire/lossless.cuh"
-#include "device/wire/tile_chunks.cuh"
 
 template <class T, int N>
-struct ReducescatterLossless : PartChunks<N> {
-  using Base = PartChunks<N>;
-  using Base::a, Base::Base;
-
-  // Tile j of a slot.
-  __device__ LosslessTile place(int hop, u32 k, int from, u32 j) const {
-    return lossless_tile(j, this->length, [&](u32 at) { return push_slot<N>(a, hop, this->first_step + k, from, at); });
-  }
+struct ReducescatterLossless : LosslessChunks<N> {
+  using Base = LosslessChunks<N>;
+  using Base::a, Base::Base, Base::place;
 
   __device__ void send(u32 k) const {
     for_each_tile<N, N - 1>(*this, a, k, [&](int hop, int owner, u32 j) {

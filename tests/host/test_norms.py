@@ -309,8 +309,8 @@ SCATTER_MUTANTS = (
     (
         "a residual that begins anew in each launch",
         "device/rms_norm.cuh",
-        "residual(element(a.residual, skipped))",
-        "residual(element(a.residual, 0))",
+        "residual{element(a.residual, skipped)}",
+        "residual{element(a.residual, 0)}",
     ),
 )
 

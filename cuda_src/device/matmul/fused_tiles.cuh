@@ -25,7 +25,6 @@
 #include "device/matmul/scaled_products.cuh"
 #include "device/matmul/tile_as_elements.cuh"
 
-// Mbarriers between a consumer and its sender.
 template <class Tile>
 struct Handover {
   Mbarrier staged[Tile::boxes];  // a box is in shared memory
@@ -74,7 +73,6 @@ struct Consumer {
   const u32 thread = threadIdx.x % 128;
   using Sums = float[Tile::columns / 2];
 
-  // Adds the bias, or applies the epilogue, before the sum is rounded.
   __device__ void add_bias_or_epilogue(Sums& sums, const WarpgroupTile& tile) const {
     if constexpr (sum_is_coded)
       return;  // the bias is added to the values that the codes of the sum decode to
@@ -84,7 +82,6 @@ struct Consumer {
       apply_to_rows<Expression>(a.epilogue, tile.row, u32(a.count[a.rank]), tile.column, m.n, sums);
   }
 
-  // Hands a warpgroup tile to the sender, box by box.
   __device__ void stage(const Sums& sums, const WarpgroupTile& tile, bool own) const {
     const auto place = [&](int box) { return staged_box<Travel>(ring, index, box); };
     const auto staged = [&](int box) {
@@ -136,12 +133,10 @@ struct Consumer {
   }
 };
 
-// The bytes a sender has in flight to each peer. Elements are sent in parts of a box: a queue before the links would
-// also delay the loads of operands. Codes do not fill the links, so a whole box of them is sent at once.
+// The bytes a sender has in flight to each peer. A queue of elements before the links would delay operands.
 template <class Travel>
 constexpr u32 piece_nbytes = Travel::coded ? Travel::partial_nbytes : 2048;
 
-// A warp that sends the boxes of one consumer.
 template <int N, class Tile, Collective Op, class Travel>
 struct Sender {
   const MatmulArguments& m;
@@ -254,8 +249,7 @@ struct Gatherer {
   }
 };
 
-// The warps of the first warpgroup, which multiply nothing: a sender for each consumer, then the producer. With
-// all_reduce all of them gather once they have nothing else to do.
+// The first warpgroup: a sender for each consumer, then the producer. With all_reduce all gather in the end.
 template <class Operand, int N, class Tile, OperandLayout W, Collective Op, class Travel>
 __device__ __forceinline__ void run_helper(const Ring<Tile>& ring, SummedSharedStorage<Tile>& shared,
                                            const TensorMap& a_map, const TensorMap& w_map, const TensorMap& output_map,
@@ -289,7 +283,6 @@ constexpr int consumer_registers = Op == reduce_scatter                         
                                    : Tile::leaves > 1 && Tile::nodes * Tile::columns > 256 ? 224
                                                                                            : 208;
 
-// The body of the kernels.
 template <class T, int N, class Tile, OperandLayout W, Collective Op, class Expression, class Travel, class Scales>
 __device__ __forceinline__ void multiply_and_sum(const TensorMap& a_map, const TensorMap& w_map,
                                                  const TensorMap& output_map, const typename Scales::Arguments& m,

@@ -5,8 +5,7 @@
 //            flags[N - 1][stride]    by source, the next rank first: of each unit of its rows
 //            slots[N - 1][capacity]  by source: its rows, each padded to whole packs; then the scales of its rows
 //
-// A unit is as many rows as have at most `unit_packs` packs, or one row. Rows of e4m3 have scales
-// (scaled_products.cuh): in a slot those of a row follow each other, and those of the next row follow them.
+// A unit is as many rows as have at most `unit_packs` packs, or one row. A slot has the scales of e4m3 row by row.
 //
 // (21) A warp takes a unit, stores it to every peer, and sets its flag there to a value that names the call.
 //     - Visibility. After a barrier of the warp the release store of the flag publishes the stores of its threads. A
@@ -25,11 +24,10 @@
 #pragma once
 #include "device/matmul/scaled_products.cuh"
 #include "device/pack.cuh"
-#include "device/sync/entry.cuh"
+#include "device/sync/signal_pad.cuh"
 
 constexpr u32 unit_packs = 1024;  // GATHERED_UNIT_PACKS in graphar/plan/scratch.py
 
-// Of elements of type T.
 template <class T, int N, class Scales = Unscaled>
 class GatheredRows {
  public:
@@ -87,11 +85,9 @@ class GatheredRows {
     return !__any_sync(0xffffffff, failed);
   }
 
-  // By all `warps` of the grid that gather: copies the rows of the peers to the output as they come. False if one did
-  // not come in time.
+  // By all `warps` of the grid that gather: copies the peers' rows to the output. False if one did not come in time.
   __device__ bool gather(const Call& call, u32 warp, u32 warps) const {
     u32 most = 0;
-#pragma unroll
     for (int hop = 1; hop < N; ++hop) most = max(most, units_of((a.rank + hop) % N));
     for (u32 i = warp; i < most * (N - 1); i += warps) {
       const u32 from = (a.rank + 1 + i % (N - 1)) % N, unit = i / (N - 1);
@@ -122,7 +118,6 @@ class GatheredRows {
   __device__ u32 packs_of(u32 rank, u32 unit) const {
     return min(unit_rows, u32(a.count[rank]) - unit * unit_rows) * row_packs;
   }
-  // The scales of rank `from` on rank `to`.
   __device__ float* scales(int to, int from) const {
     return reinterpret_cast<float*>(slot(to, from) + a.count[from] * row_packs);
   }
@@ -150,7 +145,6 @@ class GatheredRows {
     const u32 first = row * of_row;  // a slot has fewer than 2^32 scales
     for (u32 i = threadIdx.x % 32; i < count; i += 32) {
       const float scale = m.a_scale[(row + i / of_row) * m.a_scale_row + i % of_row * m.a_scale_block];
-#pragma unroll
       for (int hop = 1; hop < N; ++hop) scales((a.rank + hop) % N, a.rank)[first + i] = scale;
       if (a.output != nullptr) gathered_scales(a.rank)[first + i] = scale;
     }
@@ -160,18 +154,15 @@ class GatheredRows {
     for (u32 i = first + threadIdx.x % 32; i < end; i += 32) gathered_scales(from)[i] = scales(a.rank, from)[i];
   }
 
-  // By a warp: copies packs to `Copies` places.
   template <int Copies, class To>
   __device__ __forceinline__ void copy(u32 packs, const Pack* from, const To& to) const {
     constexpr u32 ahead = 4;  // packs that a thread loads before it stores the first
     for (u32 at = threadIdx.x % 32; at < packs; at += 32 * ahead) {
       Pack p[ahead];
-#pragma unroll
       for (u32 i = 0; i < ahead; ++i)
         if (at + 32 * i < packs) p[i] = from[at + 32 * i];
       const auto store = [&](int c) {
         Pack* const there = to(c) + at;
-#pragma unroll
         for (u32 i = 0; i < ahead; ++i)
           if (at + 32 * i < packs) there[32 * i] = p[i];
       };
@@ -179,7 +170,6 @@ class GatheredRows {
 #pragma unroll 1
         for (int c = 0; c < Copies; ++c) store(c);
       } else {
-#pragma unroll
         for (int c = 0; c < Copies; ++c) store(c);
       }
     }
@@ -234,7 +224,6 @@ class GatheredWalk {
   __device__ u32 tiles_of(u32 rank) const { return (u32(a_.count[rank]) + height - 1) / height; }
   __device__ u32 most_of_peers() const {
     u32 most = 0;
-#pragma unroll
     for (int hop = 1; hop < N; ++hop) most = max(most, tiles_of((a_.rank + hop) % N));
     return most;
   }

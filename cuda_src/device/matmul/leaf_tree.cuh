@@ -6,12 +6,10 @@
 //
 // If the blocks of a cluster split the leaves, each adds its adjacent ones in this way (node_exchange.cuh).
 //
-// The next leaf's first products run while nodes are added. At most log2(leaves) nodes wait beside the running leaf. If
-// registers do not hold them, the sum of the first half of the leaves waits in the consumer's staging.
+// The next leaf's products run while nodes are added. If registers do not hold all nodes, one waits in the staging.
 #pragma once
 #include "device/matmul/pipeline.cuh"
 
-// By a consumer warpgroup.
 template <class Multiplier, class Tile>
 struct LeafTree {
   static constexpr int leaves = Tile::own_leaves, count = Tile::columns / 2;
@@ -23,7 +21,6 @@ struct LeafTree {
       reinterpret_cast<Pack*>(multiplier.ring.staging + multiplier.index * Tile::staged * box_nbytes) +
       threadIdx.x % 128;
 
-  // All of this block's leaves, for one tile.
   __device__ __forceinline__ void multiply(Position<Tile>& at, Sums& sums) const {
     const auto operands = multiplier.first_operands();
     Nodes nodes;
@@ -70,8 +67,7 @@ struct LeafTree {
     }
   }
 
-  // The last boxes of the tile before must have left the staging. Each thread reads what it saved itself, and does so
-  // before the barrier that precedes the next box (tile_store.cuh).
+  // Once the last tile's boxes have left the staging. A thread reads what it saved itself, before the next box.
   __device__ __forceinline__ void save(const Sums& sums) const {
     if (threadIdx.x % 128 == 0) wait_for_bulk_sources<0>();
     sync_warpgroup(1 + multiplier.index);

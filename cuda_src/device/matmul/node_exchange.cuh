@@ -4,8 +4,7 @@
 //                        part p of its node --st.async--> place b of block p
 //                        part b of all nodes, in its places --add as the rest of the tree, bias, round--> C
 //
-// A part has all rows of a warpgroup tile and 1 / split of its columns. A thread's sums in a part lie at the same place
-// in the same thread of every block, so places have the order of registers and C is stored from registers.
+// A part has all rows of a warpgroup tile and 1 / split of its columns, in the order of registers in the same threads.
 //
 // (27) Tile u of a cluster is phase u of two mbarriers of each consumer: `received` (one arrival, and the bytes of the
 //      other blocks' parts) and `freed` (an arrival of each of its warps in all blocks).
@@ -81,13 +80,10 @@ struct NodeExchange {
 
   // Sends the parts of block `from`, this one. Each block begins with another receiver.
   __device__ __forceinline__ void send(const SumsOf<Tile>& sums, int from) const {
-#pragma unroll
     for (int hop = 0; hop < split; ++hop) {
       const int to = from ^ hop;
-#pragma unroll
       for (int i = 0; i < packs; ++i) {
         Pack pack;
-#pragma unroll
         for (int w = 0; w < 4; ++w) pack.word[w] = __float_as_uint(sums[to * count + 4 * i + w]);
         if (hop == 0)
           *place(from, i) = pack;
@@ -99,19 +95,13 @@ struct NodeExchange {
 
   // Adds this block's part of all nodes: neighbours, then their sums, until one is left.
   __device__ __forceinline__ void add_nodes(float (&part)[count]) const {
-#pragma unroll
     for (int i = 0; i < packs; ++i) {
       Pack nodes[split];
-#pragma unroll
       for (int from = 0; from < split; ++from) nodes[from] = *place(from, i);
-#pragma unroll
       for (int w = 0; w < 4; ++w) {
         float sums[split];
-#pragma unroll
         for (int from = 0; from < split; ++from) sums[from] = __uint_as_float(nodes[from].word[w]);
-#pragma unroll
         for (int width = 1; width < split; width *= 2)
-#pragma unroll
           for (int left = 0; left < split; left += 2 * width) sums[left] = sums[left] + sums[left + width];
         part[4 * i + w] = sums[0];
       }
@@ -123,7 +113,6 @@ struct NodeExchange {
     const u32 lane = threadIdx.x % 32;
     row += threadIdx.x / 32 % 4 * 16 + lane / 4;
     column += lane % 4 * 2;
-#pragma unroll
     for (int i = 0; i < count; i += 2) {
       const u32 y = row + i / 2 % 2 * 8, x = column + i / 4 * 8;
       if (y >= a.m || x >= a.n) continue;

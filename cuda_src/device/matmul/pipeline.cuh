@@ -3,7 +3,6 @@
 #include "device/matmul/ring.cuh"
 #include "device/ptx/wgmma.cuh"
 
-// Operands have elements of type T.
 template <class Tile, OperandLayout W, class T = bf16>
 struct Producer {
   const MatmulArguments& a;
@@ -11,8 +10,7 @@ struct Producer {
   const TensorMap& w_map;
   const Ring<Tile>& ring;
 
-  // Loads this block's share of W for the whole cluster: a part of the columns, or a part of K if the columns are in
-  // several boxes.
+  // Loads this block's share of W for the cluster: a part of the columns, or of K if the columns are in several boxes.
   __device__ void load_w(u32 place, u32 column, u32 k) const {
     const u32 part = Tile::cluster > 1 ? block_in_cluster() : 0;
     if constexpr (W == by_rows) {
@@ -35,8 +33,7 @@ struct Producer {
       tensor_load(to, w_map, x, y, filled, (1 << Tile::cluster) - 1);
   }
 
-  // Loads all of K for the tile at a row of the matrix that `rows_map` describes, `a_nbytes` of it in a box. If the
-  // leaves are split, this block's part of K.
+  // Loads K, or this block's part of it if the leaves are split, for a tile: `a_nbytes` of `rows_map` in each box.
   __device__ void load_tile(Position<Tile>& at, const TensorMap& rows_map, u32 a_nbytes, u32 row, u32 column) const {
     const u32 first = Tile::split > 1 ? block_in_cluster() * (a.k / Tile::split) : 0;
     for (u32 k = first; k < first + a.k / Tile::split; k += depth_of<T>, at.next()) {
@@ -47,8 +44,7 @@ struct Producer {
     }
   }
 
-  // Bytes of a box of A. It has no more rows than the matrix, rounded up to eight: the copy engine is slow for rows
-  // outside the matrix. The rows below the box in a place have old values, which only affect rows outside C.
+  // Bytes of a box of A, without most rows outside of it: the copy engine is slow for them. Old values are harmless.
   __device__ static u32 a_nbytes_of(u32 rows) { return min(u32(Tile::rows), (rows + 7) / 8 * 8) * row_nbytes; }
 
   template <class Tiles>
@@ -73,8 +69,8 @@ __device__ __forceinline__ auto& sums_of_block(SumsOf<Tile>& sums, int block) {
   return reinterpret_cast<float(&)[Tile::columns / 2]>(sums[block * Tile::columns / 2]);
 }
 
-// Where an operand of wgmma lies in shared memory, in boxes as in tensor_map.cuh: a "matrix descriptor" of PTX. A part
-// of the operand is named by adding `offset` bytes, which may lie inside the swizzled 128.
+// Where an operand of wgmma lies in shared memory, in boxes (tensor_map.cuh): a "matrix descriptor" of PTX. Parts of it
+// lie `offset` bytes further, also inside the swizzled 128.
 __device__ __forceinline__ u64 operand(const void* shared, u32 leading_nbytes, u32 stride_nbytes) {
   constexpr u64 swizzle_128_bytes = u64(1) << 62;
   return swizzle_128_bytes | u64(stride_nbytes >> 4) << 32 | u64(leading_nbytes >> 4) << 16 |
@@ -152,7 +148,6 @@ struct Multiplier {
     commit_products();
   }
 
-  // Waits until the sums are complete.
   __device__ void finish(Sums& sums, u32 last) const {
     wait_for_products(sums);
     release(last);
@@ -170,9 +165,7 @@ struct Turns {
   }
 
   // By a consumer: all of K, for its tile `number`. Consumers that alternate wait for each other's products. Otherwise
-  // one could mistake operands loaded for the other for its own, since only the parity distinguishes the uses of a
-  // place
-  // (9).
+  // one could mistake operands loaded for the other for its own, as only the parity distinguishes a place's uses (9).
   template <class Multiplier>
   __device__ void multiply(const Multiplier& multiplier, Position<Tile>& at, SumsOf<Tile>& sums, u32 number) {
     if constexpr (Tile::turns == 1) {
@@ -212,7 +205,6 @@ __device__ __forceinline__ void write_box(const float (&sums)[Count], int column
   }
 }
 
-// Adds the bias, if given, to sums whose first column is `column`.
 template <class T, int Count>
 __device__ __forceinline__ void add_bias(const MatmulArguments& a, u32 column, float (&sums)[Count]) {
   if (a.bias == nullptr) return;

@@ -21,7 +21,6 @@
 #pragma once
 #include "device/matmul/tiles.cuh"
 
-// The next use of the ring.
 template <class Tile>
 struct Position {
   u32 place = 0, use = 0;
@@ -53,8 +52,7 @@ struct Ring {
     fence_async_proxy_shared();
   }
 
-  // By all threads, after init: makes the mbarriers known to all users of the ring, in every block of the cluster. In a
-  // cluster it publishes nothing else: (23) in ptx.cuh.
+  // By all threads, after init: makes the mbarriers, and nothing else (23), known to all blocks of the cluster.
   __device__ void share() const {
     if constexpr (Tile::cluster == 1)
       __syncthreads();
@@ -62,12 +60,9 @@ struct Ring {
       sync_cluster_mbarriers();
   }
 
-  __device__ void wait_for_emptied(const Position<Tile>& at) const {
-    emptied[at.place].wait(at.use - 1);
-  }
+  __device__ void wait_for_emptied(const Position<Tile>& at) const { emptied[at.place].wait(at.use - 1); }
 
-  // By the producer, after the last fill: consumers of the cluster's other blocks arrive at mbarriers of this block.
-  // The block must not end before they have.
+  // By the producer, at the end: other blocks' consumers arrive at mbarriers of this block, which must not end before.
   __device__ void wait_for_cluster(Position<Tile> at) const {
     if constexpr (Tile::cluster > 1)
       for (int i = 0; i < Tile::stages; ++i, at.next()) wait_for_emptied(at);

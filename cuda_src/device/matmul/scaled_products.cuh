@@ -1,11 +1,9 @@
-// Products of e4m3 operands with fp32 scales (sm_90a only), batch-invariant: graphar/numerics/fp8_products.py specifies
-// their order, which depends neither on the tile nor on the grid.
+// Products of e4m3 operands with fp32 scales (sm_90a only), in the order of graphar/numerics/fp8_products.py.
 //
 //   a place of the ring: 128 of K   --4 wgmma, from zero--> the sums of a block   --add in fp32--> totals
 //
-// The accumulator of 8-bit products keeps about 14 bits, so the totals are added outside of the tensor core. If
-// registers hold the sums of two blocks, one is added while the products of the next run. Otherwise the products of the
-// other consumer run meanwhile.
+// The accumulator of 8-bit products keeps about 14 bits, so the totals are added outside of the tensor core, while the
+// products of the next block run if registers hold the sums of two, or else those of the other consumer.
 //
 // A skinny matmul swaps its operands: a row of its sums is a row of W, and a column of them is a row of A.
 #pragma once
@@ -31,8 +29,7 @@ __device__ __forceinline__ float scale_of_w(const ScaledMatmulArguments& a, u32 
   return a.w_scale[min(row, a.n - 1) * a.w_scale_row];
 }
 
-// The first of the 16 rows that this warp's sums lie in; `row` is the tile's first one. Sum i of a thread lies in row
-// lane / 4 + 8 * (i / 2 % 2) of them.
+// The first row of this warp's 16; `row` is the tile's. Sum i of a thread lies in row lane / 4 + i / 2 % 2 * 8 of them.
 template <class Tile>
 __device__ __forceinline__ u32 first_row_of_warp(u32 row, u32 index) {
   return row + 64 * Tile::warpgroup(index) + threadIdx.x / 32 % 4 * 16;
@@ -49,8 +46,7 @@ struct ColumnScales {
     for (int i = 0; i < (Tile::columns + 31) / 32; ++i) of_lane[i] = scale_of(32 * i + threadIdx.x % 32);
   }
 
-  // By a warp: calls `visit` for each of this thread's columns, with its scale and the index of its first sum. That of
-  // the sum eight rows below is larger by two.
+  // By a warp: calls `visit` for each of this thread's columns, with its scale and the index of its first of two sums.
   template <class Visit>
   __device__ __forceinline__ void visit(const Visit& visit) const {
 #pragma unroll
@@ -61,11 +57,19 @@ struct ColumnScales {
   }
 };
 
-// What formats of scales have in common.
 struct Scaled {
   using Arguments = ScaledMatmulArguments;
   template <class T>
   using Operand = e4m3;
+};
+
+// What the scales of a tile need not do.
+struct ScalesOfTile {
+  struct OfBlock {};
+  __device__ __forceinline__ void load_block(OfBlock&, u32) {}
+  __device__ __forceinline__ void take_block(int) {}
+  template <class Sums>
+  __device__ __forceinline__ void multiply(Sums&) const {}
 };
 
 // A scale for each row of A and each row of W: they multiply the totals, A's first.
@@ -74,13 +78,11 @@ struct RowScales : Scaled {
 
   // Those of a tile, whose sums have the given first row and column.
   template <class Tile>
-  struct OfTile {
+  struct OfTile : ScalesOfTile {
     static constexpr bool overlaps = Tile::columns <= 128;  // whether registers hold the sums of two blocks
-    struct OfBlock {};
     float of_row[2];
     ColumnScales<Tile> of_columns;
 
-    // Before the products.
     __device__ __forceinline__ void load(const Arguments& a, u32 row, u32 column, u32 index, u32) {
       const auto of_a = [&](u32 i) { return scale_of_a(a, (Tile::swapped ? column : row) + i); };
       const auto of_w = [&](u32 i) { return scale_of_w(a, (Tile::swapped ? row : column) + i); };
@@ -89,9 +91,6 @@ struct RowScales : Scaled {
       for (int half = 0; half < 2; ++half) of_row[half] = Tile::swapped ? of_w(mine + 8 * half) : of_a(mine + 8 * half);
       if constexpr (!Tile::swapped) of_columns.load(of_w);
     }
-
-    __device__ __forceinline__ void load_block(OfBlock&, u32) {}
-    __device__ __forceinline__ void take_block(int) {}
 
     __device__ __forceinline__ void add(const OfBlock&, const SumsOf<Tile>& sums, SumsOf<Tile>& totals) const {
 #pragma unroll
@@ -112,13 +111,11 @@ struct RowScales : Scaled {
 
 constexpr u32 block_rows = 128;  // of W, that share a scale
 
-// The scales of a tile's blocks. A warp has 16 scales of A in a block, and a few of W: each lane loads one of them, two
-// blocks before it is used, since L2 may answer later than a block takes.
+// The scales of a tile's blocks: 16 of A and a few of W. Each lane loads one of them, two blocks ahead, for L2 is slow.
 template <class Tile, bool Swapped = Tile::swapped>
-struct ScalesOfBlocks {
+struct ScalesOfBlocks : ScalesOfTile {
   static_assert(Tile::columns % 64 == 0, "no 64 columns of a tile have two scales");
   static constexpr bool overlaps = Tile::columns <= 128;
-  struct OfBlock {};
   // Columns of a tile that surely share a scale: tiles begin at multiples of their columns.
   static constexpr u32 width = Tile::columns % block_rows == 0 ? block_rows : 64, count = Tile::columns / width;
   const float* next;     // this lane's scale of the next block to load
@@ -127,7 +124,6 @@ struct ScalesOfBlocks {
   float loaded[2] = {};  // of an even block, and of an odd one
   float of[2][count];    // of the block that was taken last: what multiplies its sums
 
-  // Before the products.
   __device__ __forceinline__ void load(const ScaledMatmulArguments& a, u32 row, u32 column, u32 index, u32 blocks) {
     const u32 lane = threadIdx.x % 32;
     // Rows and columns outside C take any scale.
@@ -142,8 +138,6 @@ struct ScalesOfBlocks {
     load_next(0);
     load_next(1);
   }
-
-  __device__ __forceinline__ void load_block(OfBlock&, u32) {}
 
   // By all lanes, once for each block in the order of K: takes the scales of a block, which is even or odd.
   __device__ __forceinline__ void take_block(int odd) {
@@ -163,8 +157,6 @@ struct ScalesOfBlocks {
       totals[i] = __fmaf_rn(sums[i], of[i / 2 % 2][2 * i / width], totals[i]);
   }
 
-  __device__ __forceinline__ void multiply(SumsOf<Tile>&) const {}
-
  private:
   __device__ __forceinline__ void load_next(int odd) {
     if (left == 0) return;
@@ -176,7 +168,7 @@ struct ScalesOfBlocks {
 
 // The same of a skinny tile, all rows of whose sums have one scale of W. A block's scales come while its operands do.
 template <class Tile>
-struct ScalesOfBlocks<Tile, true> {
+struct ScalesOfBlocks<Tile, true> : ScalesOfTile {
   static_assert(Tile::rows == 64, "no 64 rows of W have two scales");
   static constexpr bool overlaps = Tile::columns <= 32;
   struct OfBlock {
@@ -198,8 +190,6 @@ struct ScalesOfBlocks<Tile, true> {
     scales.of_w = a.w_scale[min(row, a.n - 1) / block_rows * a.w_scale_row + block * a.w_scale_block];
   }
 
-  __device__ __forceinline__ void take_block(int) {}
-
   __device__ __forceinline__ void add(const OfBlock& scales, const SumsOf<Tile>& sums, SumsOf<Tile>& totals) const {
     scales.of_a.visit([&](float of_a, int first) {
       const float scale = __fmul_rn(of_a, scales.of_w);
@@ -207,8 +197,6 @@ struct ScalesOfBlocks<Tile, true> {
       for (int i = first; i < first + 4; i += 2) totals[i] = __fmaf_rn(sums[i], scale, totals[i]);
     });
   }
-
-  __device__ __forceinline__ void multiply(SumsOf<Tile>&) const {}
 };
 
 // A scale for 128 columns of each row of A, and for 128 columns of 128 rows of W: they multiply the sums of a block.
@@ -219,7 +207,6 @@ struct BlockScales : Scaled {
   __device__ static u32 of_row(u32 k) { return (k + row_nbytes - 1) / row_nbytes; }  // of A: a place has 128 of K
 };
 
-// By a consumer warpgroup.
 template <class Multiplier, class Tile, class Scales>
 struct ScaledProducts {
   static_assert(Tile::turns == 1 && Tile::leaves == 1 && Tile::columns <= 192);
@@ -235,7 +222,6 @@ struct ScaledProducts {
     u32 place;
   };
 
-  // The first loads of the tile's scales.
   __device__ __forceinline__ void load(OfTile& scales) const {
     scales.load(a, row, column, multiplier.index, blocks());
   }

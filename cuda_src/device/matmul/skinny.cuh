@@ -4,8 +4,7 @@
 //   warpgroup            ring --wgmma--> fp32 sums --round--> a box in shared memory -> packs of 8 columns ---> ranks
 //   then all threads     receive and sum
 //
-// Or K is cut into leaves (leaf_tree.cuh). Partials are then not rounded: a pack has 4 columns in fp32, and ranks'
-// packs are added as the rest of the tree.
+// Or K is cut into leaves (leaf_tree.cuh): a pack has 4 columns in fp32, and ranks' packs are added as a tree.
 //
 // The operands are swapped: wgmma's 64 rows are 64 rows of W, which are columns of the result, and wgmma's columns are
 // the rows of A. So few products are wasted on rows outside A. Operands in e4m3 have scales: scaled_products.cuh.
@@ -16,8 +15,7 @@
 #include "device/sync/sentinel.cuh"
 
 // What a block computes at a time: 64 columns of the result, `rows` of W, for up to `MaxRows` rows of A. Blocks of a
-// cluster have neighbouring columns and load the rows of A together, so that these come through L2 once for the
-// cluster. K is added in `Leaves` leaves. With `Partials` the box holds sums in fp32.
+// cluster have neighbouring columns and load the rows of A together. With `Partials` the box holds sums in fp32.
 template <int MaxRows, int Stages, int Cluster, int Leaves = 1, bool Partials = false>
 struct SkinnyTile {
   static_assert(MaxRows % (8 * Cluster) == 0, "blocks of a cluster share the rows of A in eights");
@@ -59,8 +57,7 @@ struct SkinnySteps {
   }
 };
 
-// Places of the ring that take constant W early. With all of them the loads of the kernel before wait behind them: a
-// norm and a skinny matmul took 1.4 us longer together (H200), where with these they take 0.5 us less.
+// Places of the ring that take constant W early. With all, a norm and a skinny matmul took 1.9 us longer (H200).
 constexpr u32 early_places = 5;
 
 template <class Tile, OperandLayout W, class T>
@@ -96,9 +93,7 @@ struct SkinnyLoader {
   }
 
   // Whether a step's W, if it is constant, is loaded before the kernel before has ended.
-  __device__ static bool is_early(const Steps& step) {
-    return step.at.use == 0 && step.at.place < early_places;
-  }
+  __device__ static bool is_early(const Steps& step) { return step.at.use == 0 && step.at.place < early_places; }
 
   // By one thread, before it waits for the kernel before: loads constant W into the first places of the ring.
   __device__ void load_constant_w() const {
@@ -121,27 +116,23 @@ struct SkinnyLoader {
 template <class T, int Count>
 __device__ __forceinline__ void round_transposed(const float (&sums)[Count], char* box) {
   const u32 lane = threadIdx.x % 32, chunk = threadIdx.x / 32 % 4 * 2 + lane / 8 % 2;
-#pragma unroll
   for (int i = 0; i < Count; i += 4) {
     const u32 row = 2 * i + lane % 8, words[2] = {T::round(sums + i), T::round(sums + i + 2)};
     store_transposed_matrices(box + row * row_nbytes + (chunk ^ row % 8) * 16, words);
   }
 }
 
-// By a warpgroup: writes the sums into a box that has a row of 64 columns in fp32 for each row of A. Chunks of 16 bytes
-// are swizzled, so that a warp's stores, which are to four rows, take different banks.
+// By a warpgroup: the same in fp32. Chunks of 16 bytes are swizzled, as a warp stores to four rows at a time.
 template <int Count>
 __device__ __forceinline__ void write_transposed(const float (&sums)[Count], char* box) {
   const u32 lane = threadIdx.x % 32, column = threadIdx.x / 32 % 4 * 16 + lane / 4;
-#pragma unroll
   for (int i = 0; i < Count; ++i) {
     const u32 row = i / 4 * 8 + lane % 4 * 2 + i % 2, x = column + i / 2 % 2 * 8;
     *reinterpret_cast<float*>(box + row * 256 + (x / 4 ^ row / 2 % 4 * 2) * 16 + x % 4 * 4) = sums[i];
   }
 }
 
-// `Columns` neighbouring columns of a row of the result, in a tile whose first column is `column`: chunk `index` of its
-// box.
+// Chunk `index` of a tile's box: `Columns` columns of a row of the result. The tile's first column is `column`.
 template <int Columns>
 struct ResultPack {
   static constexpr u32 in_row = 64 / Columns;
@@ -168,8 +159,7 @@ struct ResultPack {
   }
 };
 
-// By all threads: calls `visit` with each pack of 8 columns of the block's tiles that lies in the result, until it
-// returns false.
+// By all threads: visits packs of 8 columns of the block's tiles that lie in the result, until one returns false.
 template <class Tile, class Visit>
 __device__ __forceinline__ bool visit_packs(const MatmulArguments& m, const Visit& visit) {
   for (SkinnyWalk<Tile> walk{m}; walk.more(); walk.next())
@@ -180,7 +170,6 @@ __device__ __forceinline__ bool visit_packs(const MatmulArguments& m, const Visi
   return true;
 }
 
-// Adds the bias, if given, to the sums of a pack.
 template <class T>
 struct PackBias {
   float of[8];
@@ -189,7 +178,6 @@ struct PackBias {
   __device__ __forceinline__ PackBias(const MatmulArguments& m, u32 column) : given(m.bias != nullptr) {
     if (!given) return;
     const Pack pack = Tensor<T>(m.bias, m.n).load(column / 8);
-#pragma unroll
     for (int w = 0; w < 4; ++w) T::unpack(pack.word[w], of + 2 * w);
   }
   __device__ __forceinline__ float operator()(int e, float v) const { return given ? v + of[e] : v; }
@@ -229,8 +217,7 @@ __device__ __forceinline__ void multiply_and_send(const Ring<Tile>& ring, const 
   }
 }
 
-// All work of a block before it waits for a peer: computes its tiles and calls `send(parity, at, pack)` for each pack
-// of them, unless the call is aborted. Returns the call.
+// What a block does before it waits for peers: computes tiles, and calls `send(parity, at, pack)` unless it is aborted.
 template <class T, class Tile, OperandLayout W, class Result, class Scales, class Send>
 __device__ __forceinline__ const Call& multiply_skinny(const TensorMap& w_map, const TensorMap& a_map,
                                                        const typename Scales::Arguments& m, const Arguments& a,
@@ -272,7 +259,6 @@ __device__ __forceinline__ bool receive_sum(const MatmulArguments& m, const Argu
     const u32 place[2] = {first, first + 1};
     Pack part[2][N];
     if (!receive(a, call, 0, place, part)) return false;
-#pragma unroll
     for (int half = 0; half < 2; ++half) {
       const auto of_half = [&](int e, float v) { return bias(4 * half + e, v); };
       const HalfPack rounded = sum_in_order<fp32, N, TreeOrder, T>(part[half], of_half);

@@ -25,7 +25,6 @@ struct ReceivedBox {
   u32 code[C::bits];
   float scale[4];
 
-  // Run j, into `v`, or added to it.
   __device__ __forceinline__ void decode(int j, float (&v)[run_numel], bool add = false) const {
     C::decode(code, j, scale[j], 0, v, add);
   }
@@ -46,8 +45,7 @@ struct AsCodes {
     return 32 * box + (j % 2 * 4 + e / 2) * 4 + j / 2 * 2 + e % 2;
   }
 
-  // By all lanes: rounds boxes from `first` on to `From` and encodes them. They are encoded together, so that the
-  // shuffles of one box overlap with the arithmetic of another.
+  // By all lanes: rounds boxes from `first` on to `From` and encodes them, together, so that one's shuffles overlap.
   template <class From, int Boxes, int Count>
   __device__ __forceinline__ static void encode(const float (&sums)[Count], int first, CodedBox<C> (&coded)[Boxes]) {
     constexpr int E = elements_per_word<From>;
@@ -79,7 +77,6 @@ struct AsCodes {
       }
   }
 
-  // What a thread's own codes decode to.
   __device__ __forceinline__ static ReceivedBox<C> as_received(const CodedBox<C>& coded) {
     ReceivedBox<C> received;
     for (int w = 0; w < C::bits; ++w) received.code[w] = coded.code[w];
@@ -103,7 +100,6 @@ struct AsCodes {
     }
   }
 
-  // The codes of thread `thread` of the sender.
   __device__ __forceinline__ static ReceivedBox<C> get(char* place, u32 thread) {
     constexpr int in_word = 4 / sizeof(typename Scale::Storage);
     ReceivedBox<C> received;
@@ -181,9 +177,8 @@ struct AsCodes {
     }
   }
 
-  // Decodes a consumer thread's codes of a box, adds the bias, and rounds into the output. In each 8 columns a lane and
-  // its neighbour together have 8 bytes of a row. Of two such groups of columns the even lane stores the first, and the
-  // odd lane the second.
+  // Decodes a thread's codes of a box, adds the bias, and rounds into the output. A lane and its neighbour have 8 bytes
+  // of a row in each 8 columns. Of two such groups of columns the even lane stores the first, the odd lane the second.
   __device__ static void write_values(const MatmulArguments& m, const Box& box, u32 thread,
                                       const ReceivedBox<C>& from) {
     const u32 odd = thread % 2, column = thread % 4 * 2;

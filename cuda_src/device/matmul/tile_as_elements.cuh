@@ -18,7 +18,6 @@ struct AsElements {
   static constexpr int packs = 4 * places;  // of a thread, in a box
   static constexpr int numel = elements_per_pack<Sent>;
 
-  // Pack i of a thread's sums.
   template <int Count>
   __device__ static Pack pack_of(const float (&sums)[Count], int i) {
     Pack p;
@@ -72,8 +71,7 @@ struct AsElements {
     }
   }
 
-  // By a warp: copies a finished box from `place` into the output. A thread moves one chunk of every fourth row, and
-  // has U of them in flight: fewer where consumers that add leaves leave it few registers.
+  // By a warp: copies a finished box to the output, U chunks of every fourth row at once: as many as registers allow.
   __device__ static void write(const MatmulArguments& m, const Box& box, const char* place) {
     constexpr int U = 8 / places;
     const u32 lane = threadIdx.x % 32, column = lane % 8 * 8, pitch = m.n / 8;

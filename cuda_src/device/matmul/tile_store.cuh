@@ -25,8 +25,7 @@ struct TileStore {
   static constexpr int box_columns = row_nbytes / sizeof(typename T::Storage);
   static constexpr int boxes = (Tile::columns + box_columns - 1) / box_columns;
 
-  // Stores 64 rows box by box. A place of the staging is overwritten once its last box has been read. The barrier
-  // before the first box also follows all reads of a sum that waited there (leaf_tree.cuh).
+  // Stores 64 rows box by box, each to a place that was read. The first barrier follows reads of sums (leaf_tree.cuh).
   __device__ void store_block(const TensorMap& c, const float (&sums)[Tile::columns / 2], u32 row, u32 column) const {
     const u32 barrier = 1 + index;
     for (int box = 0; box < boxes; ++box) {

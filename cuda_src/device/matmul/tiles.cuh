@@ -11,13 +11,11 @@ constexpr u32 box_nbytes = 64 * row_nbytes;
 
 enum OperandLayout { by_rows, by_columns };  // of W: [N, K], [K, N]
 
-// M x N elements of C, computed by a block of a cluster of `Cluster`, with `Stages` places in the ring. A tile is
-// divided between consumer warpgroups, 64 rows each: a warpgroup tile. With `Alternating` two consumers compute
-// separate tiles, all rows in blocks of 64, so that one multiplies while the other finishes a tile. Shared memory holds
-// two finished boxes of each consumer, one of each of three consumers, or with `Whole` the whole tile. K is added in
-// `Leaves` leaves (leaf_tree.cuh); 1: in its order. The `Split` blocks of a cluster compute the leaves of one tile
-// together (node_exchange.cuh). With `Partials` shared memory has room for the whole tile in fp32
-// (tile_as_elements.cuh).
+// M x N elements of C, of a block in a cluster of `Cluster`, with `Stages` places in the ring. A consumer warpgroup has
+// 64 rows: a warpgroup tile. With `Alternating` two consumers compute separate tiles, all rows in blocks of 64, so that
+// one multiplies while the other finishes a tile. Shared memory holds two finished boxes of each consumer, one of each
+// of three consumers, or with `Whole` the whole tile; with `Partials` in fp32. K is added in `Leaves` leaves
+// (leaf_tree.cuh), which the `Split` blocks of a cluster compute together (node_exchange.cuh).
 template <int M, int N, int Stages, int Cluster, bool Whole = false, bool Alternating = false, int Leaves = 1,
           int Split = 1, bool Partials = false>
 struct MatmulTile {
@@ -47,7 +45,7 @@ struct MatmulTile {
 };
 
 // The tiles of a block, in the order of the whole grid. `group_rows` rows of tiles are walked at a time, column by
-// column, so that tiles computed at the same time share operands in L2. A row of tiles is as high as a cluster. No group
+// column, so that tiles computed at one time share operands in L2. A row of tiles is as high as a cluster. No group
 // crosses row `border`. With leaves a grid computes a part of the tiles: those from `first_tile` on, before `end_tile`.
 template <class Tile>
 struct Walk {

@@ -29,7 +29,7 @@
 //       mislead nobody, and its peers' waits expire in turn.
 #pragma once
 #include "device/matmul/tiles.cuh"
-#include "device/sync/entry.cuh"
+#include "device/sync/signal_pad.cuh"
 
 enum Area { partial, finished };
 
@@ -94,8 +94,7 @@ struct WalkByOwner {
   }
   __device__ void next(u32 tiles = 1) { index += tiles * clusters(); }
 
-  // The first row and column of this block's tile, the row counted from the owner's first. `group_rows` rows of tiles
-  // are walked together, column by column, as in Walk.
+  // The tile's first row, counted from the owner's first, and column, in the order of Walk.
   __device__ void locate_in_part(u32& row, u32& column) const {
     const u32 group = index / (m.group_rows * columns()) * m.group_rows;
     const u32 within = index - group * columns(), rows_of_group = min(m.group_rows, rows() - group);
@@ -135,8 +134,7 @@ struct TileExchange {
     return area_of(to) + (N - 1) * a.capacity * sizeof(u32) + (slot(to, from) + number) * box_nbytes;
   }
 
-  // By one warp, whose first thread stores later: waits until every peer has entered this call. False if a peer did not
-  // enter in time.
+  // By one warp, whose first thread stores later: waits until every peer has entered. False if one did not in time.
   __device__ bool wait_until_all_entered(const Call& call) const {
     const bool entered = ::wait_until_all_entered<N>(a, call);
     if (threadIdx.x % 32 == 0) fence_async_proxy_global();
@@ -146,8 +144,7 @@ struct TileExchange {
   // By one thread, once its stores of a warpgroup tile are complete.
   __device__ void announce(int to, u32 box) const { store_release_sys(flag(to, a.rank, box), 1); }
 
-  // By one warp: waits until this warpgroup tile has come from every peer, and resets its flags for the next call.
-  // False if one did not come in time.
+  // By one warp: waits for this tile of every peer, and resets its flags. False if one did not come in time.
   __device__ bool wait_for_partials(const Call& call, u32 box) const {
     const int hop = threadIdx.x % 32 + 1;
     const bool failed = hop < N && !wait_for_flag_of(call, (a.rank + hop) % N, box);
@@ -155,7 +152,6 @@ struct TileExchange {
     return !__any_sync(0xffffffff, failed);
   }
 
-  // The same for one peer alone.
   __device__ bool wait_for_finished(const Call& call, int from, u32 box) const {
     const bool failed = threadIdx.x % 32 == 0 && !wait_for_flag_of(call, from, box);
     __syncwarp();

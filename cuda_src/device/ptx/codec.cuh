@@ -4,23 +4,19 @@
 
 // ---- the larger of two values or magnitudes, in each half of a word or in the word; NaN if either is NaN ------------
 
-__device__ __forceinline__ u32 larger(bf16, u32 a, u32 b) {
-  u32 v;
-  asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(v) : "r"(a), "r"(b));
-  return v;
-}
-
-__device__ __forceinline__ u32 larger(fp16, u32 a, u32 b) {
-  u32 v;
-  asm("max.NaN.f16x2 %0, %1, %2;" : "=r"(v) : "r"(a), "r"(b));
-  return v;
-}
-
-__device__ __forceinline__ u32 larger(fp32, u32 a, u32 b) {
-  u32 v;
-  asm("max.NaN.f32 %0, %1, %2;" : "=r"(v) : "r"(a), "r"(b));
-  return v;
-}
+#define LARGER(T, TYPE, MAGNITUDE)                                       \
+  __device__ __forceinline__ u32 larger(T, u32 a, u32 b) {               \
+    u32 v;                                                               \
+    asm("max.NaN." TYPE " %0, %1, %2;" : "=r"(v) : "r"(a), "r"(b));      \
+    return v;                                                            \
+  }                                                                      \
+  __device__ __forceinline__ u32 larger_magnitude(T, u32 a, u32 b) {     \
+    u32 v;                                                               \
+    asm(MAGNITUDE : "=r"(v) : "r"(a), "r"(b));                           \
+    return v;                                                            \
+  }
+#define OF_MAGNITUDES(TYPE) \
+  "{\n\t.reg .b32 a, b;\n\tabs." TYPE " a, %1;\n\tabs." TYPE " b, %2;\n\tmax.NaN." TYPE " %0, a, b;\n\t}"
 
 // The smaller of two values in each half of a word; NaN if either is NaN.
 __device__ __forceinline__ u32 smaller(bf16, u32 a, u32 b) {
@@ -36,33 +32,13 @@ __device__ __forceinline__ u32 smaller(fp16, u32 a, u32 b) {
 }
 
 // In bf16 the sign means nothing: from sm_86 on it is the exclusive or of both signs, and one instruction does it all.
-__device__ __forceinline__ u32 larger_magnitude(bf16, u32 a, u32 b) {
-  u32 v;
 #if __CUDA_ARCH__ >= 860
-  asm("max.NaN.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(v) : "r"(a), "r"(b));
+LARGER(bf16, "bf16x2", "max.NaN.xorsign.abs.bf16x2 %0, %1, %2;")
 #else
-  asm("{\n\t.reg .b32 a, b;\n\tabs.bf16x2 a, %1;\n\tabs.bf16x2 b, %2;\n\tmax.NaN.bf16x2 %0, a, b;\n\t}"
-      : "=r"(v)
-      : "r"(a), "r"(b));
+LARGER(bf16, "bf16x2", OF_MAGNITUDES("bf16x2"))
 #endif
-  return v;
-}
-
-__device__ __forceinline__ u32 larger_magnitude(fp16, u32 a, u32 b) {
-  u32 v;
-  asm("{\n\t.reg .b32 a, b;\n\tabs.f16x2 a, %1;\n\tabs.f16x2 b, %2;\n\tmax.NaN.f16x2 %0, a, b;\n\t}"
-      : "=r"(v)
-      : "r"(a), "r"(b));
-  return v;
-}
-
-__device__ __forceinline__ u32 larger_magnitude(fp32, u32 a, u32 b) {
-  u32 v;
-  asm("{\n\t.reg .b32 a, b;\n\tabs.f32 a, %1;\n\tabs.f32 b, %2;\n\tmax.NaN.f32 %0, a, b;\n\t}"
-      : "=r"(v)
-      : "r"(a), "r"(b));
-  return v;
-}
+LARGER(fp16, "f16x2", OF_MAGNITUDES("f16x2"))
+LARGER(fp32, "f32", OF_MAGNITUDES("f32"))
 
 // ---- arithmetic -----------------------------------------------------------------------------------------------------
 
@@ -75,8 +51,7 @@ __device__ __forceinline__ u32 fma_bf16x2(u32 a, u32 b, u32 c) {
 
 // ---- bits -----------------------------------------------------------------------------------------------------------
 
-// The bits of `a` where `mask` has ones, else those of `b`. From an expression with a constant mask the compiler makes
-// two instructions.
+// The bits of `a` where `mask` has ones, else those of `b`: one instruction, where an expression became two.
 __device__ __forceinline__ u32 choose_bits(u32 mask, u32 a, u32 b) {
   u32 v;
   asm("lop3.b32 %0, %1, %2, %3, 0xca;" : "=r"(v) : "r"(mask), "r"(a), "r"(b));

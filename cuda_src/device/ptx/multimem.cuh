@@ -2,29 +2,17 @@
 #pragma once
 #include "device/pack.cuh"
 
-__device__ __forceinline__ Pack multimem_load_sum(bf16, const Pack* multicast) {
-  Pack p;
-  asm volatile("multimem.ld_reduce.relaxed.sys.global.add.acc::f32.v4.bf16x2 {%0, %1, %2, %3}, [%4];"
-               : "=r"(p.word[0]), "=r"(p.word[1]), "=r"(p.word[2]), "=r"(p.word[3])
-               : "l"(multicast));
-  return p;
-}
-
-__device__ __forceinline__ Pack multimem_load_sum(fp16, const Pack* multicast) {
-  Pack p;
-  asm volatile("multimem.ld_reduce.relaxed.sys.global.add.acc::f32.v4.f16x2 {%0, %1, %2, %3}, [%4];"
-               : "=r"(p.word[0]), "=r"(p.word[1]), "=r"(p.word[2]), "=r"(p.word[3])
-               : "l"(multicast));
-  return p;
-}
-
-__device__ __forceinline__ Pack multimem_load_sum(fp32, const Pack* multicast) {
-  Pack p;
-  asm volatile("multimem.ld_reduce.relaxed.sys.global.add.v4.f32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(p.word[0]), "=r"(p.word[1]), "=r"(p.word[2]), "=r"(p.word[3])
-               : "l"(multicast));
-  return p;
-}
+#define MULTIMEM_LOAD_SUM(T, TYPE)                                                                  \
+  __device__ __forceinline__ Pack multimem_load_sum(T, const Pack* multicast) {                     \
+    Pack p;                                                                                         \
+    asm volatile("multimem.ld_reduce.relaxed.sys.global.add." TYPE " {%0, %1, %2, %3}, [%4];"       \
+                 : "=r"(p.word[0]), "=r"(p.word[1]), "=r"(p.word[2]), "=r"(p.word[3])               \
+                 : "l"(multicast));                                                                 \
+    return p;                                                                                       \
+  }
+MULTIMEM_LOAD_SUM(bf16, "acc::f32.v4.bf16x2")
+MULTIMEM_LOAD_SUM(fp16, "acc::f32.v4.f16x2")
+MULTIMEM_LOAD_SUM(fp32, "v4.f32")
 
 // For any element type: a store moves bits.
 __device__ __forceinline__ void multimem_store(Pack* multicast, const Pack& p) {

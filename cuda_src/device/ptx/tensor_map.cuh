@@ -1,13 +1,11 @@
 // Bulk copies of two-dimensional boxes, described by a tensor map (sm_90 and newer). (5) in tma.cuh holds for them.
 //
-// Elements of a box outside the matrix are loaded as zeros, which count as loaded bytes, and are not stored. Boxes are
-// 128 bytes wide and swizzled: in shared memory the 16-byte chunk c of row r lies at chunk c ^ r % 8 of that row, so
-// that neither rows nor columns of chunks have bank conflicts. A box begins at a multiple of 1024 bytes.
+// Elements of a box outside the matrix are loaded as zeros, which count as loaded bytes, and not stored. Boxes are 128
+// bytes wide and swizzled: 16 bytes, chunk c of row r, lie at chunk c ^ r % 8. They begin at multiples of 1024.
 #pragma once
 #include "device/ptx/tma.cuh"
 
-// A matrix in global memory, and its boxes. The driver makes it (tensor_maps.py of the package). A kernel has it as a
-// __grid_constant__ parameter, which the copy engine reads in place.
+// A matrix in global memory, and its boxes, as tensor_maps.py of the package makes it. A __grid_constant__ parameter.
 struct alignas(128) TensorMap {
   u64 word[16];
 };
@@ -44,8 +42,7 @@ __device__ __forceinline__ void tensor_store(const TensorMap& map, u32 x, u32 y,
 // Ends a group of this thread's stores.
 __device__ __forceinline__ void commit_bulk_stores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
-// Waits until the sources of all but the last `Pending` groups may be overwritten. Destinations need not be written
-// yet.
+// Waits until the sources of all but the last `Pending` groups may be overwritten, written to their place or not.
 template <int Pending>
 __device__ __forceinline__ void wait_for_bulk_sources() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(Pending) : "memory");

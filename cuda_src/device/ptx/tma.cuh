@@ -1,5 +1,4 @@
-// Bulk copies (TMA), and the mbarriers that announce their loads (sm_90 and newer). One thread issues a copy, and the
-// copy engine carries it out. Addresses are aligned to 16 bytes and sizes are multiples of 16.
+// Bulk copies (TMA) by one thread, and their mbarriers (sm_90 and newer). Addresses and sizes are multiples of 16.
 //
 // (5) Bulk copies access memory through the async proxy, everything else through the generic proxy. Two rules join
 //     them:
@@ -27,8 +26,7 @@ class Mbarrier {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(this)) : "memory");
   }
 
-  // Arrives at the mbarrier at this address in a block of the cluster. Releases nothing: it only says that this thread
-  // has finished reading.
+  // Arrives at the mbarrier at this address in a block of the cluster: this thread has finished reading. No release.
   __device__ __forceinline__ void arrive_at(u32 block) {
     asm volatile(
         "{\n\t.reg .b32 there;\n\tmapa.shared::cluster.u32 there, %0, %1;\n\t"

@@ -1,5 +1,4 @@
-// Instructions of a warpgroup, 128 threads that begin at a multiple of 128 (sm_90a only). What orders products with
-// loads is (9) in ring.cuh.
+// Instructions of a warpgroup, 128 threads from a multiple of 128 on (sm_90a only). Their order: (9) in ring.cuh.
 #pragma once
 #include "device/pack.cuh"
 #include "device/ptx/tma.cuh"
@@ -19,21 +18,16 @@ struct Product;
 #define NAMES_0_3 "%0, %1, %2, %3"
 #define NAMES_0_7 NAMES_0_3 ", %4, %5, %6, %7"
 #define NAMES_0_15 NAMES_0_7 ", %8, %9, %10, %11, %12, %13, %14, %15"
-#define NAMES_0_31                                                                                                   \
-  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, "   \
-  "%24, %25, %26, %27, %28, %29, %30, %31"
+#define NAMES_OF_10(n) \
+  ", %" #n "0, %" #n "1, %" #n "2, %" #n "3, %" #n "4, %" #n "5, %" #n "6, %" #n "7, %" #n "8, %" #n "9"
+#define NAMES_0_31 NAMES_0_15 ", %16, %17, %18, %19" NAMES_OF_10(2) ", %30, %31"
 #define NAMES_32_47 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
-#define NAMES_32_63                                                                                                  \
-  ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, " \
-  "%54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-#define NAMES_64_95                                                                                                  \
-  ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, %84, %85, " \
-  "%86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
-#define NAMES_64_79 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"
-#define NAMES_96_111 ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111"
-#define NAMES_96_127                                                                                             \
-  ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, %113, "   \
-  "%114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+#define NAMES_32_63 NAMES_32_47 ", %48, %49" NAMES_OF_10(5) ", %60, %61, %62, %63"
+#define NAMES_64_79 ", %64, %65, %66, %67, %68, %69" NAMES_OF_10(7)
+#define NAMES_64_95 NAMES_64_79 NAMES_OF_10(8) ", %90, %91, %92, %93, %94, %95"
+#define NAMES_96_111 ", %96, %97, %98, %99" NAMES_OF_10(10) ", %110, %111"
+#define NAMES_96_127 \
+  NAMES_96_111 ", %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 
 #define PRODUCT_OF(TYPE, K_AND_TYPES, LAYOUTS, N, NAMES, A, B, FIRST, ...)                                           \
   static __device__ __forceinline__ void add(TYPE, float(&sums)[N / 2], u64 a, u64 b, bool first) {                 \
@@ -88,8 +82,7 @@ __device__ __forceinline__ void wait_for_products(float (&sums)[Count]) {
   for (int i = 0; i < Count; ++i) asm volatile("" : "+f"(sums[i])::"memory");
 }
 
-// The bits of a sum. With __float_as_uint the compiler would keep sums as words in other registers, and copy them from
-// and to those of the products, which then wait for each other.
+// The bits of a sum. With __float_as_uint the compiler would copy sums to other registers, and products would wait.
 __device__ __forceinline__ u32 word_of_sum(float sum) {
   u32 word;
   asm("mov.b32 %0, %1;" : "=r"(word) : "f"(sum));
@@ -98,8 +91,7 @@ __device__ __forceinline__ u32 word_of_sum(float sum) {
 
 // ---- warpgroups -----------------------------------------------------------------------------------------------------
 
-// Sets the registers of each thread of this warpgroup: the first function returns some to the block, the second takes
-// some.
+// Sets the registers of each thread of this warpgroup: returns some to the block, or takes some.
 template <int Registers>
 __device__ __forceinline__ void shrink_registers() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Registers));
@@ -114,8 +106,7 @@ __device__ __forceinline__ void sync_warpgroup(u32 barrier) {
   asm volatile("barrier.sync.aligned %0, 128;" ::"r"(barrier) : "memory");
 }
 
-// Stores four matrices of 8 x 8 16-bit elements to shared memory. Matrix i is `words[i]` of the warp: two elements of
-// row lane / 4 from each thread. Its row r goes to the address of lane 8 i + r.
+// Stores four matrices of 8 x 8 16-bit elements: of matrix i two of row lane / 4 each; row r to lane 8 i + r's address.
 __device__ __forceinline__ void store_matrices(void* shared, const u32 (&words)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared_address(shared)),
                "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3])

@@ -1,12 +1,11 @@
 // What ranks call: each tells the others, and compares.
 //
 // Ranks that call different things with one algorithm would sum or copy what does not belong together. Where flags
-// announce the data, they carry the fingerprint of the call, which is compared before any data is read: (25) in
-// signal_pad.cuh, and flagged.cuh. Elsewhere each rank tells all ranks its fingerprint, and at every eighth call
-// compares what they told of the last calls with its own; the host compares the calls after that (compare_last_calls in
-// graphar/runtime/runner.py). The last block does this, which for small tensors has no other work. It does not wait
-// for what ranks tell of this very call, which took one_shot_push 4 % longer at 2 KB. But who waits for a peer for some
-// time looks whether that calls something else (deadline.cuh).
+// announce the data, they carry the fingerprint of the call, compared before any data is read: (25) in signal_pad.cuh,
+// and flagged.cuh. Elsewhere each rank tells all ranks its fingerprint, and at every eighth call its last block
+// compares what they told of the last calls; the host compares the calls after that (compare_last_calls in
+// graphar/runtime/runner.py). To wait for what ranks tell of this very call took one_shot_push 4 % longer at 2 KB.
+// But who waits for a peer for some time looks whether that calls something else (deadline.cuh).
 //
 // (19) Relaxed accesses suffice: an entry is one word with its call's number, and publishes no other location. In call
 //      e, what a peer told of e - 2 has arrived: this rank has ended call e - 1, in which it heard from every rank, and

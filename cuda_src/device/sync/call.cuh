@@ -1,6 +1,6 @@
 // The frame of every collective kernel: it counts calls, and marks the blocks of a call as busy.
 //
-// Epochs live in device memory, so a replayed graph continues where the last call stopped. Each block reads a counter of
+// Epochs live in device memory, so a replayed graph goes on where the last call stopped. Each block reads a counter of
 // its own. Once all its warps have read it, the block advances every counter congruent to its index modulo the grid, so
 // all counters are equal between kernels. That needs no atomic, and grids of any size may follow each other.
 //

@@ -28,7 +28,6 @@ __device__ __forceinline__ FlaggedPlace place(const Arguments& a, int hop, u32 s
 // multiple of 64 packs, `capacity`, and room for half as many packs of data.
 __device__ __forceinline__ void push_flagged(const Arguments& a, const FlaggedPlace& to, const Pack& p) {
   const u64 here = u64(a.fingerprint) << 32;
-#pragma unroll
   for (int h = 0; h < 2; ++h) store_relaxed_sys(to.half(h), Pair{{p.word[2 * h] | here, p.word[2 * h + 1] | here}});
 }
 
@@ -42,10 +41,8 @@ struct Arrival {
 // Internal: loads a place.
 __device__ __forceinline__ Arrival look(const Arguments& a, const FlaggedPlace& at) {
   Arrival found{{}, 0, 0};
-#pragma unroll
   for (int h = 0; h < 2; ++h) {
     const Pair pair = load_relaxed_sys(at.half(h));
-#pragma unroll
     for (int i = 0; i < 2; ++i) {
       found.pack.word[2 * h + i] = u32(pair.half[i]);
       const u32 flag = pair.half[i] >> 32;
@@ -65,13 +62,11 @@ template <int N>
 __device__ __forceinline__ bool receive_flagged(const Arguments& a, const Call& call, u32 slots, u32 j,
                                                 const u32 (&packs)[N - 1], Pack (&part)[N - 1]) {
   FlaggedPlace from[N - 1];
-#pragma unroll
   for (int i = 0; i < N - 1; ++i) from[i] = place(a, 0, slots + (a.rank + 1 + i) % N * a.capacity, j);
   const auto is_of_another_call = [&](u32 flag) { return flag != 0 && flag != a.fingerprint; };
   Deadline deadline;
   while (true) {
     u32 missing = N, flag = 0;  // of a rank that calls something else if there is one
-#pragma unroll
     for (int i = 0; i < N - 1; ++i) {
       if (j >= packs[i]) continue;
       const Arrival found = look(a, from[i]);
@@ -89,7 +84,6 @@ __device__ __forceinline__ bool receive_flagged(const Arguments& a, const Call& 
     if (state == Deadline::expired) report(a, timed_out, call.epoch, missing, 1, 0);
     return false;
   }
-#pragma unroll
   for (int i = 0; i < N - 1; ++i) {
     if (j >= packs[i]) continue;
     store_relaxed_sys(from[i].half(0), Pair{});

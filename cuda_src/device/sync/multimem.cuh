@@ -1,9 +1,8 @@
 // Sums and copies by the NVSwitch: the multimem instructions (sm_90 and newer), and a stand-in for them.
 //
-// A multicast address stands for one location on every rank. `ld_reduce` loads all of them and returns their sum. `st`
-// stores to all of them. Intermediate sums of 16-bit types are fp32 (.acc::f32). NVIDIA does not document the order of
-// the additions, the rounding and the bits of a NaN, so ranks that load the same sum may see different bits. The
-// stand-in adds in rank order and rounds once (sum_in_rank_order).
+// A multicast address stands for one location on every rank: `ld_reduce` returns their sum, `st` stores to all. 16-bit
+// types are added in fp32 (.acc::f32). NVIDIA does not document the order of additions, the rounding and a NaN's bits,
+// so ranks that load one sum may see different bits. The stand-in adds in rank order and rounds once.
 //
 // (7) A multicast address and a rank's ordinary one are aliases of one location. PTX orders accesses to aliases only
 //     where an alias proxy fence lies on the path from one to the other (its memory consistency model, "proxy-preserved

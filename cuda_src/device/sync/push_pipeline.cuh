@@ -6,8 +6,7 @@
 //     3. wait      until every peer has sent step k - 1
 //     4. receive   slot(k - 1)[0 .. N-1]    -> output, chunk k - 1
 //
-// Block b meets only block b of its peers. Other blocks fill the links while one waits. The scratch has a fixed size
-// and stays in the L2 cache, whatever the size of the tensor.
+// Block b meets only block b of its peers, so that others fill the links while one waits. The scratch stays in L2.
 //
 // (12) Slots are reused after `push_depth` = 4 steps. A block numbers its steps on from call to call, and a slot
 //     depends on block, step and source alone, so calls with other grids and sizes continue one sequence. Step s
@@ -35,7 +34,7 @@ __device__ __forceinline__ Pack* push_slot(const Arguments& a, int hop, u32 step
 template <int N, class Body, bool HalfSm = false, bool MayAsk = false, class Given>
 __device__ __forceinline__ void run_push_pipeline(const Given& a) {
   HeldCall call{};
-  Body body(a, call);
+  Body body{a, call};
   call = begin_call(a, body);
   if constexpr (HalfSm) release_next_kernel();
   read_epoch(a, call);

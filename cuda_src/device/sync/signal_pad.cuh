@@ -175,3 +175,21 @@ class RowSignals {
 
 // Those of a block.
 using Signals = RowSignals<false>;
+
+// Internal: by one warp of block 0, in a kernel that writes to peers before it hears from them: tells them, in row 0,
+// that this rank has entered the call. By (13) what it has read in earlier calls may then be overwritten.
+template <int N>
+__device__ __forceinline__ void enter(const Arguments& a, const Call& call) {
+  const u32 lane = threadIdx.x % 32;
+  set_flag(a, call, lane < N && lane != a.rank, 0, lane, call.epoch + 1);
+}
+
+// Internal: by a warp: waits until every peer has entered. False if one did not in time, or entered another call (25).
+// It comes before all other waits, so that a time-out names the missing rank, and no rank that waits for it.
+template <int N>
+__device__ __forceinline__ bool wait_until_all_entered(const Arguments& a, const Call& call) {
+  const int lane = threadIdx.x % 32;
+  const bool failed = lane < N && lane != a.rank && !wait_for_flag<false>(a, call, 0, lane, call.epoch + 1);
+  __syncwarp();
+  return !__any_sync(0xffffffff, failed);
+}

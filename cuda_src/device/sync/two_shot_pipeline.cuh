@@ -28,8 +28,7 @@ constexpr u32 pipeline_depth = 3;  // PIPELINE_DEPTH in graphar/plan/scratch.py
 
 enum Shot { scattered, reduced };
 
-// The slot, on the rank that comes `hop` after this one, for what rank `from` sends of chunk k: its pack, or half pack,
-// `at`.
+// The slot, on the rank `hop` after this one, of chunk k from rank `from`: its pack, or half pack, `at`.
 template <int N, class P = Pack>
 __device__ __forceinline__ P* pipeline_slot(const Arguments& a, Shot shot, int hop, u32 k, int from, u32 at = 0) {
   const u64 index = ((u64(blockIdx.x) * 2 + shot) * pipeline_depth + k % pipeline_depth) * N;
@@ -37,8 +36,7 @@ __device__ __forceinline__ P* pipeline_slot(const Arguments& a, Shot shot, int h
   return reinterpret_cast<P*>(slots) + (in_a_pack<P> * from * a.capacity + at);
 }
 
-// How ranks, blocks and chunks share `total` units. Shards, shares and chunks are whole multiples of `Line` units, and
-// the last ones may have fewer units, or none.
+// How ranks, blocks and chunks share `total` units, in whole multiples of `Line`; the last may have fewer, or none.
 template <class Index, int Line, int N>
 struct Chunks {
   const Index total;
@@ -54,7 +52,6 @@ struct Chunks {
         number((share + a.chunk - 1) / a.chunk),
         length(equal_share<Index, Line>(share, number)) {}
 
-  // (28)
   __device__ __forceinline__ u32 hold() { return ::hold(shard) | ::hold(share) | ::hold(number) | ::hold(length); }
 
   // Where chunk k of `owner` begins, and its size: smaller, or 0, at the end of a share or shard.
@@ -70,9 +67,9 @@ struct Chunks {
   }
 };
 
-// The kernel. The body, of arguments and call, is made before the call is read. It has `chunks`, the parts 1, 3 and 5 as scatter(k), reduce(k)
-// and gather(k), and whether it `gathers` at all. With `HalfSm` a block takes half an SM at most, and the kernel
-// releases the next one: (18) in kernel_order.cuh.
+// The kernel. The body is made of arguments and call before that is read. It has `chunks`, named in the wait (28), the
+// parts 1, 3 and 5 as scatter(k), reduce(k) and gather(k), and whether it `gathers` at all. With `HalfSm` a block
+// takes half an SM at most, and the kernel releases the next one: (18) in kernel_order.cuh.
 template <int N, class Body, bool HalfSm = false>
 __device__ __forceinline__ void run_two_shot_pipeline(const Arguments& a) {
   HeldCall call{};

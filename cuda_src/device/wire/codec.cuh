@@ -1,8 +1,6 @@
-// Codecs: values to codes and back, and scales, in registers. graphar/numerics/codec_reference.py specifies the
-// arithmetic.
+// Codecs: values to codes and back, and scales, in registers. graphar/numerics/codec_reference.py specifies them.
 //
-// The compiler neither contracts nor reorders the operations used (__fmaf_rn and its siblings), so the host and all
-// architectures give the same bits.
+// The compiler neither contracts nor reorders these operations (__fmaf_rn and so on): all machines give the same bits.
 #pragma once
 #include "device/wire/e4m3.cuh"
 
@@ -22,8 +20,7 @@ struct Noise {
 
 constexpr u32 noise_of_sum = 0xff;
 
-// 16 bits for each of the 8 elements of run `index` of the tensor, the first element in the lowest bits. Philox-4x32
-// with seven rounds, the fewest that pass BigCrush (Salmon et al., 2011).
+// 16 bits for each element of run `index`, the first lowest. Philox-4x32-7 passes BigCrush (Salmon et al., 2011).
 __device__ __forceinline__ void random_halves(const Noise& noise, u64 index, u32 (&word)[4]) {
   u32 key0 = u32(noise.seed), key1 = u32(noise.seed >> 32);
   u32 c0 = u32(index), c1 = u32(index >> 32), c2 = noise.call, c3 = noise.source;
@@ -59,8 +56,7 @@ __device__ __forceinline__ u32 round_down(fp32, float v) { return __float_as_uin
 __device__ __forceinline__ float number(bf16, u32 bits) { return __uint_as_float(bits << 16); }
 __device__ __forceinline__ float number(fp32, u32 bits) { return __uint_as_float(bits); }
 
-// 1 in both halves of a word.
-constexpr u32 bf16_ones = 0x3f803f80;
+constexpr u32 bf16_ones = 0x3f803f80;  // 1 in both halves of a word
 
 // ---- integer codes --------------------------------------------------------------------------------------------------
 
@@ -70,8 +66,7 @@ struct Int {
   template <Scheme S>
   static constexpr int largest = (1 << (S == minmax ? Bits : Bits - 1)) - 1;
 
-  // Adds codes 8 j .. 8 j + 7 of a lane to words that begin as zeros. A float from 2^23 to 2^24 has its integer part in
-  // its low bits. The code is that integer minus the one in `base`, so one shifted addition packs it.
+  // Adds codes 8 j .. 8 j + 7 to zeros: integers in the low bits of floats from 2^23 to 2^24, minus those in `base`.
   template <Scheme S, Rounding R>
   static __device__ __forceinline__ void encode(const float (&v)[run_numel], float inverse, const u32 (&random)[4],
                                                 int j, u32 (&word)[Bits]) {
@@ -104,8 +99,7 @@ struct Int {
     }
   }
 
-  // Code 8 j + 2 pair and the one after it, of the scheme absmax: without the offset, divided by `divisor`, and as bf16
-  // numbers.
+  // Codes 8 j + 2 pair and the next, of absmax: without the offset, divided by `divisor`, as bf16 numbers.
   static constexpr u32 divisor = Bits == 8 ? 0x42804280 : bf16_ones;  // in each half; 64 or 1
   static __device__ __forceinline__ u32 decode_pair(const u32 (&word)[Bits], int j, int pair) {
     const int at = (run_numel * j + 2 * pair) * Bits;
@@ -122,14 +116,12 @@ struct Int {
   }
 
  private:
-  // The byte of a word that holds a code, and the code's lowest bit in it: it fits into 7 bits, those of a bf16
-  // mantissa.
+  // The byte that holds the code at bit `at`, and its lowest bit there: it fits into the 7 bits of a bf16 mantissa.
   struct Byte {
     u32 word;
     int index, bit;
   };
 
-  // For the code that begins at bit `at`.
   static __device__ __forceinline__ Byte byte_of(const u32 (&word)[Bits], int at) {
     constexpr int window = 8 - Bits < 1 ? 1 : 8 - Bits;
     const int w = at / 32, s = at % 32, shift = s % 8 / window * window;
@@ -137,12 +129,11 @@ struct Int {
     return {u32(both >> shift), s / 8, s % 8 - shift};
   }
 
-  // A power of two, and its sum with a code, which is put into the mantissa.
+  // A power of two, and its sum with the code at bit `at`, which is put into the mantissa.
   struct Raised {
     float power, sum;
   };
 
-  // Of the code that begins at bit `at`.
   static __device__ __forceinline__ Raised raised(const u32 (&word)[Bits], int at) {
     constexpr int window = 24 - Bits;  // of the mantissa's bits that may be a code's lowest
     constexpr u32 mask = (1u << Bits) - 1, at_bit_0 = 0x4b000000;

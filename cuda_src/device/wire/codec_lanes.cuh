@@ -36,7 +36,6 @@ __device__ __forceinline__ u32 largest_of_four_lanes(const u32 (&value)[4]) {
   return largest_of_lanes<T, What>(odd ? second : first, odd ? first : second, 1);
 }
 
-// The largest of a word's elements.
 template <class T, class What>
 __device__ __forceinline__ float largest_of_word(u32 word) {
   float v[2];
@@ -48,9 +47,8 @@ __device__ __forceinline__ float largest_of_word(u32 word) {
 
 // ---- words on their way ---------------------------------------------------------------------------------------------
 
-// Calls `visit(address, words)` for `Count` words in pieces of 4, 2 and 1. Word w lies `pitch` x w after `at`. Within a
-// piece words are neighbours, and the pieces of lanes follow each other; with lane = 0 in all lanes they share one
-// piece.
+// Calls `visit(address, words)` for `Count` words in pieces of 4, 2 and 1. Word w lies `pitch` x w after `at`. A
+// piece's words are neighbours, and lanes' pieces follow each other; with lane = 0 in all lanes they share one.
 template <int Count, class Word, class Visit>
 __device__ __forceinline__ void visit_pieces(char* at, int pitch, int lane, Word (&word)[Count], Visit visit) {
   constexpr int two = Count / 4 * 4, one = Count / 2 * 2;
@@ -75,7 +73,6 @@ struct Load {
   template <int Count>
   __device__ __forceinline__ void operator()(const Words<Count>* address, u32* words) const {
     const Words<Count> piece = *address;
-#pragma unroll
     for (int w = 0; w < Count; ++w) words[w] = piece.word[w];
   }
 };

@@ -1,30 +1,27 @@
 // Lossless compression of bf16 tiles (wire.cuh) to 12 bits an element, and its layout on the wire.
 //
-// Most exponents of a row, 256 elements, are within 14 of the row's largest. A lane's 8 elements of a row become 3
-// words:
+// Most exponents of a row, 256 elements, are within 14 of the row's largest. A lane's 8 elements of a row are 3 words:
 //
 //   word 0, 1    a byte an element: its sign and mantissa
 //   word 2       4 bits an element: the row's largest exponent minus its own, up to 14; 15: exponent 0, as in zeros
 //
-// All other elements are odd: their exponents are sent in the tile's header. A header of 32 bytes has the rows' largest
-// exponents, the number of odd elements, and the index and exponent of each. A tile with more odd elements than fit
-// there is sent uncompressed.
+// All other elements are odd: their exponents are in the tile's header of 32 bytes, with the rows' largest exponents,
+// the number of odd elements and the index of each. A tile with more odd elements than fit there is sent uncompressed.
 //
 //   slot: 2048 bytes for each tile (codes fill 1536) | 32 bytes for each tile: headers
 #pragma once
-#include "device/wire/wire.cuh"
+#include "device/wire/tile_chunks.cuh"
 
 constexpr u32 header_words = 8;
 constexpr u32 most_odd = header_words - 2;
 constexpr u32 as_it_is = 0xffffffffu;  // instead of the number of odd elements: the tile is uncompressed
 
-// The places of one tile in a slot.
 struct LosslessTile {
   char* codes;
   u32* header;
 };
 
-// Those of tile `tile` in a slot of `tiles`, whose pack `i` is at `pack(i)`.
+// The places of tile `tile` in a slot of `tiles`, whose pack `i` is at `pack(i)`.
 template <class At>
 __device__ __forceinline__ LosslessTile lossless_tile(u32 tile, u32 tiles, At pack) {
   constexpr u32 of_codes = tile_numel * 2 / sizeof(Pack), of_header = header_words * sizeof(u32) / sizeof(Pack);
@@ -51,8 +48,7 @@ __device__ __forceinline__ u32 bytes_from(u32 bytes) {
   return (((bytes & 0x7f7f7f7f) + (0x80 - Least) * 0x01010101) | bytes) & 0x80808080;
 }
 
-// The largest exponent of a row over all lanes, in each byte. The maximum is taken of whole magnitudes, whose highest
-// bits are the exponent's.
+// The largest exponent of a row over all lanes, in each byte, from the largest magnitude, whose highest bits it is.
 __device__ __forceinline__ u32 largest_exponent(const u32 (&word)[4]) {
   const u32 pair = larger_magnitude(bf16{}, larger_magnitude(bf16{}, word[0], word[1]),
                                     larger_magnitude(bf16{}, word[2], word[3]));
@@ -61,12 +57,10 @@ __device__ __forceinline__ u32 largest_exponent(const u32 (&word)[4]) {
 
 __device__ __forceinline__ LosslessCodes encode_lossless(const Tile<bf16>& t) {
   LosslessCodes c = {};
-#pragma unroll
   for (int j = 0; j < tile_rows; ++j) {
     const u32 largest = largest_exponent(t.word[j]);
     c.largest |= largest & 0xff << 8 * j;
     u32 exponent[2], offset[2], far[2];
-#pragma unroll
     for (int h = 0; h < 2; ++h) {
       exponent[h] = exponents_of(t.word[j][2 * h], t.word[j][2 * h + 1]);
       offset[h] = largest - exponent[h];
@@ -74,7 +68,6 @@ __device__ __forceinline__ LosslessCodes encode_lossless(const Tile<bf16>& t) {
       c.word[3 * j + h] = rests_of(t.word[j][2 * h], t.word[j][2 * h + 1]);
     }
     if (far[0] | far[1]) {
-#pragma unroll
       for (int h = 0; h < 2; ++h) {
         const u32 odd = far[h] & bytes_from<1>(exponent[h]);
         c.odd |= (odd >> 7) * 0x10204080 >> 28 << (run_numel * j + 4 * h);  // the four bits, side by side
@@ -89,10 +82,8 @@ __device__ __forceinline__ LosslessCodes encode_lossless(const Tile<bf16>& t) {
 // Decodes all elements but the odd ones, whose exponents read as 0.
 __device__ __forceinline__ Tile<bf16> decode_lossless(const LosslessCodes& c) {
   Tile<bf16> t;
-#pragma unroll
   for (int j = 0; j < tile_rows; ++j) {
     const u32 largest = __byte_perm(c.largest, 0, 0x1111 * j);
-#pragma unroll
     for (int h = 0; h < 2; ++h) {
       const u32 offset = c.word[3 * j + 2] >> 4 * h & 0x0f0f0f0f, rest = c.word[3 * j + h];
       const u32 exponent = (largest - offset) & ~spread_signs(offset + 0x71717171);  // 0 where the offset is 15
@@ -109,7 +100,6 @@ __device__ __forceinline__ Tile<bf16> decode_lossless(const LosslessCodes& c) {
 
 template <int Count>
 __device__ __forceinline__ void store_pieces(char* at, const u32 (&word)[Count]) {
-#pragma unroll
   for (int p = 0; p < Count / 4; ++p)
     reinterpret_cast<Pack*>(at)[p * 32 + lane()] = {
         {word[4 * p], word[4 * p + 1], word[4 * p + 2], word[4 * p + 3]}};
@@ -117,15 +107,15 @@ __device__ __forceinline__ void store_pieces(char* at, const u32 (&word)[Count])
 
 template <int Count>
 __device__ __forceinline__ void load_pieces(const char* at, u32 (&word)[Count]) {
-#pragma unroll
   for (int p = 0; p < Count / 4; ++p) {
     const Pack pack = reinterpret_cast<const Pack*>(at)[p * 32 + lane()];
-#pragma unroll
     for (int w = 0; w < 4; ++w) word[4 * p + w] = pack.word[w];
   }
 }
 
-// Word `index` of a lane's words.
+// A lane's words of a tile.
+using TileWords = u32[tile_rows * 4];
+
 __device__ __forceinline__ u32 word_of(const Tile<bf16>& t, u32 index) {
   u32 word = 0;
 #pragma unroll
@@ -146,12 +136,7 @@ __device__ __forceinline__ void send_odd(const LosslessTile& to, const Tile<bf16
     to.header[0] = c.largest;
     to.header[1] = total > most_odd ? as_it_is : total;
   }
-  if (total > most_odd) {
-    u32 word[tile_rows * 4];
-#pragma unroll
-    for (int w = 0; w < tile_rows * 4; ++w) word[w] = t.word[w / 4][w % 4];
-    return store_pieces(to.codes, word);
-  }
+  if (total > most_odd) return store_pieces(to.codes, reinterpret_cast<const TileWords&>(t.word[0][0]));
   store_pieces(to.codes, c.word);
 #pragma unroll 1
   for (u32 rest = c.odd; rest; rest &= rest - 1) {
@@ -190,10 +175,7 @@ __device__ __forceinline__ LosslessCodes receive_tile(const LosslessTile& from) 
 __device__ __forceinline__ Tile<bf16> decode_tile(const LosslessTile& from, const LosslessCodes& c) {
   Tile<bf16> t = decode_lossless(c);
   if (c.odd == as_it_is) {
-    u32 word[tile_rows * 4];
-    load_pieces(from.codes, word);
-#pragma unroll
-    for (int w = 0; w < tile_rows * 4; ++w) t.word[w / 4][w % 4] = word[w];
+    load_pieces(from.codes, reinterpret_cast<TileWords&>(t.word[0][0]));
   } else {
     const u32 odd = min(c.odd, most_odd);  // at most as many as fit, whatever other ranks sent
 #pragma unroll 1
@@ -201,21 +183,28 @@ __device__ __forceinline__ Tile<bf16> decode_tile(const LosslessTile& from, cons
       const u32 entry = from.header[2 + k], i = entry >> 5 & 31;
       if ((entry & 31) != lane()) continue;
       const u32 exponent = entry >> 16 << (7 + i % 2 * 16);
-#pragma unroll
       for (int w = 0; w < 4 * tile_rows; ++w) t.word[w / 4][w % 4] |= w == i / 2 ? exponent : 0;
     }
   }
   return t;
 }
 
+// Chunks of parts whose slots hold such tiles.
+template <int N>
+struct LosslessChunks : PartChunks<N> {
+  using PartChunks<N>::PartChunks;
+
+  __device__ LosslessTile place(int hop, u32 k, int from, u32 j) const {
+    return lossless_tile(j, this->length, [&](u32 at) { return this->slot(hop, k, from, at); });
+  }
+};
+
 // ---- sums -----------------------------------------------------------------------------------------------------------
 
 __device__ __forceinline__ void add(float (&total)[tile_rows][run_numel], const Tile<bf16>& t, bool is_first) {
-#pragma unroll
   for (int j = 0; j < tile_rows; ++j) {
     float v[run_numel];
     t.unpack(j, v);
-#pragma unroll
     for (int e = 0; e < run_numel; ++e) total[j][e] = is_first ? v[e] : __fadd_rn(total[j][e], v[e]);
   }
 }
@@ -228,7 +217,6 @@ __device__ __forceinline__ Tile<bf16> sum_of_tiles(int rank, const Tile<bf16>& m
 #pragma unroll
   for (int first = 0; first < N; first += batch) {
     LosslessCodes part[batch] = {};
-#pragma unroll
     for (int r = first; r < first + batch && r < N; ++r)
       if (r != rank) part[r - first] = receive_tile(from(r));
 #pragma unroll
@@ -236,7 +224,6 @@ __device__ __forceinline__ Tile<bf16> sum_of_tiles(int rank, const Tile<bf16>& m
       add(total, r == rank ? mine : decode_tile(from(r), part[r - first]), r == 0);
   }
   Tile<bf16> sum;
-#pragma unroll
   for (int j = 0; j < tile_rows; ++j) sum.round(j, total[j]);
   return sum;
 }

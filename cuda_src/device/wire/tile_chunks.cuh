@@ -1,12 +1,10 @@
-// How the warps of a block go through the tiles (wire.cuh) of a chunk. Tiles are written to and read from slots that
-// flags announce, with plain accesses, which (2) orders; (20) holds.
+// How a block's warps go through the tiles (wire.cuh) of a chunk, with plain accesses: (2) orders them, and (20) holds.
 #pragma once
-#include "device/sync/call.cuh"
+#include "device/sync/push_pipeline.cuh"
 #include "device/wire/wire.cuh"
 
-// Calls `visit(hop, owner, j)` for tile j of chunk k of each owner, the rank that comes `hop` after this one. With
-// `Owners` = N - 1 these are all ranks but this one, with N also this rank, as the last. Each warp takes the next tile
-// of the next owner, so that all links are busy.
+// Calls `visit(hop, owner, j)` for tile j of chunk k of each owner, the rank `hop` after this one; with `Owners` = N
+// also of this rank, as the last. Each warp takes the next tile of the next owner, so that all links are busy.
 template <int N, int Owners, class Chunks, class Visit>
 __device__ __forceinline__ void for_each_tile(const Chunks& chunks, const Arguments& a, u32 k, Visit visit) {
   const u32 warp = threadIdx.x / 32, warps = blockDim.x / 32;
@@ -17,9 +15,8 @@ __device__ __forceinline__ void for_each_tile(const Chunks& chunks, const Argume
   }
 }
 
-// How blocks and chunks share the tiles of parts that may differ in size, as the base of a body of push_pipeline.cuh.
-// Chunk k of a block begins at the same tile of every part. All blocks of all ranks take as many chunks as the largest
-// part needs.
+// How blocks and chunks share the tiles of parts that may differ in size: the base of a body of push_pipeline.cuh.
+// Chunk k of a block begins at the same tile of every part. The largest part tells the number of chunks.
 template <int N>
 struct PartChunks {
   const Arguments& a;
@@ -30,16 +27,17 @@ struct PartChunks {
 
   __device__ PartChunks(const Arguments& arguments, const Call&) : a(arguments) {
     u32 most = 0;
-#pragma unroll
     for (int r = 0; r < N; ++r) most = max(most, tile_count(a.count[r]));
     share = (most + gridDim.x - 1) / gridDim.x;
     number = (share + a.chunk - 1) / a.chunk;
     length = (share + number - 1) / number;
   }
 
-  // (28)
-  __device__ __forceinline__ u32 hold() { return ::hold(share) | ::hold(number) | ::hold(length); }
+  __device__ __forceinline__ u32 hold() { return ::hold(share) | ::hold(number) | ::hold(length); }  // (28)
 
+  __device__ Pack* slot(int hop, u32 k, int from, u32 at = 0) const {
+    return push_slot<N>(a, hop, first_step + k, from, at);
+  }
   __device__ bool has_chunk(u32 k) const { return k < number; }
   __device__ bool has_step(u32 k) const { return k <= number; }
   __device__ u32 begin(u32 k) const { return blockIdx.x * share + k * length; }
@@ -49,8 +47,7 @@ struct PartChunks {
   }
 };
 
-// Codes a tile of `x` into place j of a slot; with feedback `errors` has those of earlier calls, and gets this one's.
-// `number` is the tile's number for random bits.
+// Codes a tile of `x` into place j of a slot, with `number` for random bits, and with feedback its `errors`.
 template <class C, class T>
 __device__ __forceinline__ void send_tile(const Wire<C>& to, u32 j, const Tensor<T>& x, const Tensor<T>& errors,
                                           u32 tile, u64 number, const Noise& noise) {

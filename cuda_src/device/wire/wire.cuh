@@ -5,9 +5,8 @@
 //   wire:                    codes of tile 0, 1, ... | scales of tile 0, 1, ...
 //   codes of a tile:         words 0 .. 3 of all lanes | words 4 .. 7 of all lanes | ...  (codec_reference.py)
 //
-// Loads and stores of the tensor and of the codes fill whole lines of 128 bytes, and the sender writes each byte once.
-// All 32 lanes of a warp take part. A lane's four rows are reduced together: after three shuffles each of four lanes
-// has the largest value of one row, and computes the scale of that row's bucket for the others.
+// Accesses fill whole lines of 128 bytes. All 32 lanes of a warp take part: after three shuffles each of four lanes has
+// the largest value of one of their four rows, and computes the scale of that row's bucket for the others.
 #pragma once
 #include "device/wire/codec_lanes.cuh"
 
@@ -27,18 +26,15 @@ struct Tile {
   u32 word[tile_rows][words];
 
   __device__ __forceinline__ void unpack(int j, float (&v)[run_numel]) const {
-#pragma unroll
     for (int w = 0; w < words; ++w) T::unpack(word[j][w], v + w * elements_per_word<T>);
   }
   __device__ __forceinline__ void round(int j, const float (&v)[run_numel]) {
-#pragma unroll
     for (int w = 0; w < words; ++w) word[j][w] = T::round(v + w * elements_per_word<T>);
   }
 };
 
 __device__ __forceinline__ Tile<fp32> tile_of(const float (&v)[tile_rows][run_numel]) {
   Tile<fp32> t;
-#pragma unroll
   for (int j = 0; j < tile_rows; ++j) t.round(j, v[j]);
   return t;
 }
@@ -55,13 +51,11 @@ template <class T>
 __device__ __noinline__ Pack load_filled(const typename T::Storage* x, u64 numel, u64 first) {
   constexpr int E = elements_per_word<T>;
   Pack p = {};
-#pragma unroll
   for (int e = 0; e < 4 * E; ++e) p.word[e / E] |= u32(x[min(first + e, numel - 1)]) << 16 * (e % E);
   return p;
 }
 
-// Whether all packs of a tile may move as 16 bytes. The whole warp takes one branch, so that all loads are in flight at
-// once.
+// Whether all packs of a tile may move as 16 bytes: one branch of the whole warp, so that all loads are in flight.
 template <class T>
 __device__ __forceinline__ bool is_whole(const Tensor<T>& x, u64 tile) {
   return (tile + 1) * (tile_numel / elements_per_pack<T>) <= x.whole;
@@ -77,19 +71,15 @@ __device__ __forceinline__ Tile<T> load_tile(const Tensor<T>& x, u64 tile) {
   const bool whole = is_whole(x, tile);
   Pack pack[tile_rows * Tile<T>::packs];
   if (whole) {
-#pragma unroll
     for (int p = 0; p < tile_rows * Tile<T>::packs; ++p)
       pack[p] = reinterpret_cast<const Pack*>(x.base)[pack_of<T>(tile, p)];
   } else {
-#pragma unroll
     for (int p = 0; p < tile_rows * Tile<T>::packs; ++p)
       pack[p] = load_filled<T>(x.base, x.numel, pack_of<T>(tile, p) * elements_per_pack<T>);
     __syncwarp();  // (24)
   }
   Tile<T> t;
-#pragma unroll
   for (int p = 0; p < tile_rows * Tile<T>::packs; ++p)
-#pragma unroll
     for (int w = 0; w < 4; ++w) t.word[p / Tile<T>::packs][p % Tile<T>::packs * 4 + w] = pack[p].word[w];
   return t;
 }
@@ -100,12 +90,10 @@ __device__ __forceinline__ Tile<T> load_values(const Tensor<T>& x, const Tensor<
   Tile<T> t = load_tile(x, tile);
   if constexpr (C::feedback) {
     const Tile<T> left = load_tile(errors, tile);
-#pragma unroll
     for (int j = 0; j < tile_rows; ++j) {
       float v[run_numel], error[run_numel];
       t.unpack(j, v);
       left.unpack(j, error);
-#pragma unroll
       for (int e = 0; e < run_numel; ++e) v[e] = __fadd_rn(v[e], error[e]);
       t.round(j, v);
     }
@@ -159,9 +147,7 @@ struct WireLayout {
 template <class C, class T, class What>
 __device__ __forceinline__ u32 largest_over_bucket(const u32 (&value)[tile_rows]) {
   u32 v = largest_of_four_lanes<T, What>(value);
-#pragma unroll
   for (int mask = 4; mask < WireLayout<C>::lanes_of_bucket; mask *= 2) v = largest_of_lanes<T, What>(v, v, mask);
-#pragma unroll
   for (int mask = 1; mask < WireLayout<C>::rows_of_bucket; mask *= 2) v = largest_of_lanes<T, What>(v, v, mask);
   return v;
 }
@@ -170,10 +156,8 @@ __device__ __forceinline__ u32 largest_over_bucket(const u32 (&value)[tile_rows]
 template <class C, class What, class T>
 __device__ __forceinline__ float largest_of_bucket(const Tile<T>& t, u32 flip) {
   u32 value[tile_rows];
-#pragma unroll
   for (int j = 0; j < tile_rows; ++j) {
     value[j] = t.word[j][0] ^ flip;
-#pragma unroll
     for (int w = 1; w < Tile<T>::words; ++w) value[j] = What::template larger_of<T>(value[j], t.word[j][w] ^ flip);
   }
   return largest_of_word<T, What>(largest_over_bucket<C, T, What>(value));
@@ -200,15 +184,12 @@ template <class C, class T>
 __device__ __forceinline__ Coded<C> encode(Tile<T> t, u64 tile, const Noise& noise) {
   const typename C::Range mine = range_of_bucket<C>(t);
   float inverse[tile_rows], low[tile_rows];
-#pragma unroll
   for (int j = 0; j < tile_rows; ++j) {
     inverse[j] = __shfl_sync(all_lanes, mine.inverse, j, 4);
     low[j] = C::scheme == minmax ? __shfl_sync(all_lanes, mine.low, j, 4) : 0;
   }
   if (__any_sync(all_lanes, mine.inverse == 0)) {  // NaN and infinities must not reach the words of other rows
-#pragma unroll
     for (int j = 0; j < tile_rows; ++j)
-#pragma unroll
       for (int w = 0; w < Tile<T>::words; ++w)
         if (inverse[j] == 0) t.word[j][w] = 0;
   }
@@ -218,7 +199,6 @@ __device__ __forceinline__ Coded<C> encode(Tile<T> t, u64 tile, const Noise& noi
     float v[run_numel];
     t.unpack(j, v);
     if (C::scheme == minmax) {
-#pragma unroll
       for (int e = 0; e < run_numel; ++e) v[e] = __fsub_rn(v[e], low[j]);
     }
     u32 random[4];
@@ -240,7 +220,6 @@ struct Received {
     return number(typename C::Scale{}, in_word == 1 ? word : index % 2 ? word >> 16 : word & 0xffff);
   }
 
-  // Row j, to `v`, or added to it.
   __device__ __forceinline__ void decode(int j, float (&v)[run_numel], bool add = false) const {
     constexpr int numbers = C::scheme == minmax ? 2 : 1;
     const int index = j / WireLayout<C>::rows_of_bucket * numbers;
@@ -260,7 +239,6 @@ __device__ __forceinline__ void set_row_of_products(Tile<bf16>& t, int j, const 
     t.word[j][w] = fma_bf16x2(C::Code::decode_pair(received.code, j, w), scale, minus_zeros);
 }
 
-// Stores the values of a tile, rounded to T.
 template <class C, class T>
 __device__ __forceinline__ void store_values(const Tensor<T>& y, u64 tile, const Received<C>& received) {
   store_tile(y, tile, {}, [&](Tile<T>& t, int j) {
@@ -280,9 +258,7 @@ __device__ __forceinline__ Received<C> as_received(const Coded<C>& coded) {
   using L = WireLayout<C>;
   constexpr int numbers = C::scheme == minmax ? 2 : 1, in_word = 4 / sizeof(typename C::Scale::Storage);
   Received<C> received;
-#pragma unroll
   for (int w = 0; w < C::bits; ++w) received.code[w] = coded.code[w];
-#pragma unroll
   for (int i = 0; i < numbers * L::lane_entries; ++i) {
     const u32 mine = i % numbers ? coded.zero : coded.scale;
     const u32 number = __shfl_sync(all_lanes, mine, i / numbers * L::rows_of_bucket, 4);
@@ -299,7 +275,6 @@ __device__ __forceinline__ void store_error(const Tensor<T>& to, u64 tile, const
     float v[run_numel], decoded[run_numel];
     left.unpack(j, v);
     received.decode(j, decoded);
-#pragma unroll
     for (int e = 0; e < run_numel; ++e) v[e] = decoded[e] == decoded[e] ? __fsub_rn(v[e], decoded[e]) : 0;
     left.round(j, v);
   });
@@ -349,8 +324,7 @@ __device__ __forceinline__ void visit_coded(const Wire<C>& wire, u32 tile, const
 
 // ---- sums over ranks ------------------------------------------------------------------------------------------------
 
-// The number of ranks, out of N, whose codes a warp has in flight at once: as many as registers allow, in batches of
-// equal size.
+// How many of N ranks a warp has the codes of in flight: as many as registers allow, in batches of equal size.
 template <class C, int N>
 struct Batches {
   static constexpr int fitting = 40 / (C::bits + WireLayout<C>::lane_words);
@@ -359,8 +333,7 @@ struct Batches {
   static constexpr int size = (N + count - 1) / count;
 };
 
-// Adds the values from rank `First` and the ranks after it to `total`, in rank order and in fp32. `fetch(first, part)`
-// gets the codes of a batch; false when it could not.
+// Adds the values of ranks from `First` on to `total`, in rank order, in fp32. `fetch` gets a batch of codes, or fails.
 template <class C, int N, int First = 0, class Fetch>
 __device__ __forceinline__ bool sum_of_parts(const Fetch& fetch, float (&total)[tile_rows][run_numel]) {
   constexpr int size = Batches<C, N>::size, count = N - First < size ? N - First : size;

@@ -15,7 +15,6 @@ struct StoreRelaxed {
   template <int Count>
   __device__ __forceinline__ void operator()(Words<Count>* address, const u32* words) const {
     Words<Count> piece;
-#pragma unroll
     for (int w = 0; w < Count; ++w) piece.word[w] = words[w];
     store_relaxed_sys(address, piece);
   }
@@ -27,7 +26,6 @@ struct LoadRelaxed {
   template <int Count>
   __device__ __forceinline__ void operator()(const Words<Count>* address, u32* words) const {
     const Words<Count> piece = load_relaxed_sys(address);
-#pragma unroll
     for (int w = 0; w < Count; ++w) {
       words[w] = piece.word[w];
       complete &= piece.word[w] != not_yet;
@@ -39,7 +37,6 @@ struct Arm {
   template <int Count>
   __device__ __forceinline__ void operator()(Words<Count>* address, const u32*) const {
     Words<Count> armed;
-#pragma unroll
     for (int w = 0; w < Count; ++w) armed.word[w] = not_yet;
     store_relaxed_sys(address, armed);
   }
@@ -65,8 +62,7 @@ struct Arrivals {
     return {reinterpret_cast<char*>(slot(a, 0, slots + rank * a.capacity)), tiles};
   }
 
-  // Receives the tile from `first` and the ranks after it, and arms the words again. False, in all lanes, when the wait
-  // expired.
+  // Receives the tile from `first` and the ranks after it, and arms the words again. False in all lanes if one is late.
   template <int Count>
   __device__ __forceinline__ bool operator()(int first, Received<C> (&part)[Count]) const {
     Deadline deadline;
