@@ -1,12 +1,15 @@
-"""perf without a command: which parts it runs, what a failing part does, and what --quick changes."""
+"""perf's command line: options that are refused, and without a command which parts run, and what a failing one does."""
 
 from __future__ import annotations
+
+import re
 
 import pytest
 
 from perf import __main__ as program
 from perf import machine
 from perf.report import Report, topics
+from perf.topics import latency
 from perf.topics.allreduce import AllReduce
 from tests.perf.samples import CPU, row
 
@@ -53,6 +56,57 @@ def test_without_a_command_every_part_runs_and_the_reports_are_told(run, capsys)
     assert set(ran) == {topic.command for topic in topics()} - ALONE
     assert ran["train"] == "python -m perf train --tasks digits"
     assert "All 1 results were verified: none is wrong." in capsys.readouterr().out
+
+
+REFUSED = {
+    "allreduce --methods vllm": "vllm: not on this machine, which has graphar, gloo",
+    "fused --methods symm_fused": "symm_fused: not on this machine",
+    "gathered --methods symm_fused": "symm_fused: not on this machine",
+    "gathered --rows 1": "at least the number of",
+    "model --world-size 3": "3 ranks cannot divide the 4 heads of tiny's keys",
+    "model --layers 3": "must be from 1 to the 2 of tiny",
+    "model --layers -1": "must be from 1",
+    "model --decode --prefill --generate 0": "leave nothing to measure",
+    "model --generate -1": "at least 0",
+    "model --decode 0": "at least 1 token",
+    "model --prefill 1": "at least 2",
+    "model --sequence-parallel 9": "2 ranks cannot divide 9 tokens evenly",
+    "train --steps 5": "--steps must be more than the 5",
+    "throughput --steps 9": "--steps must be at least 10",
+    "throughput --batch-size -1": "--batch-size and --seconds must be positive",
+    "throughput --seconds -2": "--batch-size and --seconds must be positive",
+    "throughput --world-size 1": "must be",
+    "fsdp --steps 9": "--steps must be at least 10",
+    "fsdp --layers -1": "must be positive",
+    "fsdp --tokens 0": "must be positive",
+    "fsdp --seconds -2": "must be positive",
+    "fsdp --world-size 1": "must be",
+    "slow_links --rates fast": "--rates: not a rate: fast",
+    "slow_links --rates 1": "--rates: not a rate: 1",
+    "slow_links --rates gbit": "--rates: not a rate: gbit",
+    "slow_links --rates 1.5gbit": "--rates: not a rate: 1.5gbit",
+    "matmul": "matmul kernel needs a GPU of sm_90a",
+    "leaves": "matmul kernel needs a GPU of sm_90a",
+    "fp8": "matmul kernel needs a GPU of sm_90a",
+    "latency": latency.NEEDED,
+    "suspend": "needs at least 2 GPUs",
+}
+REFUSED_WITH_4_GPUS = {
+    "suspend --world-size 3": "3 ranks cannot divide the 8 heads of llama-3-70b's keys",
+    "suspend --world-size 8": "--world-size must be from 2 to the number of GPUs, 4",
+    "suspend --cycles 0": "--cycles must be at least 1",
+}
+
+
+@pytest.mark.parametrize(
+    ("gpu_count", "command", "reason"),
+    [(count, *case) for count, cases in ((0, REFUSED), (4, REFUSED_WITH_4_GPUS)) for case in cases.items()],
+)
+def test_what_cannot_be_measured_is_refused_with_the_reason(gpu_count, command, reason):
+    options = program.parse(command.split())
+
+    with pytest.raises(SystemExit, match=re.escape(reason)):
+        program.topic_of(options.command).plan(options, gpu_count)
 
 
 def raiser(error):

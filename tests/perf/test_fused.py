@@ -175,9 +175,3 @@ def test_the_report_of_a_machine_without_gpus(tmp_path):
     text = (folder / "fused.md").read_text()
     assert f"All {len(found['rows'])} results were verified: none is wrong." in text
     assert "## 2 ranks, N = 64, K = 128" in text
-
-
-@pytest.mark.usefixtures("no_gpus")
-def test_a_method_of_another_machine_is_refused(tmp_path):
-    with pytest.raises(SystemExit, match="symm_fused: not on this machine"):
-        program.main(["fused", "--methods", "symm_fused", "--out", str(tmp_path)])

@@ -165,13 +165,3 @@ def test_the_report_of_a_machine_without_gpus(tmp_path):
     text = (folder / "gathered.md").read_text()
     assert f"All {len(found['rows'])} results were verified: none is wrong." in text
     assert "## 2 ranks, N = 64, K = 256" in text
-
-
-@pytest.mark.usefixtures("no_gpus")
-@pytest.mark.parametrize(
-    ("bad", "why"),
-    [(["--methods", "symm_fused"], "symm_fused: not on this machine"), (["--rows", "1"], "at least the number of")],
-)
-def test_bad_options_are_refused(bad, why, tmp_path):
-    with pytest.raises(SystemExit, match=why):
-        program.main(["gathered", *bad, "--out", str(tmp_path)])

@@ -185,11 +185,6 @@ def test_lengths_are_those_that_are_given_or_those_of_a_prefill(argv, lengths):
     assert (len(plans) == 1) == (argv != ["model"] and argv[1] == "--decode")
 
 
-def test_rows_that_cannot_be_divided_are_refused():
-    with pytest.raises(SystemExit, match="2 ranks cannot divide 9 tokens evenly"):
-        Model.plan(program.parse([*ONLY, "9"]), gpu_count=0)
-
-
 ROWS = [row("nccl", 1000.0), row("async_tp", 900.0), row(TENSOR_PARALLEL, 850.0), row(SEQUENCE_PARALLEL, 720.0)]
 
 
