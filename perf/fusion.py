@@ -24,7 +24,7 @@ from perf.harness.ranks import Ranks, timed_in_turn
 from perf.harness.timing import Repeated, spread
 from perf.md import NOT_SERVED, columns, name_cell, ratio_cell, time_cell, time_table
 from perf.peers.matmuls import FEATURES, HIDDEN, INT8, ROWS, FusedPlan, Layer, Variant
-from perf.ratios import best, best_peer, by_method, of_best_peer, ratio, words_for
+from perf.ratios import best, best_peer, by_method, group, of_best_peer, ratio, words_for
 from perf.report import Choice, Glance, Section, Spread, Timing
 from perf.topics.allreduce import FAMILIES, OF_BEST_PEER
 
@@ -76,10 +76,15 @@ class FusionRow(Timing):
     wrong: int
 
     floors: ClassVar[tuple[str, str]]  # the matmul alone and the collective alone
+    more: ClassVar[tuple[str, ...]] = ()  # what tells layers of the same sizes apart, in words
 
     @property
     def what(self) -> tuple[str, ...]:
-        return (f"{self.m} x {self.n} x {self.k}",)
+        return *self.more, f"{self.m} x {self.n} x {self.k}"
+
+    @property
+    def layer(self) -> str:
+        return ", ".join([*self.more, f"{self.world_size} ranks", f"N = {self.n}", f"K = {self.k}"])
 
     @property
     def is_peer(self) -> bool:
@@ -240,6 +245,7 @@ class FusionReport(BetweenRanks):
         comparison: the table and the plot of a layer.
         plans: makes a plan of a device, a number of ranks, rows, columns, features and methods.
         sizes: the rows, columns and features by default, on GPUs and on the CPU.
+        width: the field of a row that tells the layers of a report apart: "k" or "n".
         variants: for each method that uses the partition "auto", a function that says whether another method is a
             variant: a fixed partition, or two ops instead.
     """
@@ -250,6 +256,7 @@ class FusionReport(BetweenRanks):
     row_of: ClassVar[Callable[[Layer], Callable[..., FusionRow]]]
     count_wrong: ClassVar[CountWrong] = staticmethod(count_wrong)
     comparison: ClassVar[Comparison]
+    width: ClassVar[str] = "k"
     variants: ClassVar[Mapping[str, Callable[[str], bool]]]
     of_rows: ClassVar[str]  # the help text of --rows
     plans: ClassVar[type[FusedPlan]] = FusedPlan
@@ -277,24 +284,14 @@ class FusionReport(BetweenRanks):
         sizes = [one or default for one, default in zip(named, cls.sizes[at], strict=True)]
         return [cls.plans(device, world_size, *sizes, methods, **more) for world_size in world_sizes]
 
-    @staticmethod
-    def layer_of(row: FusionRow) -> tuple:
-        """Returns what rows of one section have in common."""
-        return row.world_size, row.n, row.k
-
-    @staticmethod
-    def title_of(layer: tuple) -> str:
-        world_size, n, k = layer
-        return f"{world_size} ranks, N = {n}, K = {k}"
-
     def sections(self) -> list[Section]:
         """Returns a section for each layer."""
         found = []
-        for layer in dict.fromkeys(map(self.layer_of, self.rows)):
-            cases = by_method([row for row in self.rows if self.layer_of(row) == layer], lambda row: row.m)
+        for title, of_layer in group(self.rows, lambda row: row.layer).items():
+            cases = by_method(of_layer, lambda row: row.m)
             every = time_table("M", {str(m): rows for m, rows in cases.items()})
             body = [*self.tables_of(cases), "Times of all methods:", every]
-            found.append(Section(self.title_of(layer), body, [self.comparison.ratios_plot(cases)]))
+            found.append(Section(title[:1].upper() + title[1:], body, [self.comparison.ratios_plot(cases)]))
         return found
 
     def tables_of(self, cases: Cases) -> list[str]:
@@ -303,12 +300,13 @@ class FusionReport(BetweenRanks):
 
     def cases(self) -> Mapping[tuple, Mapping[str, FusionRow]]:
         """Returns the rows by case and method."""
-        raise NotImplementedError
+        return by_method(self.rows, lambda row: (row.world_size, *row.more, getattr(row, self.width), row.m))
 
-    @staticmethod
-    def in_words(case: tuple) -> str:
+    @classmethod
+    def in_words(cls, case: tuple) -> str:
         """Returns a description of a case."""
-        raise NotImplementedError
+        world_size, *more, width, m = case
+        return ", ".join([f"M = {m}", f"{cls.width.upper()} = {width}", *more, f"{world_size} ranks"])
 
     def findings(self) -> list[str]:
         loss = self.loss_of_auto()

@@ -20,6 +20,7 @@ Row = TypeVar("Row", bound=Timing)
 
 
 UNSHARDED = "unsharded"  # the method that has the whole model on each GPU
+ALONE = "alone"  # the method without communication
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,10 @@ class BenchRow(Timing):
     size: str
     world_size: int
     layers: int
+
+    @property
+    def is_peer(self) -> bool:
+        return not self.is_own and self.method not in (ALONE, UNSHARDED)
 
     @property
     def of_layers(self) -> str:

@@ -75,10 +75,6 @@ class GenerationRow(BenchRow):
         return f"{self.world_size} ranks, {self.of_layers}: eager {self.what[-1]} with transformers"
 
     @property
-    def is_peer(self) -> bool:
-        return not self.is_own and self.method != UNSHARDED
-
-    @property
     def per_second(self) -> float:
         return self.tokens / self.median * 1e6
 

@@ -20,7 +20,6 @@ from perf.topics.fsdp import (
     LocalAllGather,
     LocalReduceScatter,
     Training,
-    Turn,
     checksum,
     make_kinds,
 )
@@ -120,10 +119,10 @@ def checks_around_steps_as_rank(rank, world_size):
     plan = FsdpPlan("cpu", world_size, TINY, 1, (8,), 10, "bf16", (), None, None)
     training, (torchs, plain, lossless, copies, alone) = Training(plan, 1, ranks), make_kinds(plan)
     training.use_tokens(8)
-    before = Turn(training, plain).check()
+    before = training.check(plain)
     for kind in (torchs, lossless, alone):
-        Turn(training, kind).make_steps(3)
-    after = Turn(training, plain).check()
+        training.make_steps(kind, 3)
+    after = training.check(plain)
     for kind in (plain, lossless, copies):
         kind.communicator.close()
     return before == after
@@ -137,9 +136,9 @@ def torchs_own_as_rank(rank, world_size):
     ranks = ProcessRanks(torch.device("cpu"), dist.HashStore())
     training = Training(FsdpPlan("cpu", world_size, TINY, 1, (8,), 10, "bf16", (), None, None), 1, ranks)
     training.use_tokens(8)
-    never_set = training.check()
-    Turn(training, Kind(ALONE)).make_steps(1)
-    return never_set == Turn(training, Kind("gloo")).check() != Turn(training, Kind(ALONE)).check()
+    never_set = training.check(None)
+    training.make_steps(Kind(ALONE), 1)
+    return never_set == training.check(Kind("gloo")) != training.check(Kind(ALONE))
 
 
 def test_torchs_own_collectives_come_back_after_others():

@@ -133,11 +133,10 @@ def test_of_a_model_that_fits_once_one_reduction_is_trained_after_another():
 
 def test_where_the_time_is_spent_fewer_steps_are_made():
     made = []
-    training = SimpleNamespace(make_steps=lambda count, seed: made.append(count))
     ranks = SimpleNamespace(slowest=list, time_us=lambda steps, mode: steps() or 1.0)
     plan = runs.ThroughputPlan("cpu", 2, ("tiny",), steps=100, batch_size=1, budget_s=1e-9)
 
-    times = training_steps.time_blocks([training], plan, ranks, begin=0.0)
+    times = training_steps.time_blocks([lambda count, seed: made.append(count)], plan, ranks, begin=0.0)
 
     assert (times, made) == ([[1.0] * 2], [training_steps.BLOCK] * 2)
 
@@ -228,7 +227,7 @@ def test_what_was_measured_of_a_model_before_a_run_ended_is_reported():
 
 
 def test_nothing_is_compared_with_torchs_own_where_that_is_wrong():
-    apart = Throughput([dataclasses.replace(row, same_bits=not row.way.is_baseline) for row in rows()])
+    apart = Throughput([dataclasses.replace(row, same_bits=not row.is_baseline) for row in rows()])
 
     assert "| exact | 32 | 9.00 | - | 14,222 |" in apart.sections()[1].body[-1]
     assert apart.glance().ratios == {}
