@@ -20,7 +20,7 @@ from perf.charts import Axis, Line, Plot
 from perf.choices import choice_table, choices
 from perf.harness import ranks as ranks_of
 from perf.harness import verify
-from perf.harness.ranks import Ranks, timed_in_turn
+from perf.harness.ranks import Ranks, case_by_case, timed_in_turn
 from perf.harness.timing import Repeated, spread
 from perf.md import NOT_SERVED, columns, name_cell, ratio_cell, time_cell, time_table
 from perf.peers.matmuls import FEATURES, HIDDEN, INT8, ROWS, FusedPlan, Layer, Variant
@@ -225,12 +225,12 @@ def run_rank(topic: type[FusionReport], plan: FusedPlan, rank: int, port: int) -
     variants, skipped = topic.make_variants(plan, ranks)
     yield from skipped
     ranks.warm_up()
-    for layer in plan.layers():
+
+    def rows_of(layer: Layer) -> Iterator[FusionRow | str]:
         serving = [one for one in variants if one.serves(layer)]
-        yield from measure(layer, serving, ranks, topic.row_of(layer), topic.count_wrong)
-        if plan.device == "cuda":
-            torch.cuda.empty_cache()  # a graph's memory stays in torch's pool, where the next size cannot use it
-    ranks.barrier()
+        return measure(layer, serving, ranks, topic.row_of(layer), topic.count_wrong)
+
+    yield from case_by_case(ranks, map(rows_of, plan.layers()))
 
 
 @dataclass

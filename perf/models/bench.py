@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TypeVar
 
-import torch
 from torch import Tensor
 
 from perf.harness.ranks import ProcessRanks
@@ -77,15 +76,6 @@ class ModelBench:
         self._whole = make_decoder(self._size, plan.layers, Shard(0, 1, ranks.device))
         self._own = make_decoder(self._size, plan.layers, self._shard)
         self._head = make_head(self._size, ranks.device)
-
-
-def in_turn(ranks: ProcessRanks, cases: Iterable[Iterator[Row | str]]) -> Iterator[Row | str]:
-    """Yields the rows of each case. Collective."""
-    for rows in cases:
-        yield from rows
-        if ranks.device.type == "cuda":
-            torch.cuda.empty_cache()  # a graph's memory stays in torch's pool, where the next case cannot use it
-    ranks.barrier()
 
 
 def after_linear(linear: Callable, add_and_norm: Callable, a: Tensor, weight: Tensor, residual: Tensor, scale: Tensor):

@@ -89,7 +89,6 @@ class Case:
 
     @property
     def new(self) -> int:
-        """The number of new tokens of each sequence."""
         return self.tokens // self.sequences
 
     @property

@@ -230,7 +230,6 @@ NOTES = text_beside(__name__)
 
 
 def table_of(rows: Mapping[str, GenerationRow]) -> str:
-    """Returns the table of one model. It has a row for each method."""
     peer = best_peer(rows.values())
     known = next((row.method for row in rows.values() if row.is_peer), "torch's backend")
     cells = {

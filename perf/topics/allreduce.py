@@ -343,7 +343,6 @@ def token_section(rows: Sequence[Row]) -> list[Section]:
 
 
 def dtype_section(rows: Sequence[Row]) -> list[Section]:
-    """Returns a section that compares the other dtypes with the first one."""
     others = [row for row in rows if row.dtype != rows[0].dtype]
     if not others:
         return []
@@ -359,7 +358,6 @@ def dtype_section(rows: Sequence[Row]) -> list[Section]:
 
 
 def nvlink_sections(rows: Sequence[Row]) -> list[Section]:
-    """Returns a section on the counted NVLink traffic for each world."""
     found = []
     counted = [row for row in rows if row.nvlink]
     for world_size in dict.fromkeys(row.world_size for row in counted):

@@ -199,7 +199,6 @@ class Kind:
 
 
 def make_kinds(plan: FsdpPlan) -> list[Kind]:
-    """Returns the kinds of collectives to measure. Collective."""
     plain, lossless, copies = (communicator_of(plan, method) for method in OWN)
     limited = [Kind(PLAIN, blocks, plain) for blocks in plan.blocks]  # calls with a limit are not compressed
     own = [Kind(PLAIN, communicator=plain), *limited, Kind(LOSSLESS, communicator=lossless)]
@@ -314,7 +313,6 @@ def run_rank(plan: FsdpPlan, rank: int, port: int) -> Iterator[FsdpRow]:
 
 
 def layers_that_fit(plan: FsdpPlan) -> int:
-    """Returns how many layers a GPU can train at the largest number of tokens."""
     size = SIZES[plan.model]
     if plan.device == "cpu":
         return size.layers
@@ -460,7 +458,6 @@ class Fsdp(training_steps.TrainingReport):
 
 
 def by_case(rows: Sequence[FsdpRow]) -> list[list[FsdpRow]]:
-    """Returns the rows by case. The rows of a case are compared with each other."""
     return [of_case for _, of_case in sorted(group(rows, lambda row: row.case).items())]
 
 

@@ -18,7 +18,6 @@ from perf.report import Arguments
 
 
 def count_wrong(trial: Trial, launch: Callable[[], None], ranks: Ranks) -> int:
-    """Runs the timed launch once more, and returns how many elements of this process's result are wrong."""
     if not trial.variant.whole:
         return fusion.count_wrong(trial, launch, ranks)
     result = verify.again(trial, launch, ranks).view(-1)

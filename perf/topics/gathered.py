@@ -20,7 +20,6 @@ CPU_ROWS, CPU_COLUMNS, CPU_FEATURES = (16, 256), (256,), 256
 
 
 def count_wrong(trial: Trial, launch: Callable[[], None], ranks: Ranks) -> int:
-    """Runs the timed launch once more, and returns how many elements of this process's result are wrong."""
     result = verify.again(trial, launch, ranks).view(-1)
     (a, w), rows = trial.operands, trial.layer.gathered(ranks.device)
     expected = rows if trial.variant.name == peers.ALLGATHER else torch.mm(rows, w.t())

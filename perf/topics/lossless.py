@@ -116,7 +116,6 @@ def entropy(x: Tensor) -> float:
 
 
 def entropy_of(counts: Tensor) -> float:
-    """Returns the Shannon entropy of a distribution in bits."""
     return float(torch.special.entr(counts / counts.sum()).sum()) / math.log(2)
 
 
@@ -250,7 +249,6 @@ class LosslessPlan:
                     yield op, kind, nbytes
 
     def count(self) -> int:
-        """Returns how many rows ``measure`` yields."""
         return sum(1 for _ in self.cases()) if self.sizes else len(KINDS)
 
     def measure(self) -> Iterator[LosslessRow | str]:
@@ -279,7 +277,6 @@ class Lossless(BetweenRanks):
 
     @classmethod
     def plan(cls, options: argparse.Namespace, gpu_count: int) -> list[LosslessPlan]:
-        """Returns one plan for each world size. Times need GPUs."""
         on_gpus = gpu_count >= 2
         world_sizes = cls.world_sizes(options, gpu_count)
         most = (options.max_nbytes or SIZES[-1]) if on_gpus else 0

@@ -20,7 +20,7 @@ import graphar
 from perf.between_ranks import BetweenRanks
 from perf.harness import ranks as ranks_of
 from perf.harness.cases import Plan
-from perf.harness.ranks import Ranks, timed_in_turn
+from perf.harness.ranks import Ranks, case_by_case, timed_in_turn
 from perf.harness.timing import Repeated, spread
 from perf.harness.verify import LOGITS_TOLERANCE, again, compare_logits
 from perf.md import NOT_SERVED, columns, method_cell, plural, ratio_cell
@@ -148,7 +148,7 @@ def run_rank(plan: ModelPlan, rank: int, port: int) -> Iterator[ModelRow | str]:
     yield from skipped
     ranks.warm_up()
     measure = Bench(plan, ranks, elementwise).measure
-    yield from bench.in_turn(ranks, (measure(case, variants) for case in plan.cases()))
+    yield from case_by_case(ranks, (measure(case, variants) for case in plan.cases()))
 
 
 class Trial(Repeated):
@@ -322,7 +322,6 @@ def shape_of(options: argparse.Namespace, default: str, world_size: int) -> tupl
 
 
 def step_table(rows: Mapping[str, ModelRow]) -> str:
-    """Returns the table of one step. It has a row for each method."""
     peer, alone = best_peer(rows.values()), rows.get(ALONE)
 
     def is_sum(row: ModelRow) -> bool:

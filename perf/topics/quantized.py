@@ -127,7 +127,6 @@ def error_rows(codecs: Sequence[Codec], world_size: int, device: torch.device) -
 
 
 def errors(result: Tensor, exact: Tensor) -> tuple[float, float, float]:
-    """Returns the relative L2 error, the relative maximum error, and the cosine."""
     result = result.double()
     error, length = result - exact, exact.norm()
     return (

@@ -173,7 +173,6 @@ def run_rank(plan: ThroughputPlan, rank: int, port: int) -> Iterator[ThroughputR
 
 
 def release(device: str) -> None:
-    """Frees the memory of trained models."""
     if device == "cuda":
         gc.collect()  # DistributedDataParallel has reference cycles
         torch.cuda.empty_cache()
@@ -402,7 +401,6 @@ def overview(by_model: Sequence[Sequence[ThroughputRow]]) -> str:
 
 
 def details(rows: Sequence[ThroughputRow]) -> str:
-    """Returns the table of one model's reductions."""
     alone = training_steps.alone_ms(rows)
     cells = {
         "gradients": lambda row: flagged(str(row.way), row),

@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import groupby
 from typing import ClassVar
 
@@ -23,7 +22,7 @@ import graphar
 from graphar.numerics.codecs import Codec
 from perf.harness import ranks as ranks_of
 from perf.harness.ranks import ProcessRanks
-from perf.md import NOT_SERVED, table
+from perf.md import NOT_SERVED, columns
 from perf.models.tasks import TASKS, Data, Task
 from perf.ratios import group
 from perf.report import Arguments, Glance, Section
@@ -166,7 +165,6 @@ def rows_of(plan: TrainingPlan, ranks: ProcessRanks) -> Iterator[TrainingRow]:
 
 
 def train(task: Task, data: Data, run: Run, device: torch.device) -> Outcome:
-    """Trains and evaluates a new model. Collective."""
     torch.manual_seed(run.seed)
     model = task.model().to(device)
     ranks = DistributedDataParallel(model, device_ids=[device] if device.type == "cuda" else None)
@@ -338,7 +336,6 @@ def title(rows: Sequence[TrainingRow]) -> str:
 
 
 def conclusion(rows: Sequence[TrainingRow]) -> str:
-    """Returns a few sentences on one task's results."""
     exact = [row for row in rows if row.run.codec is None]
     base, noise = mean(exact, "test_loss"), _spread(exact, "test_loss")
     near, far = ([f"{runs[0].bits:g} bits ({runs[0].mode})" for runs in of] for of in near_and_far(rows))
@@ -367,23 +364,27 @@ def near_and_far(rows: Sequence[TrainingRow]) -> tuple[list[list[TrainingRow]], 
 
 
 def run_table(rows: Sequence[TrainingRow]) -> str:
-    header = ["backend", "mode", "ranks", "bits", "bucket", "epochs", "batch", "train loss"]
-    header += ["train acc (%)", "test loss", "test acc (%)", "time (s)", "step (ms)", "of_torch", "sent (MB)"]
-    first, lines = mean(by_configuration(rows)[0], "step_ms"), []
-    for runs in by_configuration(rows):
-        one = runs[0]
-        loss = partial(_figure, runs, form="{:.3f}".format)
-        accuracy = partial(_figure, runs, form=lambda share: f"{100 * share:.1f}")
-        cells = (
-            one.backend + ("" if all(row.outcome.same_bits for row in runs) else " **(WRONG)**"),
-            *(one.mode, one.world_size, f"{one.bits:g}"),
-            *(one.run.codec.bucket_size if one.run.codec else NOT_SERVED, f"{one.epochs:.1f}", one.batch_size),
-            *(loss("train_loss"), accuracy("train_accuracy"), loss("test_loss"), accuracy("test_accuracy")),
-            *(f"{mean(runs, 'time_s'):.1f}", f"{mean(runs, 'step_ms'):.2f}", f"{mean(runs, 'step_ms') / first:.2f}"),
-            f"{one.sent_nbytes / 1e6:.2f}",
-        )
-        lines.append([str(cell) for cell in cells])
-    return table(header, lines)
+    groups = by_configuration(rows)
+    base = mean(groups[0], "step_ms")
+    loss, percent = "{:.3f}".format, lambda share: f"{100 * share:.1f}"
+    cells = {
+        "backend": lambda runs: runs[0].backend + ("" if all(r.outcome.same_bits for r in runs) else " **(WRONG)**"),
+        "mode": lambda runs: runs[0].mode,
+        "ranks": lambda runs: runs[0].world_size,
+        "bits": lambda runs: f"{runs[0].bits:g}",
+        "bucket": lambda runs: runs[0].run.codec.bucket_size if runs[0].run.codec else NOT_SERVED,
+        "epochs": lambda runs: f"{runs[0].epochs:.1f}",
+        "batch": lambda runs: runs[0].batch_size,
+        "train loss": lambda runs: _figure(runs, "train_loss", loss),
+        "train acc (%)": lambda runs: _figure(runs, "train_accuracy", percent),
+        "test loss": lambda runs: _figure(runs, "test_loss", loss),
+        "test acc (%)": lambda runs: _figure(runs, "test_accuracy", percent),
+        "time (s)": lambda runs: f"{mean(runs, 'time_s'):.1f}",
+        "step (ms)": lambda runs: f"{mean(runs, 'step_ms'):.2f}",
+        "of_torch": lambda runs: f"{mean(runs, 'step_ms') / base:.2f}",
+        "sent (MB)": lambda runs: f"{runs[0].sent_nbytes / 1e6:.2f}",
+    }
+    return columns(groups, cells)
 
 
 def by_configuration(rows: Sequence[TrainingRow]) -> list[list[TrainingRow]]:
