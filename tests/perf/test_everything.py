@@ -7,9 +7,12 @@ import re
 import pytest
 
 from perf import __main__ as program
-from perf import machine
-from perf.report import Report, topics
-from perf.topics import latency
+from perf import machine, passes
+from perf.models import sequence
+from perf.peers import gathered, matmuls
+from perf.peers.matmuls import MIN_ROWS
+from perf.report import Report, read, topics
+from perf.topics import latency, model
 from perf.topics.allreduce import AllReduce
 from tests.perf.samples import CPU, row
 
@@ -107,6 +110,45 @@ def test_what_cannot_be_measured_is_refused_with_the_reason(gpu_count, command, 
 
     with pytest.raises(SystemExit, match=re.escape(reason)):
         program.topic_of(options.command).plan(options, gpu_count)
+
+
+# By command: the report's rows of a run on the CPU, their methods, how many are verified (None: all), and a title.
+ON_THE_CPU = {
+    f"fused --rows 4 {MIN_ROWS} --columns 64": ("rows", matmuls.CPU_METHODS, None, "2 ranks, N = 64, K = 128"),
+    "gathered --rows 5 32 --columns 64": ("rows", gathered.CPU_METHODS, None, "2 ranks, N = 64, K = 256"),
+    "model --layers 1 --decode 3 --prefill 5 --generate 0": (
+        "rows",
+        model.CPU_METHODS,
+        12,
+        "2 ranks, 1 layer of tiny: decode of 3 tokens",
+    ),
+    "model --layers 1 --decode --prefill --generate 0 --sequence-parallel 8": (
+        "sequences",
+        sequence.CPU_METHODS,
+        8,
+        "2 ranks, 1 layer of tiny, sequence parallelism: training on 8 tokens",
+    ),
+    "losses --shapes 3x64x1 6x512x2": ("rows", passes.CPU_METHODS, 8, "Forward and backward"),
+    "norm_gradients --shapes 3x16": ("rows", passes.CPU_METHODS, 8, "Backward"),
+}
+
+
+@pytest.mark.usefixtures("forked_ranks")
+@pytest.mark.parametrize("command", ON_THE_CPU)
+def test_on_the_cpu_each_method_of_a_topic_is_measured_and_verified(command, tmp_path):
+    name, methods, count, title = ON_THE_CPU[command]
+
+    assert program.main([*command.split(), "--out", str(tmp_path)]) == 0
+
+    topic = program.topic_of(command.partition(" ")[0])
+    report, text = read(tmp_path / "cpu", topic).report, (tmp_path / "cpu" / f"{topic.name}.md").read_text()
+    rows = getattr(report, name)
+    assert report._rows() == [rows]
+    assert report.skipped == []
+    assert {row.method for row in rows} == {*methods}
+    assert all(0 < row.error < 0.03 for row in rows if getattr(row, "error", None) is not None)
+    assert f"All {count or len(rows)} results were verified: none is wrong." in text
+    assert f"## {title}\n" in text
 
 
 def raiser(error):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 
 import pytest
 import torch
@@ -30,7 +29,7 @@ from perf.models.decoder import (
     rope_cos_sin,
 )
 from perf.topics import model
-from perf.topics.model import ALONE, CPU_METHODS, NORM, UNSHARDED, Model, ModelPlan, Variant
+from perf.topics.model import ALONE, NORM, UNSHARDED, Model, ModelPlan, Variant
 from perf.topics.norms import add_and_norm
 from tests.perf.samples import model_row as row
 
@@ -190,22 +189,6 @@ def test_without_the_unsharded_model_no_row_is_taken_for_right_and_the_next_case
         "unsharded, decode of 1 tokens: out of memory",
         "decode of 1 tokens: no result of the unsharded model to compare with",
     ]
-
-
-@pytest.mark.usefixtures("forked_ranks")
-def test_the_report_of_a_machine_without_gpus(tmp_path):
-    arguments = ["model", "--layers", "1", "--decode", "3", "--prefill", "5", "--generate", "0"]
-    assert program.main([*arguments, "--out", str(tmp_path)]) == 0
-
-    folder = tmp_path / "cpu"
-    found = json.loads((folder / "model.json").read_text())
-    assert [one["method"] for one in found["rows"]] == list(CPU_METHODS) * 2
-    assert found["skipped"] == []
-    checked = [one["error"] for one in found["rows"] if one["method"] not in (ALONE, UNSHARDED)]
-    assert all(0 < error < 0.03 for error in checked)
-    text = (folder / "model.md").read_text()
-    assert "All 12 results were verified: none is wrong." in text
-    assert "## 2 ranks, 1 layer of tiny: decode of 3 tokens" in text
 
 
 def test_a_wrong_result_makes_the_command_fail(tmp_path, monkeypatch, capsys):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 
 import pytest
@@ -154,18 +153,6 @@ def test_a_gradient_that_is_no_number_is_infinitely_wrong():
 
 
 ONLY = ["model", "--decode", "--prefill", "--generate", "0", "--sequence-parallel"]
-
-
-@pytest.mark.usefixtures("forked_ranks")
-def test_the_report_of_a_machine_without_gpus(tmp_path):
-    assert program.main([*ONLY, "8", "--layers", "1", "--out", str(tmp_path)]) == 0
-
-    found = json.loads((tmp_path / "cpu" / "model.json").read_text())
-    assert [one["method"] for one in found["sequences"]] == [*CPU_METHODS] * 2
-    assert (found["rows"], found["skipped"]) == ([], [])
-    text = (tmp_path / "cpu" / "model.md").read_text()
-    assert "All 8 results were verified: none is wrong." in text
-    assert "## 2 ranks, 1 layer of tiny, sequence parallelism: training on 8 tokens" in text
 
 
 @pytest.mark.parametrize(
