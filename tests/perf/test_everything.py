@@ -9,6 +9,7 @@ import pytest
 from perf import __main__ as program
 from perf import machine, passes
 from perf.models import sequence
+from perf.models.workloads import WORKLOADS
 from perf.peers import gathered, matmuls
 from perf.peers.matmuls import MIN_ROWS
 from perf.report import Report, read, topics
@@ -110,6 +111,30 @@ def test_what_cannot_be_measured_is_refused_with_the_reason(gpu_count, command, 
 
     with pytest.raises(SystemExit, match=re.escape(reason)):
         program.topic_of(options.command).plan(options, gpu_count)
+
+
+# By command and number of GPUs, fields of the first plan.
+PLANNED = {
+    ("fsdp", 4): {"device": "cuda", "world_size": 4, "model": "llama-3-8b", "layers": None, "tokens": (2048, 8192)},
+    ("fsdp", 0): {"device": "cpu", "world_size": 2, "model": "tiny"},
+    ("throughput", 4): {
+        "device": "cuda",
+        "world_size": 4,
+        "steps": 200,
+        "models": tuple(name for name in WORKLOADS if name != "tiny"),
+    },
+    ("throughput", 0): {"device": "cpu", "world_size": 2, "models": ("tiny",)},
+    ("model", 4): {"device": "cuda", "world_size": 4, "size": "llama-3-70b", "layers": 4, "prefill": (2048, 8192)},
+    ("model", 0): {"device": "cpu", "world_size": 2, "size": "tiny", "layers": 2},
+}
+
+
+@pytest.mark.parametrize(("command", "gpu_count"), PLANNED)
+def test_gpus_take_large_models_and_the_cpu_a_tiny_one(command, gpu_count):
+    plan = program.topic_of(command).plan(program.parse([command]), gpu_count)
+
+    first = vars(plan[0] if isinstance(plan, list) else plan)
+    assert {name: first[name] for name in PLANNED[command, gpu_count]} == PLANNED[command, gpu_count]
 
 
 # By command: the report's rows of a run on the CPU, their methods, how many are verified (None: all), and a title.

@@ -198,15 +198,6 @@ def test_a_wrong_result_makes_the_command_fail(tmp_path, monkeypatch, capsys):
     assert "WRONG RESULTS: 1 of 1 (graphar at 4 layers" in capsys.readouterr().out
 
 
-def test_gpus_take_a_large_model_and_the_cpu_a_tiny_one():
-    options = program.parse(["model"])
-    (on_gpus, *_), (on_cpu, *_) = (Model.plan(options, count) for count in (4, 0))
-
-    assert (on_gpus.device, on_gpus.world_size, on_gpus.size, on_gpus.layers) == ("cuda", 4, "llama-3-70b", 4)
-    assert (on_cpu.device, on_cpu.world_size, on_cpu.size, on_cpu.layers) == ("cpu", 2, "tiny", 2)
-    assert [(one.phase, one.new) for one in on_gpus.cases()][2:4] == [("decode", 1), ("prefill", 2048)]
-
-
 ROWS = [
     row(UNSHARDED, 800.0, None),
     row(ALONE, 200.0, None),
