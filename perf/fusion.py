@@ -31,14 +31,6 @@ from perf.topics.allreduce import FAMILIES, OF_BEST_PEER
 CPU_ROWS, CPU_COLUMNS, CPU_FEATURES = (16, 256), 256, (256,)
 
 
-def methods_of(options: argparse.Namespace, known: Sequence[str]) -> Sequence[str]:
-    """Returns the methods to measure. Ends the program if one is not in ``known``."""
-    methods = options.methods or known
-    if unknown := [name for name in methods if name not in known]:
-        sys.exit(f"{', '.join(unknown)}: not on this machine, which has {', '.join(known)}")
-    return methods
-
-
 ROUNDED_SHARE = 2.0**-13  # tolerance for sums with cancellation, relative to the largest sum of magnitudes
 
 
@@ -166,18 +158,16 @@ class Comparison:
     def ratios_plot(self, cases: Cases) -> Plot | None:
         """Plots the times of graphar's methods / the best peer's time."""
         peers = {m: best_peer(rows.values()) for m, rows in cases.items()}
-        lines = []
-        for name, pick in self._picks().items():
-            rows = {m: row for m, of_m in cases.items() if peers[m] and (row := pick(of_m))}
-            lines += [_line(name, rows, peers)] if rows else []
-        return Plot("Time / best peer's time", lines, M_AXIS, OF_BEST_PEER, 1.0) if lines else None
-
-    def _picks(self) -> dict[str, Callable[[Mapping[str, FusionRow]], FusionRow | None]]:
-        return {
+        picks = {
             "graphar": lambda rows: rows.get("graphar"),
             "best graphar": best_own,
             self.sequence: lambda rows: rows.get(self.sequence),
         }
+        lines = []
+        for name, pick in picks.items():
+            rows = {m: row for m, of_m in cases.items() if peers[m] and (row := pick(of_m))}
+            lines += [_line(name, rows, peers)] if rows else []
+        return Plot("Time / best peer's time", lines, M_AXIS, OF_BEST_PEER, 1.0) if lines else None
 
 
 M_AXIS = Axis("M: rows of the activations", 2)
@@ -279,7 +269,9 @@ class FusionReport(BetweenRanks):
     def plan(cls, options: argparse.Namespace, gpu_count: int, **more) -> list[FusedPlan]:
         """Returns one plan for each world size. ``more`` are the fields that a topic's plans have besides."""
         device, at = ("cuda", 0) if gpu_count >= 2 else ("cpu", 1)
-        world_sizes, methods = cls.world_sizes(options, gpu_count), methods_of(options, cls.methods[at])
+        world_sizes, methods = cls.world_sizes(options, gpu_count), options.methods or cls.methods[at]
+        if unknown := [name for name in methods if name not in cls.methods[at]]:
+            sys.exit(f"{', '.join(unknown)}: not on this machine, which has {', '.join(cls.methods[at])}")
         named = options.rows, options.columns, options.features
         sizes = [one or default for one, default in zip(named, cls.sizes[at], strict=True)]
         return [cls.plans(device, world_size, *sizes, methods, **more) for world_size in world_sizes]

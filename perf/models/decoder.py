@@ -93,7 +93,6 @@ class Case:
 
     @property
     def iterations(self) -> int:
-        """The number of steps in one timed repeat."""
         return 10 if self.phase == DECODE else 1
 
     @property

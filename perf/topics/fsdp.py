@@ -374,7 +374,6 @@ class Fsdp(training_steps.TrainingReport):
 
     @classmethod
     def plan(cls, options: argparse.Namespace, gpu_count: int) -> FsdpPlan:
-        """Returns a plan of Llama 3 8B's layers on GPUs, or of a tiny model on the CPU."""
         device, world_size, steps = cls.world(options, gpu_count)
         tokens = tuple(options.tokens or (TOKENS if device == "cuda" else CPU_TOKENS))
         positive = (*tokens, *options.blocks, options.layers, options.seconds)

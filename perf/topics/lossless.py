@@ -331,7 +331,7 @@ class Lossless(BetweenRanks):
 
 def ratio_table(rows: Sequence[LosslessRow], method: str) -> str:
     """Returns a table with a row for each kind of data: its bits, and lossless time / ``method``'s time by size."""
-    sizes = sizes_of(rows)
+    sizes = sorted({row.nbytes for row in rows if row.nbytes})
     has_entropy = any(row.entropy is not None for row in rows)
     header = ["data", *(["entropy"] if has_entropy else []), "bits"]
     header += [f"{format_nbytes(nbytes)}: of_{method}" for nbytes in sizes]
@@ -342,10 +342,6 @@ def ratio_table(rows: Sequence[LosslessRow], method: str) -> str:
         ratios = [by_size[nbytes].over(method) if nbytes in by_size else None for nbytes in sizes]
         lines.append([kind, *entropies, f"{first.bits:.2f}", *map(ratio_cell, ratios)])
     return table(header, lines)
-
-
-def sizes_of(rows: Sequence[LosslessRow]) -> list[int]:
-    return sorted({row.nbytes for row in rows if row.nbytes})
 
 
 def ratio_plot(rows: Sequence[LosslessRow]) -> Plot | None:

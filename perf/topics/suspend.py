@@ -293,7 +293,6 @@ class Suspend(BetweenRanks):
 
     @classmethod
     def plan(cls, options: argparse.Namespace, gpu_count: int) -> list[SuspendPlan]:
-        """Returns one plan for each world size. Ends the program with fewer than 2 GPUs."""
         if gpu_count < 2:
             sys.exit(NEEDED)
         world_sizes = cls.world_sizes(options, gpu_count)

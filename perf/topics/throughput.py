@@ -211,7 +211,6 @@ def train_and_time(
 def row_of(
     training: Training, blocks: list[float], workload: Workload, batch_size: int, world_size: int
 ) -> ThroughputRow:
-    """Returns the row of a training from the times of its blocks. Collective."""
     parameters = list(training.model.parameters())
     return ThroughputRow(
         model=workload.name,
@@ -344,7 +343,6 @@ class Throughput(training_steps.TrainingReport):
 
     @classmethod
     def plan(cls, options: argparse.Namespace, gpu_count: int) -> ThroughputPlan:
-        """Returns a plan of all well-known models on GPUs, or of a tiny model on the CPU."""
         device, world_size, steps = cls.world(options, gpu_count)
         training_steps.check_blocks(steps, (options.batch_size, options.seconds), "--batch-size and --seconds")
         default = tuple(name for name in WORKLOADS if (name == TINY) != (device == "cuda"))

@@ -169,7 +169,10 @@ def train(task: Task, data: Data, run: Run, device: torch.device) -> Outcome:
     model = task.model().to(device)
     ranks = DistributedDataParallel(model, device_ids=[device] if device.type == "cuda" else None)
     if run.backend == "graphar":
-        ranks.register_comm_hook(None, hook_of(run))
+        hook = graphar.ddp.exact_hook()
+        if run.codec:
+            hook = graphar.ddp.quantized_hook(replace(run.codec, seed=run.seed), error_feedback=run.error_feedback)
+        ranks.register_comm_hook(None, hook)
     optimizer = torch.optim.AdamW(ranks.parameters(), lr=task.learning_rate)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, run.steps)
     begin = time.perf_counter()
@@ -191,12 +194,6 @@ def train(task: Task, data: Data, run: Run, device: torch.device) -> Outcome:
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         same_bits=same_on_all_ranks(model),
     )
-
-
-def hook_of(run: Run):
-    if run.codec is None:
-        return graphar.ddp.exact_hook()
-    return graphar.ddp.quantized_hook(replace(run.codec, seed=run.seed), error_feedback=run.error_feedback)
 
 
 def batches(task: Task, data: Data, run: Run) -> Iterator[tuple[Tensor, Tensor]]:
@@ -272,7 +269,6 @@ class Training(TrainingReport):
 
     @classmethod
     def plan(cls, options: argparse.Namespace, gpu_count: int) -> TrainingPlan:
-        """Returns a plan of every codec on GPUs, and of a few codecs on the CPU."""
         device, world_size, steps = cls.world(options, gpu_count)
         seeds = options.seeds or (SEEDS if device == "cuda" else cls.seeds_on_cpu)
         if steps <= WARM_UP_STEPS:
