@@ -142,7 +142,6 @@ class ThroughputPlan:
     """The models to measure.
 
     Attributes:
-        device: "cuda" or "cpu".
         models: names in WORKLOADS.
         steps: the number of timed steps of each reduction.
         batch_size: samples per rank and step. None: each model's default.

@@ -153,7 +153,6 @@ def run_rank(plan: TrainingPlan, rank: int, port: int) -> Iterator[TrainingRow]:
 
 
 def rows_of(plan: TrainingPlan, ranks: ProcessRanks) -> Iterator[TrainingRow]:
-    """Yields a row for each run of each task. Collective."""
     torch.backends.cudnn.deterministic = True
     for name in plan.tasks:
         task = TASKS[name]
@@ -273,7 +272,9 @@ class Training(TrainingReport):
         seeds = options.seeds or (SEEDS if device == "cuda" else cls.seeds_on_cpu)
         if steps <= WARM_UP_STEPS:
             sys.exit(f"--steps must be more than the {WARM_UP_STEPS} that are not timed")
-        check_packages(options.tasks)
+        for task in options.tasks:
+            if task in PACKAGES and importlib.util.find_spec(PACKAGES[task][0]) is None:
+                sys.exit(f"{task} needs {PACKAGES[task][1]}")
         every_codec = device == "cuda"
         return cls.kind_of_plan(device, world_size, tuple(options.tasks), tuple(range(seeds)), steps, every_codec)
 
@@ -317,13 +318,6 @@ PACKAGES = {
     "digits": ("sklearn", "scikit-learn: pip install 'graphar-nvlink[train]'; or leave them out: --tasks bytes"),
     "animals": ("animal_mnist", "animal-mnist: pip install --no-deps animal-mnist; or leave them out: --tasks text"),
 }
-
-
-def check_packages(tasks: Sequence[str]) -> None:
-    """Ends the program if a task's data are in a package that is not installed."""
-    for task in tasks:
-        if task in PACKAGES and importlib.util.find_spec(PACKAGES[task][0]) is None:
-            sys.exit(f"{task} needs {PACKAGES[task][1]}")
 
 
 def title(rows: Sequence[TrainingRow]) -> str:
