@@ -68,7 +68,11 @@ class FusionRow(Timing):
     wrong: int
 
     floors: ClassVar[tuple[str, str]]  # the matmul alone and the collective alone
-    more: ClassVar[tuple[str, ...]] = ()  # what tells layers of the same sizes apart, in words
+
+    @property
+    def more(self) -> tuple[str, ...]:
+        """What tells layers of the same sizes apart, in words."""
+        return ()
 
     @property
     def what(self) -> tuple[str, ...]:
@@ -277,7 +281,6 @@ class FusionReport(BetweenRanks):
         return [cls.plans(device, world_size, *sizes, methods, **more) for world_size in world_sizes]
 
     def sections(self) -> list[Section]:
-        """Returns a section for each layer."""
         found = []
         for title, of_layer in group(self.rows, lambda row: row.layer).items():
             cases = by_method(of_layer, lambda row: row.m)
@@ -290,13 +293,11 @@ class FusionReport(BetweenRanks):
         """Returns the tables of a layer that stand before the times of all methods."""
         return [self.comparison.table(cases), *choice_table("M", choices(cases, self.variants))]
 
-    def cases(self) -> Mapping[tuple, Mapping[str, FusionRow]]:
-        """Returns the rows by case and method."""
+    def cases(self) -> dict:
         return by_method(self.rows, lambda row: (row.world_size, *row.more, getattr(row, self.width), row.m))
 
     @classmethod
     def in_words(cls, case: tuple) -> str:
-        """Returns a description of a case."""
         world_size, *more, width, m = case
         return ", ".join([f"M = {m}", f"{cls.width.upper()} = {width}", *more, f"{world_size} ranks"])
 

@@ -273,11 +273,12 @@ class Model(BetweenRanks):
         for world_size in world_sizes:
             if uneven := [tokens for tokens in in_sequence if tokens < 1 or tokens % world_size]:
                 sys.exit(f"--sequence-parallel: {world_size} ranks cannot divide {uneven[0]} tokens evenly")
-            for kind, size, given in (
+            wanted: list[tuple[type, str, tuple]] = [
                 (ModelPlan, SIZE, (decode, prefill) if decode or prefill else ()),
                 (GenerationPlan, GENERATING_SIZE, (generate,) if generate else ()),
                 (SequencePlan, SIZE, (in_sequence,) if in_sequence else ()),
-            ):
+            ]
+            for kind, size, given in wanted:
                 if given:
                     shape = shape_of(options, size if on_gpus else decoding.TINY, world_size)
                     plans.append(kind("cuda" if on_gpus else "cpu", world_size, *shape, *given))

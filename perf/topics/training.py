@@ -110,7 +110,6 @@ class TrainingRow:
         return self.outcome.parameters * self.bits / 8 * 2 * (self.world_size - 1) / self.world_size
 
     def configuration(self) -> tuple:
-        """Returns a key of everything but the seed."""
         return self.task, self.backend, self.mode, str(self.run.codec)
 
 
