@@ -341,5 +341,4 @@ def step_table(rows: Mapping[str, ModelRow]) -> str:
 
 
 def best_own(rows: Mapping[str, AnyRow]) -> AnyRow | None:
-    """Returns the fastest of graphar's methods without a codec."""
     return best(row for name, row in rows.items() if name in EXACT)

@@ -377,7 +377,6 @@ def run_table(rows: Sequence[TrainingRow]) -> str:
 
 
 def by_configuration(rows: Sequence[TrainingRow]) -> list[list[TrainingRow]]:
-    """Returns groups of rows. The rows of a group differ only in their seed."""
     return list(group(rows, TrainingRow.configuration).values())
 
 
