@@ -78,17 +78,16 @@ VENV_PARAMS = ["--system-site-packages"] if SYSTEM_HAS_TORCH else []
 
 
 @nox.session(venv_params=VENV_PARAMS)
-def tests(session: nox.Session) -> None:
+def tests(session: nox.Session, *named: str) -> None:
     """Run the tests; those that need a GPU skip themselves where there is none. TORCH_VERSION says with which torch."""
     install(session, "--editable", ".[dev]")
-    session.run("python", "-m", "pytest", *workers_beside_gpus(), *session.posargs)
+    session.run("python", "-m", "pytest", *named, *workers_beside_gpus(), *session.posargs)
 
 
 @nox.session(venv_params=VENV_PARAMS)
 def apart(session: nox.Session) -> None:
     """Run the tests of perf, of reports of the protocols' models, of whole models and of torch's compilers."""
-    install(session, "--editable", ".[dev]")
-    session.run("python", "-m", "pytest", *APART, *workers_beside_gpus(), *session.posargs)
+    tests(session, *APART)
 
 
 @nox.session(venv_params=VENV_PARAMS)
@@ -115,7 +114,7 @@ def host(session: nox.Session, *options: str) -> None:
 
 @nox.session(venv_params=VENV_PARAMS)
 def checks(session: nox.Session) -> None:
-    """Run tests, apart, docs, catalogue and host in one environment. If one fails, the others still run."""
+    """Run tests and apart together, docs, catalogue and host in one environment. If one fails, the others still run."""
     run_all(session)
 
 
@@ -141,14 +140,17 @@ def nightly(session: nox.Session) -> None:
 
 
 def run_all(session: nox.Session, *options: str) -> None:
-    """Runs the sessions of tests. ``options`` are for those that have a sample and a whole."""
+    """Runs the sessions of tests. ``options`` are for those that have a sample and a whole.
+
+    tests and apart are one command: workers that import and collect all of it, and servers of ranks, take a minute.
+    """
     failed = []
-    for one in (tests, apart, docs, catalogue, host):
-        session.log(f"{session.name}: {one.__name__}")
+    for part, given in ((tests, ("tests", *APART)), (docs, ()), (catalogue, options), (host, options)):
+        session.log(f"{session.name}: {part.__name__}")
         try:
-            one(session, *(options if one in (catalogue, host) else ()))
+            part(session, *given)
         except nox.command.CommandFailed:
-            failed.append(one.__name__)
+            failed.append(part.__name__)
     if failed:
         session.error(f"failed: {', '.join(failed)}")
 

@@ -20,23 +20,15 @@ from perf.charts import Axis, Line, Plot
 from perf.choices import choice_table, choices
 from perf.harness import ranks as ranks_of
 from perf.harness import verify
-from perf.harness.ranks import Ranks, timed_in_turn
+from perf.harness.ranks import Ranks, case_by_case, timed_in_turn
 from perf.harness.timing import Repeated, spread
 from perf.md import NOT_SERVED, columns, name_cell, ratio_cell, time_cell, time_table
 from perf.peers.matmuls import FEATURES, HIDDEN, INT8, ROWS, FusedPlan, Layer, Variant
-from perf.ratios import best, best_peer, by_method, of_best_peer, ratio, words_for
+from perf.ratios import best, best_peer, by_method, group, of_best_peer, ratio, words_for
 from perf.report import Choice, Glance, Section, Spread, Timing
 from perf.topics.allreduce import FAMILIES, OF_BEST_PEER
 
 CPU_ROWS, CPU_COLUMNS, CPU_FEATURES = (16, 256), 256, (256,)
-
-
-def methods_of(options: argparse.Namespace, known: Sequence[str]) -> Sequence[str]:
-    """Returns the methods to measure. Ends the program if one is not in ``known``."""
-    methods = options.methods or known
-    if unknown := [name for name in methods if name not in known]:
-        sys.exit(f"{', '.join(unknown)}: not on this machine, which has {', '.join(known)}")
-    return methods
 
 
 ROUNDED_SHARE = 2.0**-13  # tolerance for sums with cancellation, relative to the largest sum of magnitudes
@@ -78,8 +70,17 @@ class FusionRow(Timing):
     floors: ClassVar[tuple[str, str]]  # the matmul alone and the collective alone
 
     @property
+    def more(self) -> tuple[str, ...]:
+        """What tells layers of the same sizes apart, in words."""
+        return ()
+
+    @property
     def what(self) -> tuple[str, ...]:
-        return (f"{self.m} x {self.n} x {self.k}",)
+        return *self.more, f"{self.m} x {self.n} x {self.k}"
+
+    @property
+    def layer(self) -> str:
+        return ", ".join([*self.more, f"{self.world_size} ranks", f"N = {self.n}", f"K = {self.k}"])
 
     @property
     def is_peer(self) -> bool:
@@ -161,18 +162,16 @@ class Comparison:
     def ratios_plot(self, cases: Cases) -> Plot | None:
         """Plots the times of graphar's methods / the best peer's time."""
         peers = {m: best_peer(rows.values()) for m, rows in cases.items()}
-        lines = []
-        for name, pick in self._picks().items():
-            rows = {m: row for m, of_m in cases.items() if peers[m] and (row := pick(of_m))}
-            lines += [_line(name, rows, peers)] if rows else []
-        return Plot("Time / best peer's time", lines, M_AXIS, OF_BEST_PEER, 1.0) if lines else None
-
-    def _picks(self) -> dict[str, Callable[[Mapping[str, FusionRow]], FusionRow | None]]:
-        return {
+        picks = {
             "graphar": lambda rows: rows.get("graphar"),
             "best graphar": best_own,
             self.sequence: lambda rows: rows.get(self.sequence),
         }
+        lines = []
+        for name, pick in picks.items():
+            rows = {m: row for m, of_m in cases.items() if peers[m] and (row := pick(of_m))}
+            lines += [_line(name, rows, peers)] if rows else []
+        return Plot("Time / best peer's time", lines, M_AXIS, OF_BEST_PEER, 1.0) if lines else None
 
 
 M_AXIS = Axis("M: rows of the activations", 2)
@@ -220,12 +219,12 @@ def run_rank(topic: type[FusionReport], plan: FusedPlan, rank: int, port: int) -
     variants, skipped = topic.make_variants(plan, ranks)
     yield from skipped
     ranks.warm_up()
-    for layer in plan.layers():
+
+    def rows_of(layer: Layer) -> Iterator[FusionRow | str]:
         serving = [one for one in variants if one.serves(layer)]
-        yield from measure(layer, serving, ranks, topic.row_of(layer), topic.count_wrong)
-        if plan.device == "cuda":
-            torch.cuda.empty_cache()  # a graph's memory stays in torch's pool, where the next size cannot use it
-    ranks.barrier()
+        return measure(layer, serving, ranks, topic.row_of(layer), topic.count_wrong)
+
+    yield from case_by_case(ranks, map(rows_of, plan.layers()))
 
 
 @dataclass
@@ -240,6 +239,7 @@ class FusionReport(BetweenRanks):
         comparison: the table and the plot of a layer.
         plans: makes a plan of a device, a number of ranks, rows, columns, features and methods.
         sizes: the rows, columns and features by default, on GPUs and on the CPU.
+        width: the field of a row that tells the layers of a report apart: "k" or "n".
         variants: for each method that uses the partition "auto", a function that says whether another method is a
             variant: a fixed partition, or two ops instead.
     """
@@ -250,6 +250,7 @@ class FusionReport(BetweenRanks):
     row_of: ClassVar[Callable[[Layer], Callable[..., FusionRow]]]
     count_wrong: ClassVar[CountWrong] = staticmethod(count_wrong)
     comparison: ClassVar[Comparison]
+    width: ClassVar[str] = "k"
     variants: ClassVar[Mapping[str, Callable[[str], bool]]]
     of_rows: ClassVar[str]  # the help text of --rows
     plans: ClassVar[type[FusedPlan]] = FusedPlan
@@ -272,43 +273,33 @@ class FusionReport(BetweenRanks):
     def plan(cls, options: argparse.Namespace, gpu_count: int, **more) -> list[FusedPlan]:
         """Returns one plan for each world size. ``more`` are the fields that a topic's plans have besides."""
         device, at = ("cuda", 0) if gpu_count >= 2 else ("cpu", 1)
-        world_sizes, methods = cls.world_sizes(options, gpu_count), methods_of(options, cls.methods[at])
+        world_sizes, methods = cls.world_sizes(options, gpu_count), options.methods or cls.methods[at]
+        if unknown := [name for name in methods if name not in cls.methods[at]]:
+            sys.exit(f"{', '.join(unknown)}: not on this machine, which has {', '.join(cls.methods[at])}")
         named = options.rows, options.columns, options.features
         sizes = [one or default for one, default in zip(named, cls.sizes[at], strict=True)]
         return [cls.plans(device, world_size, *sizes, methods, **more) for world_size in world_sizes]
 
-    @staticmethod
-    def layer_of(row: FusionRow) -> tuple:
-        """Returns what rows of one section have in common."""
-        return row.world_size, row.n, row.k
-
-    @staticmethod
-    def title_of(layer: tuple) -> str:
-        world_size, n, k = layer
-        return f"{world_size} ranks, N = {n}, K = {k}"
-
     def sections(self) -> list[Section]:
-        """Returns a section for each layer."""
         found = []
-        for layer in dict.fromkeys(map(self.layer_of, self.rows)):
-            cases = by_method([row for row in self.rows if self.layer_of(row) == layer], lambda row: row.m)
+        for title, of_layer in group(self.rows, lambda row: row.layer).items():
+            cases = by_method(of_layer, lambda row: row.m)
             every = time_table("M", {str(m): rows for m, rows in cases.items()})
             body = [*self.tables_of(cases), "Times of all methods:", every]
-            found.append(Section(self.title_of(layer), body, [self.comparison.ratios_plot(cases)]))
+            found.append(Section(title[:1].upper() + title[1:], body, [self.comparison.ratios_plot(cases)]))
         return found
 
     def tables_of(self, cases: Cases) -> list[str]:
         """Returns the tables of a layer that stand before the times of all methods."""
         return [self.comparison.table(cases), *choice_table("M", choices(cases, self.variants))]
 
-    def cases(self) -> Mapping[tuple, Mapping[str, FusionRow]]:
-        """Returns the rows by case and method."""
-        raise NotImplementedError
+    def cases(self) -> dict:
+        return by_method(self.rows, lambda row: (row.world_size, *row.more, getattr(row, self.width), row.m))
 
-    @staticmethod
-    def in_words(case: tuple) -> str:
-        """Returns a description of a case."""
-        raise NotImplementedError
+    @classmethod
+    def in_words(cls, case: tuple) -> str:
+        world_size, *more, width, m = case
+        return ", ".join([f"M = {m}", f"{cls.width.upper()} = {width}", *more, f"{world_size} ranks"])
 
     def findings(self) -> list[str]:
         loss = self.loss_of_auto()

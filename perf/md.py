@@ -70,21 +70,22 @@ def ratio_cell(value: float | None) -> str:
 
 def method_table(first: str, cases: Mapping[str, Mapping[str, object]]) -> str:
     """Returns a table with a row for each case: times by method, the best peer, and graphar's ratio to it."""
-    methods = list(dict.fromkeys(name for rows in cases.values() for name in rows))
-    lines = []
-    for case, rows in cases.items():
-        peer = best_peer(rows.values())
-        cells = [time_cell(rows.get(name)) for name in methods]
-        compared = ratio_cell(ratio(rows.get("graphar"), peer))
-        lines.append([case, *cells, name_cell(peer), compared])
-    return table([first, *(f"{name} (us)" for name in methods), "best peer", "of_best_peer"], lines)
+    peers = {case: best_peer(rows.values()) for case, rows in cases.items()}
+    more = {
+        "best peer": lambda case: name_cell(peers[case]),
+        "of_best_peer": lambda case: ratio_cell(ratio(cases[case].get("graphar"), peers[case])),
+    }
+    return time_table(first, cases, more)
 
 
-def time_table(first: str, cases: Mapping[str, Mapping[str, object]]) -> str:
-    """Returns a table of microseconds with a row for each case and a column for each method."""
-    methods = list(dict.fromkeys(name for rows in cases.values() for name in rows))
-    lines = [[case, *(time_cell(rows.get(name)) for name in methods)] for case, rows in cases.items()]
-    return table([first, *(f"{name} (us)" for name in methods)], lines)
+def time_table(first: str, cases: Mapping[str, Mapping], more: Mapping[str, Callable] | None = None) -> str:
+    """Returns a table of microseconds with a row for each case and a column for each method.
+
+    ``more`` has further columns: a title, and what a case's cell is.
+    """
+    methods = dict.fromkeys(name for rows in cases.values() for name in rows)
+    times = {f"{name} (us)": lambda case, name=name: time_cell(cases[case].get(name)) for name in methods}
+    return columns(cases, {first: str, **times, **(more or {})})
 
 
 def plural(count: int, word: str) -> str:

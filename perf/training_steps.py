@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
@@ -26,6 +26,7 @@ BLOCK = 10  # steps that are timed together, before the next training's turn
 MIN_BLOCKS = 2
 WARM_UP_STEPS = 3  # DistributedDataParallel rebuilds its buckets after the first step
 ALONE = "alone"  # the method without communication
+TORCHS = ("nccl", "gloo")  # the methods with torch's own collectives
 
 
 def loss_of(logits: Tensor, classes: Tensor, reduction: str = "mean") -> Tensor:
@@ -44,11 +45,11 @@ def same_on_all_ranks(model: nn.Module) -> bool:
     return count.item() == 0
 
 
-def time_blocks(trainings: Sequence, plan, ranks: ProcessRanks, begin: float) -> list[list[float]]:
+def time_blocks(trainings: Sequence[Callable], plan, ranks: ProcessRanks, begin: float) -> list[list[float]]:
     """Returns the microseconds of each training's blocks on the slowest rank. Trainings take turns. Collective.
 
     Args:
-        trainings: ``make_steps(count, seed)`` of one enqueues steps. ``seed`` determines what is random in them.
+        trainings: each enqueues steps: ``(count, seed)``. ``seed`` determines what is random in them.
         plan: the device, the number of steps, and the time limit ``budget_s``, or None.
         begin: the time.perf_counter at which this rank began to work on the model.
     """
@@ -58,7 +59,7 @@ def time_blocks(trainings: Sequence, plan, ranks: ProcessRanks, begin: float) ->
         (spent,) = ranks.slowest([time.perf_counter() - begin])
         if plan.budget_s and block >= MIN_BLOCKS and spent > plan.budget_s:
             break
-        mine = [ranks.time_us(partial(one.make_steps, BLOCK, seed=1 + block), mode) for one in trainings]
+        mine = [ranks.time_us(partial(one, BLOCK, 1 + block), mode) for one in trainings]
         for of_training, time_us in zip(times, ranks.slowest(mine), strict=True):
             of_training.append(time_us)
     return times
@@ -66,15 +67,20 @@ def time_blocks(trainings: Sequence, plan, ranks: ProcessRanks, begin: float) ->
 
 @dataclass(frozen=True)
 class StepRow(Timing):
-    """The base of rows. A subclass adds ``step_ms``, the median time of a step.
-
-    It also says whether the row is ``is_baseline``, torch's own collectives, or ``is_alone``, without communication.
-    """
+    """The base of rows. A subclass adds ``step_ms``, the median time of a step."""
 
     @property
     def label(self) -> str:
         """The method, with what else tells it apart."""
         return self.method
+
+    @property
+    def is_baseline(self) -> bool:
+        return self.method in TORCHS
+
+    @property
+    def is_alone(self) -> bool:
+        return self.method == ALONE
 
 
 def baseline_ms(rows: Iterable[StepRow]) -> float | None:

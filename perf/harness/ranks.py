@@ -238,13 +238,17 @@ def agreed(
     return result, ""
 
 
-def agreed_launches(
-    ranks: Ranks, trials: Iterable[tuple[str, T]]
-) -> tuple[list[tuple[T, Callable[[], None]]], list[str]]:
-    """Returns the trials that can be launched on every rank with their launches, and messages for others. Collective.
+def timed_in_turn(
+    ranks: Ranks, trials: Iterable[tuple[str, T]], repeats: int, mode: str, iterations: int = 1
+) -> tuple[list[tuple[T, Callable[[], None], list[float]]], list[str]]:
+    """Times the trials that can be launched on every rank, in turn. Collective.
 
-    ``trials`` are pairs of a name and a trial. ``make_launch`` of a trial is called before the next pair is made. Its
-    ``refusals``, if it has them, are what it may raise.
+    Returns these trials, each with its launch and its times by repeat in microseconds, and messages for the others. A
+    time is that of the slowest rank, divided by ``iterations``.
+
+    Args:
+        trials: pairs of a name and a trial. ``make_launch`` of a trial is called before the next pair is made. Its
+            ``refusals``, if it has them, are what it may raise, and its ``refill`` restores its input before a launch.
     """
     ready, refused = [], []
     for name, trial in trials:
@@ -254,24 +258,21 @@ def agreed_launches(
             refused.append(f"{name}: {reason}")
         else:
             ready.append((trial, launch))
-    return ready, refused
-
-
-def timed_in_turn(
-    ranks: Ranks, trials: Iterable[tuple[str, T]], repeats: int, mode: str, iterations: int = 1
-) -> tuple[list[tuple[T, Callable[[], None], list[float]]], list[str]]:
-    """Returns what :func:`agreed_launches` does, each launch with its times by repeat in microseconds. Collective.
-
-    Launches take turns. Before each, a trial's ``refill``, if it has one, restores its input. A time is that of the
-    slowest rank, divided by ``iterations``.
-    """
-    ready, refused = agreed_launches(ranks, trials)
     if not ready:
         return [], refused
     launches = [launch for _, launch in ready]
     refills = [getattr(trial, "refill", lambda: None) for trial, _ in ready]
     mine = time_in_turn(launches, repeats, lambda launch: ranks.time_us(launch, mode) / iterations, refills)
     return [(*one, times) for one, times in zip(ready, ranks.slowest(mine), strict=True)], refused
+
+
+def case_by_case(ranks: ProcessRanks, cases: Iterable[Iterator[T]]) -> Iterator[T]:
+    """Yields the rows of each case. Collective."""
+    for rows in cases:
+        yield from rows
+        if ranks.device.type == "cuda":
+            torch.cuda.empty_cache()  # a graph's memory stays in torch's pool, where the next case cannot use it
+    ranks.barrier()
 
 
 def first_line(error: Exception) -> str:

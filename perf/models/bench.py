@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TypeVar
 
-import torch
 from torch import Tensor
 
 from perf.harness.ranks import ProcessRanks
@@ -20,6 +19,7 @@ Row = TypeVar("Row", bound=Timing)
 
 
 UNSHARDED = "unsharded"  # the method that has the whole model on each GPU
+ALONE = "alone"  # the method without communication
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,10 @@ class BenchRow(Timing):
     layers: int
 
     @property
+    def is_peer(self) -> bool:
+        return not self.is_own and self.method not in (ALONE, UNSHARDED)
+
+    @property
     def of_layers(self) -> str:
         return f"{plural(self.layers, 'layer')} of {self.size}"
 
@@ -72,15 +76,6 @@ class ModelBench:
         self._whole = make_decoder(self._size, plan.layers, Shard(0, 1, ranks.device))
         self._own = make_decoder(self._size, plan.layers, self._shard)
         self._head = make_head(self._size, ranks.device)
-
-
-def in_turn(ranks: ProcessRanks, cases: Iterable[Iterator[Row | str]]) -> Iterator[Row | str]:
-    """Yields the rows of each case. Collective."""
-    for rows in cases:
-        yield from rows
-        if ranks.device.type == "cuda":
-            torch.cuda.empty_cache()  # a graph's memory stays in torch's pool, where the next case cannot use it
-    ranks.barrier()
 
 
 def after_linear(linear: Callable, add_and_norm: Callable, a: Tensor, weight: Tensor, residual: Tensor, scale: Tensor):

@@ -89,12 +89,10 @@ class Case:
 
     @property
     def new(self) -> int:
-        """The number of new tokens of each sequence."""
         return self.tokens // self.sequences
 
     @property
     def iterations(self) -> int:
-        """The number of steps in one timed repeat."""
         return 10 if self.phase == DECODE else 1
 
     @property

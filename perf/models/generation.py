@@ -75,10 +75,6 @@ class GenerationRow(BenchRow):
         return f"{self.world_size} ranks, {self.of_layers}: eager {self.what[-1]} with transformers"
 
     @property
-    def is_peer(self) -> bool:
-        return not self.is_own and self.method != UNSHARDED
-
-    @property
     def per_second(self) -> float:
         return self.tokens / self.median * 1e6
 
@@ -234,7 +230,6 @@ NOTES = text_beside(__name__)
 
 
 def table_of(rows: Mapping[str, GenerationRow]) -> str:
-    """Returns the table of one model. It has a row for each method."""
     peer = best_peer(rows.values())
     known = next((row.method for row in rows.values() if row.is_peer), "torch's backend")
     cells = {

@@ -27,7 +27,7 @@ from torch.nn.functional import linear
 
 import graphar
 from perf.harness import ranks as ranks_of
-from perf.harness.ranks import ProcessRanks, agreed, timed_in_turn
+from perf.harness.ranks import ProcessRanks, agreed, case_by_case, timed_in_turn
 from perf.harness.timing import WARM_UP, capture, spread
 from perf.harness.verify import LOGITS_TOLERANCE, again, compare_logits
 from perf.md import NOT_SERVED, columns, method_cell, plural, ratio_cell, text_beside
@@ -359,14 +359,13 @@ def run_rank(plan: SequencePlan, rank: int, port: int) -> Iterator[SequenceRow |
     ranks.warm_up()
     measure = Bench(plan, ranks, elementwise).measure
     cases = itertools.product((decoding.PREFILL, TRAINING), plan.tokens)
-    yield from bench.in_turn(ranks, (measure(*case, methods) for case in cases))
+    yield from case_by_case(ranks, (measure(*case, methods) for case in cases))
 
 
 NOTES = text_beside(__name__)
 
 
 def table_of(rows: Mapping[str, SequenceRow]) -> str:
-    """Returns the table of one step. It has a row for each method."""
     peer = best_peer(rows.values())
     cells = {
         "method": method_cell,

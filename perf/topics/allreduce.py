@@ -6,7 +6,7 @@ import argparse
 import itertools
 import statistics
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -19,7 +19,7 @@ from perf.harness.cases import ITEMSIZES, SIZES, LinkCeiling, Plan, Row, SizesPl
 from perf.machine import check_world_sizes
 from perf.md import NOT_SERVED, method_table, name_cell, rate, ratio_cell, table, time_cell, time_table
 from perf.peers.catalogue import CPU_METHODS, CUDA_METHODS, FIXED_ALGORITHM, LIST_METHODS, why_no_method
-from perf.ratios import NOISE, best_peer, by_method, extent, of_best_peer, ratio, words_for
+from perf.ratios import NOISE, best_peer, by_method, extent, group, of_best_peer, ratio, words_for
 from perf.report import Arguments, Choice, Glance, Report, Section
 from perf.traffic import NVLINK_NOTES, traffic_table
 
@@ -313,10 +313,7 @@ def backend_section(rows: Sequence[Row]) -> list[Section]:
         return []
     order = ("gloo", "nccl", "graphar")
     columns = sorted({(row.world_size, row.method) for row in found}, key=lambda one: (one[0], order.index(one[1])))
-    lines = []
-    for nbytes in sorted({row.nbytes for row in found}):
-        cells = {(row.world_size, row.method): time_cell(row) for row in found if row.nbytes == nbytes}
-        lines.append([format_nbytes(nbytes), *(cells.get(column, NOT_SERVED) for column in columns)])
+    lines = lines_by_size(found, lambda row: (row.world_size, row.method), columns)
     header = ["size", *(f"{world_size} ranks: {method} (us)" for world_size, method in columns)]
     text = "Times on GPUs are measured in CUDA graphs. gloo sums CPU tensors."
     if any(row.mode == "graph" for row in found) and any(row.method == "gloo" for row in found):
@@ -343,29 +340,20 @@ def token_section(rows: Sequence[Row]) -> list[Section]:
 
 
 def dtype_section(rows: Sequence[Row]) -> list[Section]:
-    """Returns a section that compares the other dtypes with the first one."""
     others = [row for row in rows if row.dtype != rows[0].dtype]
     if not others:
         return []
     like = {(row.world_size, row.mode, row.form, row.method, row.nbytes) for row in others}
     mine = [row for row in rows if (row.world_size, row.mode, row.form, row.method, row.nbytes) in like]
-    columns = list(dict.fromkeys((method, row.dtype) for method in _methods(mine) for row in mine))
-    lines = []
-    for nbytes in sorted({row.nbytes for row in others}):
-        cells = {(row.method, row.dtype): time_cell(row) for row in mine if row.nbytes == nbytes}
-        lines.append([format_nbytes(nbytes), *(cells.get(column, NOT_SERVED) for column in columns)])
+    columns = list(itertools.product(*(dict.fromkeys(getattr(row, of) for row in mine) for of in ("method", "dtype"))))
+    lines = lines_by_size(mine, lambda row: (row.method, row.dtype), columns)
     title = f"{mine[0].world_size} ranks, by dtype, {MODES[mine[0].mode]}"
     return [Section(title, [table(["size", *(f"{method} {dtype} (us)" for method, dtype in columns)], lines)])]
 
 
 def nvlink_sections(rows: Sequence[Row]) -> list[Section]:
-    """Returns a section on the counted NVLink traffic for each world."""
-    found = []
-    counted = [row for row in rows if row.nvlink]
-    for world_size in dict.fromkeys(row.world_size for row in counted):
-        mine = [row for row in counted if row.world_size == world_size]
-        found.append(Section(f"NVLink traffic, {world_size} ranks", [NVLINK_NOTES, traffic_table(mine)]))
-    return found
+    counted = group([row for row in rows if row.nvlink], lambda row: row.world_size)
+    return [Section(f"NVLink traffic, {n} ranks", [NVLINK_NOTES, traffic_table(mine)]) for n, mine in counted.items()]
 
 
 def span(rows: Sequence[Row]) -> str:
@@ -373,8 +361,10 @@ def span(rows: Sequence[Row]) -> str:
     return " to ".join(format_nbytes(nbytes) for nbytes in dict.fromkeys([min(sizes), max(sizes)]))
 
 
-def _methods(rows: Iterable[Row]) -> list[str]:
-    return list(dict.fromkeys(row.method for row in rows))
+def lines_by_size(rows: Iterable[Row], column_of: Callable[[Row], object], columns: Sequence) -> list[list[str]]:
+    """Returns the lines of a table of times, with a cell for each of ``columns``."""
+    by_size = {size: {column_of(row): row for row in mine} for size, mine in sorted(group(rows, _nbytes).items())}
+    return [[format_nbytes(size), *(time_cell(cells.get(one)) for one in columns)] for size, cells in by_size.items()]
 
 
 def families(rows: Sequence[Row]) -> dict[str, list[Row]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,9 +20,9 @@ from graphar.plan.sizes import KB, MB, format_nbytes
 from perf.between_ranks import BetweenRanks
 from perf.harness import ranks as ranks_of
 from perf.harness.cases import Case
-from perf.harness.ranks import ProcessRanks, random_tensor, timed_in_turn
+from perf.harness.ranks import ProcessRanks, case_by_case, random_tensor, timed_in_turn
 from perf.harness.timing import Repeated, spread
-from perf.harness.verify import differs
+from perf.harness.verify import again, differs
 from perf.md import method_table
 from perf.ratios import by_method, of_best_peer
 from perf.report import Arguments, Glance, Section, Spread, Timing
@@ -70,14 +71,11 @@ class Trial(Repeated):
         super().__init__(call, case.iterations, ranks.device.type == "cuda")
 
     def count_wrong(self, launch: Callable[[], None]) -> int:
-        """Runs the timed launch once more, and returns how many elements of this rank's result are wrong."""
-        self.result.view(torch.int16).fill_(-1)
-        launch()
-        self._ranks.barrier()
+        result = again(self, launch, self._ranks)
         rank, ranks = self._ranks.rank, self._ranks.size
         scatter, gather = (0, 0) if self._kind == ROWS else (2, 1)
         wrong = 0
-        for source, found in enumerate(self.result.chunk(ranks, gather)):  # made again: it need not travel
+        for source, found in enumerate(result.chunk(ranks, gather)):  # made again: it need not travel
             x = shaped(random_tensor(self._case, source, self._ranks.device), self._kind, ranks)
             wrong += int(differs(found.contiguous(), x.chunk(ranks, scatter)[rank].contiguous()).sum())
         return wrong
@@ -157,22 +155,19 @@ def by_symmetric_memory(x: Tensor) -> Callable[[], Tensor]:
 def run_rank(plan: AllToAllPlan, rank: int, port: int) -> Iterator[AllToAllRow | str]:
     ranks = ranks_of.join(rank, plan.world_size, plan.device, port)
     ranks.warm_up()
-    mode = "graph" if plan.device == "cuda" else "cpu"
-    for kind in (ROWS, HEADS):
-        for asked in plan.sizes:
-            nbytes = 2 * numel_of(asked, ranks.size)
-            case = Case(ranks.size, "process", mode, "bfloat16", nbytes)
-            x = shaped(random_tensor(case, rank, ranks.device), kind, ranks.size)
-            trials = [(name, Trial(name, call, case, kind, ranks)) for name, call in calls_of(x, kind).items()]
-            timed, refused = timed_in_turn(ranks, trials, case.repeats, mode, case.iterations)
-            yield from (f"{one}, {kind} of {format_nbytes(nbytes)}" for one in refused)
-            for trial, launch, times in timed:
-                (wrong,) = ranks.total([trial.count_wrong(launch)])
-                yield AllToAllRow(trial.method, kind, ranks.size, nbytes, spread(times), wrong)
-            del trials, timed
-            if x.is_cuda:
-                torch.cuda.empty_cache()
-    ranks.barrier()
+    cases = itertools.product((ROWS, HEADS), plan.sizes)
+    yield from case_by_case(ranks, (rows_of(kind, 2 * numel_of(asked, ranks.size), ranks) for kind, asked in cases))
+
+
+def rows_of(kind: str, nbytes: int, ranks: ProcessRanks) -> Iterator[AllToAllRow | str]:
+    case = Case(ranks.size, "process", "graph" if ranks.device.type == "cuda" else "cpu", "bfloat16", nbytes)
+    x = shaped(random_tensor(case, ranks.rank, ranks.device), kind, ranks.size)
+    trials = [(name, Trial(name, call, case, kind, ranks)) for name, call in calls_of(x, kind).items()]
+    timed, refused = timed_in_turn(ranks, trials, case.repeats, case.mode, case.iterations)
+    yield from (f"{one}, {kind} of {format_nbytes(nbytes)}" for one in refused)
+    for trial, launch, times in timed:
+        (wrong,) = ranks.total([trial.count_wrong(launch)])
+        yield AllToAllRow(trial.method, kind, ranks.size, nbytes, spread(times), wrong)
 
 
 @dataclass

@@ -43,7 +43,6 @@ class Compiled:
 
 
 def compile_all(every: int) -> Iterator[Compiled]:
-    """Yields the kernels of :func:`cases` as they are compiled."""
     # The cache starts empty, so every kernel is compiled. Processes are spawned, because torch's threads do not survive
     # a fork.
     with tempfile.TemporaryDirectory() as cache:
@@ -94,7 +93,6 @@ class Compile(Report):
 
     @classmethod
     def plan(cls, options: argparse.Namespace, gpu_count: int) -> int:
-        """Returns N, to compile every N-th kernel."""
         return options.every
 
     @classmethod

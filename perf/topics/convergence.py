@@ -65,7 +65,6 @@ def final_table(rows: Sequence[TrainingRow]) -> str:
 
 
 def gradients(runs: Sequence[TrainingRow]) -> str:
-    """Returns the name of runs that differ only in their seed."""
     codec = runs[0].run.codec
     words = f"{codec.bits} bits" if codec else "exact"
     return words + ("" if all(row.outcome.same_bits for row in runs) else " **(WRONG)**")

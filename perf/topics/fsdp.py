@@ -10,7 +10,7 @@ import statistics
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import groupby
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -28,6 +28,7 @@ from perf.harness.ranks import ProcessRanks
 from perf.md import NOT_SERVED, columns
 from perf.models.decoder import SIZES, TINY, Size
 from perf.models.llama import Llama, fill, fitting_layers
+from perf.ratios import group
 from perf.report import Arguments, Glance, Section
 
 MODEL = "llama-3-8b"
@@ -79,18 +80,6 @@ class FsdpRow(training_steps.StepRow):
     @property
     def what(self) -> tuple[str, ...]:
         return self.model, f"{self.layers} layers", f"{self.tokens} tokens"
-
-    @property
-    def is_own(self) -> bool:
-        return self.method in OWN
-
-    @property
-    def is_baseline(self) -> bool:
-        return self.method not in (*OWN, ZERO_CTA, training_steps.ALONE)
-
-    @property
-    def is_alone(self) -> bool:
-        return self.method == training_steps.ALONE
 
     @property
     def case(self) -> tuple:
@@ -210,7 +199,6 @@ class Kind:
 
 
 def make_kinds(plan: FsdpPlan) -> list[Kind]:
-    """Returns the kinds of collectives to measure. Collective."""
     plain, lossless, copies = (communicator_of(plan, method) for method in OWN)
     limited = [Kind(PLAIN, blocks, plain) for blocks in plan.blocks]  # calls with a limit are not compressed
     own = [Kind(PLAIN, communicator=plain), *limited, Kind(LOSSLESS, communicator=lossless)]
@@ -255,8 +243,16 @@ class Training:
         shape = (2, 1, tokens)
         self._x, self._y = torch.randint(self._size.vocabulary, shape, generator=generator, device=self._ranks.device)
 
-    def make_steps(self, count: int) -> list[Tensor]:
+    def make_steps(self, kind: Kind | None, count: int, seed: int = 0) -> list[Tensor]:
+        """Enqueues ``count`` steps with one kind of collectives. Returns their losses.
+
+        Args:
+            kind: None: as the model has them.
+            seed: has no effect, because nothing is random.
+        """
         losses = []
+        if kind:
+            kind.use_in(self.model)
         # FlashAttention's backward pass can be deterministic. The CPU has only one kernel.
         flash = sdpa_kernel(SDPBackend.FLASH_ATTENTION) if self._x.is_cuda else contextlib.nullcontext()
         with flash:
@@ -268,7 +264,7 @@ class Training:
                 losses.append(loss.detach())
         return losses
 
-    def check(self) -> tuple[list[float], str]:
+    def check(self, kind: Kind | None) -> tuple[list[float], str]:
         """Trains the initial model for CHECKED_STEPS deterministic steps. Collective.
 
         Returns the mean losses, and a hash of losses and parameters.
@@ -276,7 +272,7 @@ class Training:
         fill(self.model, self._ranks.rank)
         self._begin()
         torch.use_deterministic_algorithms(True)  # with warn_only, FlashAttention's backward pass would not be
-        mine = torch.stack(self.make_steps(CHECKED_STEPS)).tolist()
+        mine = torch.stack(self.make_steps(kind, CHECKED_STEPS)).tolist()
         torch.use_deterministic_algorithms(False)
         by_rank: list = [None] * self._ranks.size
         dist.all_gather_object(by_rank, (mine, [checksum(p.to_local()) for p in self.model.parameters()]))
@@ -288,24 +284,6 @@ def checksum(x: Tensor) -> int:
     """Returns a checksum of an fp32 tensor. It depends on the position of every bit."""
     bits = x.detach().flatten().view(torch.int32).long()
     return int((bits * (2 * torch.arange(len(bits), device=x.device) + 1)).sum())
-
-
-@dataclass(frozen=True)
-class Turn:
-    """A training with one kind of collectives. Several turns share the training's model."""
-
-    training: Training
-    kind: Kind
-
-    def make_steps(self, count: int, seed: int = 0) -> None:
-        """Enqueues ``count`` steps. ``seed`` has no effect, because nothing is random."""
-        self.kind.use_in(self.training.model)
-        self.training.make_steps(count)
-
-    def check(self) -> tuple[list[float], str]:
-        """Returns what :meth:`Training.check` returns with this kind. Collective."""
-        self.kind.use_in(self.training.model)
-        return self.training.check()
 
 
 def sharded(size: Size, layers: int, ranks: ProcessRanks, reduce_dtype: str) -> nn.Module:
@@ -335,7 +313,6 @@ def run_rank(plan: FsdpPlan, rank: int, port: int) -> Iterator[FsdpRow]:
 
 
 def layers_that_fit(plan: FsdpPlan) -> int:
-    """Returns how many layers a GPU can train at the largest number of tokens."""
     size = SIZES[plan.model]
     if plan.device == "cpu":
         return size.layers
@@ -347,10 +324,10 @@ def rows_of(
     plan: FsdpPlan, tokens: int, training: Training, kinds: Sequence[Kind], ranks: ProcessRanks
 ) -> Iterator[FsdpRow]:
     """Yields a row for each kind. Kinds take turns in one model, block by block. Collective."""
-    turns, checked = [Turn(training, kind) for kind in kinds], []
-    for turn in turns:
-        checked.append(turn.check())
-        turn.make_steps(training_steps.WARM_UP_STEPS)
+    checked, turns = [], [partial(training.make_steps, kind) for kind in kinds]
+    for kind, make_steps in zip(kinds, turns, strict=True):
+        checked.append(training.check(kind))
+        make_steps(training_steps.WARM_UP_STEPS)
     times = training_steps.time_blocks(turns, plan, ranks, time.perf_counter())
     for kind, (losses, digest), blocks_us in zip(kinds, checked, times, strict=True):
         yield FsdpRow(
@@ -397,7 +374,6 @@ class Fsdp(training_steps.TrainingReport):
 
     @classmethod
     def plan(cls, options: argparse.Namespace, gpu_count: int) -> FsdpPlan:
-        """Returns a plan of Llama 3 8B's layers on GPUs, or of a tiny model on the CPU."""
         device, world_size, steps = cls.world(options, gpu_count)
         tokens = tuple(options.tokens or (TOKENS if device == "cuda" else CPU_TOKENS))
         positive = (*tokens, *options.blocks, options.layers, options.seconds)
@@ -481,8 +457,7 @@ class Fsdp(training_steps.TrainingReport):
 
 
 def by_case(rows: Sequence[FsdpRow]) -> list[list[FsdpRow]]:
-    """Returns the rows by case. The rows of a case are compared with each other."""
-    return [list(of_case) for _, of_case in groupby(sorted(rows, key=lambda row: row.case), key=lambda row: row.case)]
+    return [of_case for _, of_case in sorted(group(rows, lambda row: row.case).items())]
 
 
 def title_of(row: FsdpRow) -> str:

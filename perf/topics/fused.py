@@ -13,12 +13,11 @@ from perf.harness.ranks import Ranks
 from perf.md import plural, ratio_cell, table, time_cell
 from perf.peers import matmuls as peers
 from perf.products import sentence
-from perf.ratios import by_method, ratio
+from perf.ratios import ratio
 from perf.report import Arguments
 
 
 def count_wrong(trial: Trial, launch: Callable[[], None], ranks: Ranks) -> int:
-    """Runs the timed launch once more, and returns how many elements of this process's result are wrong."""
     if not trial.variant.whole:
         return fusion.count_wrong(trial, launch, ranks)
     result = verify.again(trial, launch, ranks).view(-1)
@@ -64,14 +63,6 @@ class Fused(fusion.RowParallelReport):
             ratios = {self.in_words(case): one for case, rows in cases.items() if (one := of_invariant(rows, over))}
             found += [sentence(f"`tp_invariant` / {name}", plural(len(ratios), "case"), ratios)] if ratios else []
         return found
-
-    def cases(self) -> dict[tuple[int, int, int], dict[str, FusedRow]]:
-        return by_method(self.rows, lambda row: (row.world_size, row.k, row.m))
-
-    @staticmethod
-    def in_words(case: tuple[int, int, int]) -> str:
-        world_size, k, m = case
-        return f"M = {m}, K = {k}, {world_size} ranks"
 
 
 # By name, the methods that "tp_invariant" is compared with: the first that was measured.

@@ -13,7 +13,7 @@ from perf import fusion
 from perf.md import plural
 from perf.peers import fp8_matmuls as peers
 from perf.products import sentence
-from perf.ratios import by_method, of_best_peer
+from perf.ratios import of_best_peer
 from perf.report import Arguments
 from perf.topics import fp8
 
@@ -35,11 +35,8 @@ class FusedFp8Row(fusion.FusionRow):
     floors: ClassVar = peers.FLOORS
 
     @property
-    def what(self) -> tuple[str, ...]:
-        return f"scales of {self.scales}", *super().what
-
-
-Case = tuple[int, str, int, int]  # the number of ranks, scales, K and M
+    def more(self) -> tuple[str, ...]:
+        return (f"scales of {self.scales}",)
 
 
 @dataclass
@@ -70,28 +67,11 @@ class FusedFp8(fusion.RowParallelReport):
         known = peers.SCALES if gpu_count >= 2 else (peers.OF_ROWS,)  # on the CPU torch has none of blocks
         return super().plan(options, gpu_count, scales=options.scales or known)
 
-    @staticmethod
-    def layer_of(row: FusedFp8Row) -> tuple[int, str, int, int]:
-        return row.world_size, row.scales, row.n, row.k
-
-    @staticmethod
-    def title_of(layer: tuple[int, str, int, int]) -> str:
-        world_size, scales, n, k = layer
-        return f"Scales of {scales}, {world_size} ranks, N = {n}, K = {k}"
-
     def findings(self) -> list[str]:
         found = []
-        for scales in peers.SCALES:
-            ratios = {case: one for case, one in of_best_peer(self.cases()).items() if case[1] == scales}
+        for scales in (f"scales of {one}" for one in peers.SCALES):
+            ratios = {case: one for case, one in of_best_peer(self.cases()).items() if scales in case}
             named = {self.in_words(case): one for case, one in ratios.items()}
-            where = f"{plural(len(named), 'case')} of scales of {scales}"
+            where = f"{plural(len(named), 'case')} of {scales}"
             found += [sentence("graphar / best peer", where, named)] if named else []
         return [*found, *super().findings()]
-
-    def cases(self) -> dict[Case, dict[str, FusedFp8Row]]:
-        return by_method(self.rows, lambda row: (row.world_size, row.scales, row.k, row.m))
-
-    @staticmethod
-    def in_words(case: Case) -> str:
-        world_size, scales, k, m = case
-        return f"M = {m}, K = {k}, scales of {scales}, {world_size} ranks"

@@ -14,14 +14,12 @@ from perf.fusion import Comparison, FusionReport, FusionRow, Trial, is_far
 from perf.harness import verify
 from perf.harness.ranks import Ranks
 from perf.peers import gathered as peers
-from perf.ratios import by_method
 from perf.report import Arguments
 
 CPU_ROWS, CPU_COLUMNS, CPU_FEATURES = (16, 256), (256,), 256
 
 
 def count_wrong(trial: Trial, launch: Callable[[], None], ranks: Ranks) -> int:
-    """Runs the timed launch once more, and returns how many elements of this process's result are wrong."""
     result = verify.again(trial, launch, ranks).view(-1)
     (a, w), rows = trial.operands, trial.layer.gathered(ranks.device)
     expected = rows if trial.variant.name == peers.ALLGATHER else torch.mm(rows, w.t())
@@ -57,6 +55,7 @@ class Gathered(FusionReport):
     row_of: ClassVar = staticmethod(lambda layer: GatheredRow)
     count_wrong: ClassVar = staticmethod(count_wrong)
     comparison: ClassVar = Comparison(peers.FLOORS, peers.SEQUENCE)
+    width: ClassVar[str] = "n"
     variants: ClassVar = VARIANTS
     of_rows: ClassVar[str] = "gathered rows (default: 64 to 16384)"
     plans: ClassVar = peers.GatheredPlan
@@ -75,11 +74,3 @@ class Gathered(FusionReport):
         if (least := min(plans[0].rows)) < most:
             sys.exit(f"--rows must be at least the number of ranks, {most}, got {least}")
         return plans
-
-    def cases(self) -> dict[tuple[int, int, int], dict[str, GatheredRow]]:
-        return by_method(self.rows, lambda row: (row.world_size, row.n, row.m))
-
-    @staticmethod
-    def in_words(case: tuple[int, int, int]) -> str:
-        world_size, n, m = case
-        return f"M = {m}, N = {n}, {world_size} ranks"

@@ -243,7 +243,6 @@ class Latency(Report):
 
     @classmethod
     def plan(cls, options: argparse.Namespace, gpu_count: int) -> LatencyPlan:
-        """Returns what to measure. Ends the program without a GPU."""
         if not gpu_count:
             sys.exit(NEEDED)
         checkouts = {OWN: machine.ROOT}

@@ -116,7 +116,6 @@ def entropy(x: Tensor) -> float:
 
 
 def entropy_of(counts: Tensor) -> float:
-    """Returns the Shannon entropy of a distribution in bits."""
     return float(torch.special.entr(counts / counts.sum()).sum()) / math.log(2)
 
 
@@ -250,7 +249,6 @@ class LosslessPlan:
                     yield op, kind, nbytes
 
     def count(self) -> int:
-        """Returns how many rows ``measure`` yields."""
         return sum(1 for _ in self.cases()) if self.sizes else len(KINDS)
 
     def measure(self) -> Iterator[LosslessRow | str]:
@@ -279,7 +277,6 @@ class Lossless(BetweenRanks):
 
     @classmethod
     def plan(cls, options: argparse.Namespace, gpu_count: int) -> list[LosslessPlan]:
-        """Returns one plan for each world size. Times need GPUs."""
         on_gpus = gpu_count >= 2
         world_sizes = cls.world_sizes(options, gpu_count)
         most = (options.max_nbytes or SIZES[-1]) if on_gpus else 0
@@ -334,7 +331,7 @@ class Lossless(BetweenRanks):
 
 def ratio_table(rows: Sequence[LosslessRow], method: str) -> str:
     """Returns a table with a row for each kind of data: its bits, and lossless time / ``method``'s time by size."""
-    sizes = sizes_of(rows)
+    sizes = sorted({row.nbytes for row in rows if row.nbytes})
     has_entropy = any(row.entropy is not None for row in rows)
     header = ["data", *(["entropy"] if has_entropy else []), "bits"]
     header += [f"{format_nbytes(nbytes)}: of_{method}" for nbytes in sizes]
@@ -345,10 +342,6 @@ def ratio_table(rows: Sequence[LosslessRow], method: str) -> str:
         ratios = [by_size[nbytes].over(method) if nbytes in by_size else None for nbytes in sizes]
         lines.append([kind, *entropies, f"{first.bits:.2f}", *map(ratio_cell, ratios)])
     return table(header, lines)
-
-
-def sizes_of(rows: Sequence[LosslessRow]) -> list[int]:
-    return sorted({row.nbytes for row in rows if row.nbytes})
 
 
 def ratio_plot(rows: Sequence[LosslessRow]) -> Plot | None:

@@ -20,13 +20,13 @@ import graphar
 from perf.between_ranks import BetweenRanks
 from perf.harness import ranks as ranks_of
 from perf.harness.cases import Plan
-from perf.harness.ranks import Ranks, timed_in_turn
+from perf.harness.ranks import Ranks, case_by_case, timed_in_turn
 from perf.harness.timing import Repeated, spread
 from perf.harness.verify import LOGITS_TOLERANCE, again, compare_logits
 from perf.md import NOT_SERVED, columns, method_cell, plural, ratio_cell
 from perf.models import bench, generation, sequence
 from perf.models import decoder as decoding
-from perf.models.bench import UNSHARDED, BenchPlan, BenchRow, ModelBench, by_title, error_cell, whole_columns
+from perf.models.bench import ALONE, UNSHARDED, BenchPlan, BenchRow, ModelBench, by_title, error_cell, whole_columns
 from perf.models.generation import GenerationPlan, GenerationRow
 from perf.models.sequence import SequencePlan, SequenceRow
 from perf.peers import catalogue
@@ -56,7 +56,6 @@ class ModelPlan(BenchPlan):
             yield decoding.Case(decoding.PREFILL, tokens, tokens)
 
 
-ALONE = "alone"
 MATMUL, NORM, BOTH, CODEC = "graphar + matmul", "graphar + norm", "graphar + matmul + norm", "graphar_int8"
 CUDA_METHODS = (UNSHARDED, ALONE, "nccl", "symm_two_shot", "graphar", MATMUL, NORM, BOTH, CODEC)
 CPU_METHODS = (UNSHARDED, ALONE, "gloo", "graphar", MATMUL, NORM, BOTH, CODEC)
@@ -141,10 +140,6 @@ class ModelRow(BenchRow):
     def title(self) -> str:
         return f"{self.world_size} ranks, {': '.join(self.what)}"
 
-    @property
-    def is_peer(self) -> bool:
-        return not self.is_own and self.method not in (ALONE, UNSHARDED)
-
 
 def run_rank(plan: ModelPlan, rank: int, port: int) -> Iterator[ModelRow | str]:
     ranks = ranks_of.join(rank, plan.world_size, plan.device, port)
@@ -153,7 +148,7 @@ def run_rank(plan: ModelPlan, rank: int, port: int) -> Iterator[ModelRow | str]:
     yield from skipped
     ranks.warm_up()
     measure = Bench(plan, ranks, elementwise).measure
-    yield from bench.in_turn(ranks, (measure(case, variants) for case in plan.cases()))
+    yield from case_by_case(ranks, (measure(case, variants) for case in plan.cases()))
 
 
 class Trial(Repeated):
@@ -274,20 +269,19 @@ class Model(BetweenRanks):
             sys.exit("--decode must be at least 1 token, --prefill at least 2")
         if generate < 0:
             sys.exit("--generate must be at least 0 tokens")
-        device = "cuda" if on_gpus else "cpu"
-        plans: list[ModelPlan | GenerationPlan | SequencePlan] = []
+        plans = []
         for world_size in world_sizes:
             if uneven := [tokens for tokens in in_sequence if tokens < 1 or tokens % world_size]:
                 sys.exit(f"--sequence-parallel: {world_size} ranks cannot divide {uneven[0]} tokens evenly")
-            if decode or prefill:
-                shape = shape_of(options, SIZE if on_gpus else decoding.TINY, world_size)
-                plans.append(ModelPlan(device, world_size, *shape, decode, prefill))
-            if generate:
-                shape = shape_of(options, GENERATING_SIZE if on_gpus else decoding.TINY, world_size)
-                plans.append(GenerationPlan(device, world_size, *shape, generate))
-            if in_sequence:
-                shape = shape_of(options, SIZE if on_gpus else decoding.TINY, world_size)
-                plans.append(SequencePlan(device, world_size, *shape, in_sequence))
+            wanted: list[tuple[type, str, tuple]] = [
+                (ModelPlan, SIZE, (decode, prefill) if decode or prefill else ()),
+                (GenerationPlan, GENERATING_SIZE, (generate,) if generate else ()),
+                (SequencePlan, SIZE, (in_sequence,) if in_sequence else ()),
+            ]
+            for kind, size, given in wanted:
+                if given:
+                    shape = shape_of(options, size if on_gpus else decoding.TINY, world_size)
+                    plans.append(kind("cuda" if on_gpus else "cpu", world_size, *shape, *given))
         return plans
 
     def verified(self) -> Sequence[Timing]:
@@ -298,12 +292,12 @@ class Model(BetweenRanks):
 
     def sections(self) -> list[Section]:
         found = [Section(title, [step_table(rows)]) for title, rows in by_title(self.rows).items()]
-        found += [Section(title, [generation.table_of(rows)]) for title, rows in by_title(self.generations).items()]
-        if self.generations:
-            found.append(Section("How generation was measured", [generation.NOTES]))
-        found += [Section(title, [sequence.table_of(rows)]) for title, rows in by_title(self.sequences).items()]
-        if self.sequences:
-            found.append(Section("How sequence parallelism was measured", [sequence.NOTES]))
+        for what, part, rows in (
+            ("generation", generation, self.generations),
+            ("sequence parallelism", sequence, self.sequences),
+        ):
+            found += [Section(title, [part.table_of(of_title)]) for title, of_title in by_title(rows).items()]
+            found += [Section(f"How {what} was measured", [part.NOTES])] if rows else []
         return found
 
     def glance(self) -> Glance:
@@ -326,7 +320,6 @@ def shape_of(options: argparse.Namespace, default: str, world_size: int) -> tupl
 
 
 def step_table(rows: Mapping[str, ModelRow]) -> str:
-    """Returns the table of one step. It has a row for each method."""
     peer, alone = best_peer(rows.values()), rows.get(ALONE)
 
     def is_sum(row: ModelRow) -> bool:
@@ -340,18 +333,12 @@ def step_table(rows: Mapping[str, ModelRow]) -> str:
         "step (us)": lambda row: f"{row.median:.1f}",
         "of_best_peer": lambda row: ratio_cell(ratio(row, peer) if row.method != ALONE else None),
         "communication (us a layer)": communication,
-        "communication (%)": lambda row: f"{100 * share(row, alone):.1f}" if is_sum(row) else NOT_SERVED,
+        "communication (%)": lambda row: f"{100 * (1 - alone.median / row.median):.1f}" if is_sum(row) else NOT_SERVED,
         **whole_columns(next(iter(rows.values()))),
         "error": error_cell,
     }
     return columns(rows.values(), cells)
 
 
-def share(row: ModelRow, alone: ModelRow) -> float:
-    """Returns exposed communication as a share of the step's time."""
-    return 1 - alone.median / row.median
-
-
-def best_own(rows: Mapping[str, ModelRow]) -> ModelRow | None:
-    """Returns the fastest of graphar's methods without a codec."""
+def best_own(rows: Mapping[str, AnyRow]) -> AnyRow | None:
     return best(row for name, row in rows.items() if name in EXACT)

@@ -23,7 +23,7 @@ from perf.harness.timing import Repeated, deciles
 from perf.md import method_table, plural
 from perf.peers import catalogue
 from perf.peers.flashinfer import load_trtllm
-from perf.ratios import by_method, of_best_peer, words_for
+from perf.ratios import by_method, group, of_best_peer, words_for
 from perf.report import Choice, Deciles, Glance, Section, Timing
 from perf.topics.allreduce import FAMILIES, TIME
 
@@ -286,8 +286,7 @@ class Norms(BetweenRanks):
 
     def sections(self) -> list[Section]:
         found = []
-        for world_size in dict.fromkeys(row.world_size for row in self.rows):
-            mine = [row for row in self.rows if row.world_size == world_size]
+        for world_size, mine in group(self.rows, lambda row: row.world_size).items():
             cases = {str(tokens): rows for tokens, rows in by_method(mine, lambda row: row.tokens).items()}
             title = f"{world_size} ranks, hidden size {mine[0].hidden}"
             found.append(Section(title, [method_table("tokens", cases)], [times(mine)]))
@@ -306,8 +305,7 @@ TOKEN_AXIS = Axis("tokens", 2)
 
 def times(rows: Sequence[NormRow]) -> Plot:
     lines = []
-    for method in dict.fromkeys(row.method for row in rows):
-        mine = [row for row in rows if row.method == method]
+    for method, mine in group(rows, lambda row: row.method).items():
         band = [(row.time_us["p10"], row.time_us["p90"]) for row in mine]
         wrong = frozenset(at for at, row in enumerate(mine) if row.wrong)
         lines.append(Line(method, [(row.tokens, row.median) for row in mine], band, wrong))

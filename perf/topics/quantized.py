@@ -22,7 +22,7 @@ from perf.harness import sweep
 from perf.harness.cases import SIZES, LinkCeiling, Row, SizesPlan
 from perf.md import ratio_cell, table, time_table
 from perf.peers.catalogue import CODEC_METHODS
-from perf.ratios import best_peer, by_method, geometric_mean, ratio, words_for
+from perf.ratios import best_peer, by_method, geometric_mean, group, ratio, words_for
 from perf.report import Arguments, Glance, Section
 from perf.topics.allreduce import FAMILIES, add_sizes, named_sizes
 
@@ -127,7 +127,6 @@ def error_rows(codecs: Sequence[Codec], world_size: int, device: torch.device) -
 
 
 def errors(result: Tensor, exact: Tensor) -> tuple[float, float, float]:
-    """Returns the relative L2 error, the relative maximum error, and the cosine."""
     result = result.double()
     error, length = result - exact, exact.norm()
     return (
@@ -194,18 +193,12 @@ class Quantized(BetweenRanks):
 
     def sections(self) -> list[Section]:
         found = [Section("", [], [error_plot(self)])] if self.errors else []
-        for world_size in dict.fromkeys(row.world_size for row in self.times):
-            mine = [row for row in self.times if row.world_size == world_size]
+        for world_size, mine in group(self.times, lambda row: row.world_size).items():
             cases = by_method(mine, lambda row: row.nbytes)
             named = {format_nbytes(nbytes): rows for nbytes, rows in cases.items()}
-            body = [
-                time_table("size", named),
-                "Time / the best peer's time (of_best_peer):",
-                ratio_table(named),
-            ]
+            body = [time_table("size", named), "Time / the best peer's time (of_best_peer):", ratio_table(named)]
             found.append(Section(f"Times, {world_size} ranks", body))
-        for world_size in dict.fromkeys(row.world_size for row in self.errors):
-            mine = [row for row in self.errors if row.world_size == world_size]
+        for world_size, mine in group(self.errors, lambda row: row.world_size).items():
             found.append(Section(f"Errors, {world_size} ranks", [error_table(mine)]))
         return found
 

@@ -92,7 +92,6 @@ def run_rank(plan: SlowPlan, rate: str, hosts: list[int], rank: int, port: int) 
 
 
 def sums(nbytes: int, rate: str, repeats: int, ranks: ProcessRanks) -> Iterator[SlowRow]:
-    """Yields the rows of all-reduces of one size. Collective."""
     inputs = [torch.randn(nbytes // 4, generator=torch.Generator().manual_seed(rank)) for rank in range(ranks.size)]
     x = torch.empty_like(inputs[0])
     methods: dict[str, Callable[[], object]] = {
@@ -111,7 +110,6 @@ def sums(nbytes: int, rate: str, repeats: int, ranks: ProcessRanks) -> Iterator[
 
 
 def steps(model: Workload, rate: str, repeats: int, ranks: ProcessRanks) -> Iterator[SlowRow]:
-    """Yields the rows of a model's training steps. Collective."""
     torch.manual_seed(0)
     made, batch = model.make(), model.batch(model.batch_size, ranks.device, seed=ranks.rank)
     reductions = [Reduction(GLOO), Reduction("graphar")]

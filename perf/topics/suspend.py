@@ -241,7 +241,6 @@ def kept_tensor(nbytes: int, communicator: graphar.Communicator, ranks: ProcessR
 
 
 def step_us(launch: Callable[[], None], case: decoding.Case, ranks: ProcessRanks) -> Spread:
-    """Returns the time of a step. Collective."""
     ranks.warm_up()
     (times,) = ranks.slowest(time_in_turn([launch], case.repeats, lambda one: ranks.time_us(one, "graph")))
     return spread(times)
@@ -294,7 +293,6 @@ class Suspend(BetweenRanks):
 
     @classmethod
     def plan(cls, options: argparse.Namespace, gpu_count: int) -> list[SuspendPlan]:
-        """Returns one plan for each world size. Ends the program with fewer than 2 GPUs."""
         if gpu_count < 2:
             sys.exit(NEEDED)
         world_sizes = cls.world_sizes(options, gpu_count)
@@ -322,7 +320,6 @@ class Suspend(BetweenRanks):
         return found
 
     def glance(self) -> Glance:
-        """Returns a summary for the largest number of ranks and the most memory."""
         rows = [row for row in self.rows if not row.wrong]
         if not rows:
             return Glance("nothing was measured here", figure=NOT_SERVED)

@@ -61,11 +61,6 @@ class Reduction:
         return self.backend in NAIVE
 
     @property
-    def is_baseline(self) -> bool:
-        """Whether it is the baseline, DistributedDataParallel's built-in all-reduce."""
-        return self.backend not in (training_steps.ALONE, *NAIVE, "graphar")
-
-    @property
     def seeded(self) -> Codec | None:
         """The codec with a fixed seed; None for exact gradients."""
         return replace(codec(self.codec), seed=0) if self.codec else None
@@ -130,20 +125,12 @@ class ThroughputRow(training_steps.StepRow):
         return self.way.backend == "graphar"
 
     @property
-    def is_baseline(self) -> bool:
-        return self.way.is_baseline
-
-    @property
-    def is_alone(self) -> bool:
-        return self.way.is_alone
-
-    @property
     def throughput(self) -> float:
         return self.items / self.step_ms * 1e3
 
     @property
     def sent_nbytes(self) -> float:
-        if self.way.is_alone:
+        if self.is_alone:
             return 0
         exact = 32 * self.exact_parameters if self.way.codec else 0  # sent twice: exactly, and with the codec
         on_wire = (self.parameters * self.way.bits + exact) / 8
@@ -155,7 +142,6 @@ class ThroughputPlan:
     """The models to measure.
 
     Attributes:
-        device: "cuda" or "cpu".
         models: names in WORKLOADS.
         steps: the number of timed steps of each reduction.
         batch_size: samples per rank and step. None: each model's default.
@@ -186,7 +172,6 @@ def run_rank(plan: ThroughputPlan, rank: int, port: int) -> Iterator[ThroughputR
 
 
 def release(device: str) -> None:
-    """Frees the memory of trained models."""
     if device == "cuda":
         gc.collect()  # DistributedDataParallel has reference cycles
         torch.cuda.empty_cache()
@@ -218,13 +203,13 @@ def train_and_time(
     """Times blocks of steps of all trainings in turn. Returns each training with its times. Collective."""
     for training in trainings:
         training.make_steps(training_steps.WARM_UP_STEPS, seed=0)
-    return list(zip(trainings, training_steps.time_blocks(trainings, plan, ranks, begin), strict=True))
+    times = training_steps.time_blocks([training.make_steps for training in trainings], plan, ranks, begin)
+    return list(zip(trainings, times, strict=True))
 
 
 def row_of(
     training: Training, blocks: list[float], workload: Workload, batch_size: int, world_size: int
 ) -> ThroughputRow:
-    """Returns the row of a training from the times of its blocks. Collective."""
     parameters = list(training.model.parameters())
     return ThroughputRow(
         model=workload.name,
@@ -357,7 +342,6 @@ class Throughput(training_steps.TrainingReport):
 
     @classmethod
     def plan(cls, options: argparse.Namespace, gpu_count: int) -> ThroughputPlan:
-        """Returns a plan of all well-known models on GPUs, or of a tiny model on the CPU."""
         device, world_size, steps = cls.world(options, gpu_count)
         training_steps.check_blocks(steps, (options.batch_size, options.seconds), "--batch-size and --seconds")
         default = tuple(name for name in WORKLOADS if (name == TINY) != (device == "cuda"))
@@ -396,31 +380,28 @@ class Throughput(training_steps.TrainingReport):
         for rows in group(self.rows, lambda row: row.model).values():
             exact = next((row for row in rows if str(row.way) == "exact" and row.same_bits), None)
             if exact and (step_ms := training_steps.baseline_ms(rows)):
-                base = next(
-                    f"DistributedDataParallel over {FAMILIES[str(row.way)]}" for row in rows if row.way.is_baseline
-                )
+                base = next(f"DistributedDataParallel over {FAMILIES[row.method]}" for row in rows if row.is_baseline)
                 ratios[exact.model] = exact.step_ms / step_ms
         return Glance(f"time of a training step with graphar's exact hook / with {base}, by model", ratios)
 
 
 def overview(by_model: Sequence[Sequence[ThroughputRow]]) -> str:
     """Returns a table of step time / time with the built-in all-reduce, by model (rows) and reduction (columns)."""
-    names = list(dict.fromkeys(str(row.way) for rows in by_model for row in rows if not row.way.is_alone))
+    names = list(dict.fromkeys(str(row.way) for rows in by_model for row in rows if not row.is_alone))
     lines = []
     for rows in by_model:
         cells = {str(row.way): flagged(training_steps.of_torch(row, rows), row) for row in rows}
-        first = next((row for row in rows if row.way.is_baseline), None)
+        first = next((row for row in rows if row.is_baseline), None)
         rate = f"{first.throughput:,.0f}" if first else NOT_SERVED
         lines.append([f"{rows[0].model}, {rows[0].unit}", rate, *(cells.get(name, NOT_SERVED) for name in names)])
     return table(["model, items", "torch's own (items/s)", *(f"{name} (of_torch)" for name in names)], lines)
 
 
 def details(rows: Sequence[ThroughputRow]) -> str:
-    """Returns the table of one model's reductions."""
     alone = training_steps.alone_ms(rows)
     cells = {
         "gradients": lambda row: flagged(str(row.way), row),
-        "bits": lambda row: NOT_SERVED if row.way.is_alone else f"{row.way.bits:g}",
+        "bits": lambda row: NOT_SERVED if row.is_alone else f"{row.way.bits:g}",
         "step (ms)": lambda row: f"{row.step_ms:.2f}",
         "of_torch": lambda row: training_steps.of_torch(row, rows),
         f"{rows[0].unit}/s": lambda row: f"{row.throughput:,.0f}",

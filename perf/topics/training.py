@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import groupby
 from typing import ClassVar
 
@@ -23,7 +22,7 @@ import graphar
 from graphar.numerics.codecs import Codec
 from perf.harness import ranks as ranks_of
 from perf.harness.ranks import ProcessRanks
-from perf.md import NOT_SERVED, table
+from perf.md import NOT_SERVED, columns
 from perf.models.tasks import TASKS, Data, Task
 from perf.ratios import group
 from perf.report import Arguments, Glance, Section
@@ -111,7 +110,6 @@ class TrainingRow:
         return self.outcome.parameters * self.bits / 8 * 2 * (self.world_size - 1) / self.world_size
 
     def configuration(self) -> tuple:
-        """Returns a key of everything but the seed."""
         return self.task, self.backend, self.mode, str(self.run.codec)
 
 
@@ -154,7 +152,6 @@ def run_rank(plan: TrainingPlan, rank: int, port: int) -> Iterator[TrainingRow]:
 
 
 def rows_of(plan: TrainingPlan, ranks: ProcessRanks) -> Iterator[TrainingRow]:
-    """Yields a row for each run of each task. Collective."""
     torch.backends.cudnn.deterministic = True
     for name in plan.tasks:
         task = TASKS[name]
@@ -166,12 +163,14 @@ def rows_of(plan: TrainingPlan, ranks: ProcessRanks) -> Iterator[TrainingRow]:
 
 
 def train(task: Task, data: Data, run: Run, device: torch.device) -> Outcome:
-    """Trains and evaluates a new model. Collective."""
     torch.manual_seed(run.seed)
     model = task.model().to(device)
     ranks = DistributedDataParallel(model, device_ids=[device] if device.type == "cuda" else None)
     if run.backend == "graphar":
-        ranks.register_comm_hook(None, hook_of(run))
+        hook = graphar.ddp.exact_hook()
+        if run.codec:
+            hook = graphar.ddp.quantized_hook(replace(run.codec, seed=run.seed), error_feedback=run.error_feedback)
+        ranks.register_comm_hook(None, hook)
     optimizer = torch.optim.AdamW(ranks.parameters(), lr=task.learning_rate)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, run.steps)
     begin = time.perf_counter()
@@ -193,12 +192,6 @@ def train(task: Task, data: Data, run: Run, device: torch.device) -> Outcome:
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         same_bits=same_on_all_ranks(model),
     )
-
-
-def hook_of(run: Run):
-    if run.codec is None:
-        return graphar.ddp.exact_hook()
-    return graphar.ddp.quantized_hook(replace(run.codec, seed=run.seed), error_feedback=run.error_feedback)
 
 
 def batches(task: Task, data: Data, run: Run) -> Iterator[tuple[Tensor, Tensor]]:
@@ -274,12 +267,13 @@ class Training(TrainingReport):
 
     @classmethod
     def plan(cls, options: argparse.Namespace, gpu_count: int) -> TrainingPlan:
-        """Returns a plan of every codec on GPUs, and of a few codecs on the CPU."""
         device, world_size, steps = cls.world(options, gpu_count)
         seeds = options.seeds or (SEEDS if device == "cuda" else cls.seeds_on_cpu)
         if steps <= WARM_UP_STEPS:
             sys.exit(f"--steps must be more than the {WARM_UP_STEPS} that are not timed")
-        check_packages(options.tasks)
+        for task in options.tasks:
+            if task in PACKAGES and importlib.util.find_spec(PACKAGES[task][0]) is None:
+                sys.exit(f"{task} needs {PACKAGES[task][1]}")
         every_codec = device == "cuda"
         return cls.kind_of_plan(device, world_size, tuple(options.tasks), tuple(range(seeds)), steps, every_codec)
 
@@ -325,20 +319,12 @@ PACKAGES = {
 }
 
 
-def check_packages(tasks: Sequence[str]) -> None:
-    """Ends the program if a task's data are in a package that is not installed."""
-    for task in tasks:
-        if task in PACKAGES and importlib.util.find_spec(PACKAGES[task][0]) is None:
-            sys.exit(f"{task} needs {PACKAGES[task][1]}")
-
-
 def title(rows: Sequence[TrainingRow]) -> str:
     one = rows[0]
     return f"{one.task}: {one.outcome.parameters:,} parameters, {one.run.steps} steps, data hash {one.data}"
 
 
 def conclusion(rows: Sequence[TrainingRow]) -> str:
-    """Returns a few sentences on one task's results."""
     exact = [row for row in rows if row.run.codec is None]
     base, noise = mean(exact, "test_loss"), _spread(exact, "test_loss")
     near, far = ([f"{runs[0].bits:g} bits ({runs[0].mode})" for runs in of] for of in near_and_far(rows))
@@ -367,27 +353,30 @@ def near_and_far(rows: Sequence[TrainingRow]) -> tuple[list[list[TrainingRow]], 
 
 
 def run_table(rows: Sequence[TrainingRow]) -> str:
-    header = ["backend", "mode", "ranks", "bits", "bucket", "epochs", "batch", "train loss"]
-    header += ["train acc (%)", "test loss", "test acc (%)", "time (s)", "step (ms)", "of_torch", "sent (MB)"]
-    first, lines = mean(by_configuration(rows)[0], "step_ms"), []
-    for runs in by_configuration(rows):
-        one = runs[0]
-        loss = partial(_figure, runs, form="{:.3f}".format)
-        accuracy = partial(_figure, runs, form=lambda share: f"{100 * share:.1f}")
-        cells = (
-            one.backend + ("" if all(row.outcome.same_bits for row in runs) else " **(WRONG)**"),
-            *(one.mode, one.world_size, f"{one.bits:g}"),
-            *(one.run.codec.bucket_size if one.run.codec else NOT_SERVED, f"{one.epochs:.1f}", one.batch_size),
-            *(loss("train_loss"), accuracy("train_accuracy"), loss("test_loss"), accuracy("test_accuracy")),
-            *(f"{mean(runs, 'time_s'):.1f}", f"{mean(runs, 'step_ms'):.2f}", f"{mean(runs, 'step_ms') / first:.2f}"),
-            f"{one.sent_nbytes / 1e6:.2f}",
-        )
-        lines.append([str(cell) for cell in cells])
-    return table(header, lines)
+    groups = by_configuration(rows)
+    base = mean(groups[0], "step_ms")
+    loss, percent = "{:.3f}".format, lambda share: f"{100 * share:.1f}"
+    cells = {
+        "backend": lambda runs: runs[0].backend + ("" if all(r.outcome.same_bits for r in runs) else " **(WRONG)**"),
+        "mode": lambda runs: runs[0].mode,
+        "ranks": lambda runs: runs[0].world_size,
+        "bits": lambda runs: f"{runs[0].bits:g}",
+        "bucket": lambda runs: runs[0].run.codec.bucket_size if runs[0].run.codec else NOT_SERVED,
+        "epochs": lambda runs: f"{runs[0].epochs:.1f}",
+        "batch": lambda runs: runs[0].batch_size,
+        "train loss": lambda runs: _figure(runs, "train_loss", loss),
+        "train acc (%)": lambda runs: _figure(runs, "train_accuracy", percent),
+        "test loss": lambda runs: _figure(runs, "test_loss", loss),
+        "test acc (%)": lambda runs: _figure(runs, "test_accuracy", percent),
+        "time (s)": lambda runs: f"{mean(runs, 'time_s'):.1f}",
+        "step (ms)": lambda runs: f"{mean(runs, 'step_ms'):.2f}",
+        "of_torch": lambda runs: f"{mean(runs, 'step_ms') / base:.2f}",
+        "sent (MB)": lambda runs: f"{runs[0].sent_nbytes / 1e6:.2f}",
+    }
+    return columns(groups, cells)
 
 
 def by_configuration(rows: Sequence[TrainingRow]) -> list[list[TrainingRow]]:
-    """Returns groups of rows. The rows of a group differ only in their seed."""
     return list(group(rows, TrainingRow.configuration).values())
 
 

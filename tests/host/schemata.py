@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from graphar.simulator.build import Mutation
 
@@ -27,15 +26,6 @@ _CONTROL = re.compile(r"^\s*(?:#[^\n]*\n\s*)*(?:if|for|while|switch|do|else|\{)"
 
 class NotSelectable(Exception):
     """A mistake that no statement of a function holds."""
-
-
-@dataclass(frozen=True)
-class _Choice:
-    """The statements ``begin`` to ``end`` of a text, and what stands there instead by number of the mistake."""
-
-    begin: int
-    end: int
-    instead: tuple[tuple[int, str], ...]
 
 
 def with_all(text: str, mistakes: Sequence[tuple[int, Mutation]]) -> str:

@@ -269,88 +269,60 @@ def test_fp8_has_the_specifications_bits(norms, sanitizer, few_slots):
     expect_no_faults(norms, *norms.world_sizes, sanitizer)
 
 
-NORM = "device/rms_norm.cuh"
-MUTANTS = (
-    ("a row's squares stand where the next one's do", NORM, "turn ^= 1;", ";"),
-    (
-        "a block does not wait for its cluster",
-        NORM,
-        "arrive_at_cluster();\n      wait_for_cluster();",
-        "arrive_at_cluster();",
-    ),
-    (
-        "squares are added in another order",
-        "device/pack.cuh",
-        "step = 1; step < 32; step *= 2",
-        "step = 16; step > 0; step /= 2",
-    ),
-)
+NORM, SCATTER = "device/rms_norm.cuh", "norm/reducescatter_rmsnorm.cu"
+ONE_SHOT, TWO_SHOT, SCATTERED = NORM_KERNELS
+OF_A_WARP = "__reduce_max_sync(0xffffffff, __float_as_uint(of_warps(__uint_as_float(largest))))"
+MISTAKES = {
+    Norms(TWO_SHOT, (torch.float32,), (2,)): {
+        "a row's squares stand where the next one's do": (NORM, "turn ^= 1;", ";"),
+        "a block does not wait for its cluster": (
+            NORM,
+            "arrive_at_cluster();\n      wait_for_cluster();",
+            "arrive_at_cluster();",
+        ),
+        "squares are added in another order": (
+            "device/pack.cuh",
+            "step = 1; step < 32; step *= 2",
+            "step = 16; step > 0; step /= 2",
+        ),
+    },
+    Norms(SCATTERED, (torch.bfloat16,), (3,)): {
+        "one slot instead of two": (
+            SCATTER,
+            "slots_of_call = (call.epoch & 1) * N * a.capacity;",
+            "slots_of_call = 0;",
+        ),
+        "an empty part that nobody hears of": (SCATTER, "/ elements_per_pack<T>, 1u)", "/ elements_per_pack<T>, 0u)"),
+        "an empty part that its owner does not wait for": (SCATTER, "norm.rows == 0 && row == 0 &&", "false &&"),
+        "a part for another owner": (SCATTER, "(a.rank + hop) % N).load(at)", "(a.rank + 0 * hop) % N).load(at)"),
+        "the last packs are not sent": (SCATTER, "end = (packs + 31) / 32 * 32 * N", "end = packs / 32 * 32 * N"),
+        "as many rows as the last part has": (SCATTER, "max(most, packs_of_part(rank));", "packs_of_part(rank);"),
+        "a residual that begins anew": (
+            NORM,
+            "residual{element(a.residual, skipped)}",
+            "residual{element(a.residual, 0)}",
+        ),
+    },
+    Norms(SCATTERED, (torch.bfloat16,), (2,), ("grouped_fp8",)): {
+        "a group of half as many columns": (NORM, "lanes = group_columns / E;", "lanes = 64 / E;"),
+        "a scale of one pack": (NORM, "step < lanes; step *= 2) largest", "step < 1; step *= 2) largest"),
+        "scales in the places of another row": (NORM, "u64(row) * (packs / lanes)", "u64(row) * packs"),
+        "scales that begin anew in each launch": (NORM, "numel / group_columns : 0", "0 : 0"),
+    },
+    Norms(ONE_SHOT, (torch.float32,), (2,), ("dynamic_fp8",)): {
+        "a scale of a warp alone": (NORM, OF_A_WARP, "largest")
+    },
+}
+EVERY_MISTAKE = {what: (norms, Mutation(*texts)) for norms, of in MISTAKES.items() for what, texts in of.items()}
+known(mutation for _, mutation in EVERY_MISTAKE.values())
 
 
-def is_noticed(norms: Norms, mutation: Mutation, sanitizer: str, seed: int) -> bool:
-    return notices(partial(simulate, norms, *norms.world_sizes, *norms.dtypes, sanitizer, seed, mutation))
+@pytest.mark.parametrize("what", EVERY_MISTAKE)
+def test_a_mistake_is_noticed(what, few_slots):
+    norms, mutation = EVERY_MISTAKE[what]
+    sanitizers = ("plain", "thread") if norms.algorithm is TWO_SHOT else ("plain",)
 
+    def is_noticed(sanitizer, seed):
+        return notices(partial(simulate, norms, *norms.world_sizes, *norms.dtypes, sanitizer, seed, mutation))
 
-@pytest.mark.parametrize(("what", "file", "old", "new"), MUTANTS, ids=[what for what, *_ in MUTANTS])
-def test_a_mistake_is_noticed(what, file, old, new, few_slots):
-    norms, mutation = Norms(Algorithm.ALLREDUCE_RMSNORM_TWO_SHOT, (torch.float32,), (2,)), Mutation(file, old, new)
-
-    assert any(is_noticed(norms, mutation, sanitizer, seed) for seed in range(4) for sanitizer in ("plain", "thread"))
-
-
-SCATTER = "norm/reducescatter_rmsnorm.cu"
-SCATTER_MUTANTS = (
-    ("one slot instead of two", SCATTER, "slots_of_call = (call.epoch & 1) * N * a.capacity;", "slots_of_call = 0;"),
-    ("an empty part that nobody hears of", SCATTER, "/ elements_per_pack<T>, 1u)", "/ elements_per_pack<T>, 0u)"),
-    ("an empty part that its owner does not wait for", SCATTER, "norm.rows == 0 && row == 0 &&", "false &&"),
-    ("a part for another owner", SCATTER, "(a.rank + hop) % N).load(at)", "(a.rank + 0 * hop) % N).load(at)"),
-    ("the last packs of a row are not sent", SCATTER, "end = (packs + 31) / 32 * 32 * N", "end = packs / 32 * 32 * N"),
-    ("as many rows as the last part has", SCATTER, "max(most, packs_of_part(rank));", "packs_of_part(rank);"),
-    (
-        "a residual that begins anew in each launch",
-        "device/rms_norm.cuh",
-        "residual{element(a.residual, skipped)}",
-        "residual{element(a.residual, 0)}",
-    ),
-)
-
-
-@pytest.mark.parametrize(("what", "file", "old", "new"), SCATTER_MUTANTS, ids=[what for what, *_ in SCATTER_MUTANTS])
-def test_a_mistake_in_a_reduce_scatter_is_noticed(what, file, old, new, few_slots):
-    norms = Norms(Algorithm.REDUCESCATTER_RMSNORM, (torch.bfloat16,), (3,))
-
-    assert any(is_noticed(norms, Mutation(file, old, new), "plain", seed) for seed in range(20))
-
-
-GROUP_MUTANTS = (
-    ("a group of half as many columns", "constexpr int lanes = group_columns / E;", "constexpr int lanes = 64 / E;"),
-    ("a scale of one pack", "step < lanes; step *= 2) largest", "step < 1; step *= 2) largest"),
-    ("scales in the places of another row", "u64(row) * (packs / lanes)", "u64(row) * packs"),
-    ("scales that begin anew in each launch", "numel / group_columns : 0", "0 : 0"),
-)
-OF_A_WARP = Mutation(
-    NORM, "__reduce_max_sync(0xffffffff, __float_as_uint(of_warps(__uint_as_float(largest))))", "largest"
-)
-
-
-known(
-    [
-        *(Mutation(*one[1:]) for one in (*MUTANTS, *SCATTER_MUTANTS)),
-        *(Mutation(NORM, *one[1:]) for one in GROUP_MUTANTS),
-        OF_A_WARP,
-    ]
-)
-
-
-@pytest.mark.parametrize(("what", "old", "new"), GROUP_MUTANTS, ids=[what for what, *_ in GROUP_MUTANTS])
-def test_a_mistake_in_the_scales_of_groups_is_noticed(what, old, new, few_slots):
-    norms = Norms(Algorithm.REDUCESCATTER_RMSNORM, (torch.bfloat16,), (2,), ("grouped_fp8",))
-    mutation = Mutation(NORM, old, new)
-
-    assert any(is_noticed(norms, mutation, "plain", seed) for seed in range(4))
-
-
-def test_a_scale_of_a_warp_alone_is_noticed(few_slots):
-    norms = Norms(Algorithm.ALLREDUCE_RMSNORM_ONE_SHOT, (torch.float32,), (2,), ("dynamic_fp8",))
-
-    assert any(is_noticed(norms, OF_A_WARP, "plain", seed) for seed in range(4))
+    assert any(is_noticed(sanitizer, seed) for seed in range(20) for sanitizer in sanitizers)

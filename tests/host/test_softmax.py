@@ -24,7 +24,7 @@ from graphar.runtime.catalogue import (
     softmax_results_source,
     softmax_total_source,
 )
-from graphar.simulator.build import Mutation
+from graphar.simulator.build import SANITIZERS, Mutation
 from graphar.simulator.simulation import Call, Simulation
 from tests.cases import same_bits
 from tests.host.build import build, known, seeds
@@ -191,12 +191,6 @@ def wrong_results(sanitizer: str, seed: int, mistake: Mutation | None = None, **
     return sum(is_wrong(results[name], one) for name, one in wanted.items()) + broken
 
 
-@pytest.mark.parametrize(("sanitizer", "most_seeds"), [("plain", 120), ("thread", 6), ("address", 24)])
-def test_partials_have_the_specifications_bits(sanitizer, most_seeds):
-    for seed in seeds(most_seeds):
-        assert wrong_results(sanitizer, seed) == 0, seed
-
-
 def wrong_sums(sanitizer: str, seed: int, mistake: Mutation | None = None, **of_call) -> int:
     """How many numbers and guards are wrong after the results of gathered partials, and their sum."""
     choices = random.Random(seed)
@@ -244,12 +238,6 @@ def wrong_sums(sanitizer: str, seed: int, mistake: Mutation | None = None, **of_
     return wrong + is_wrong(found["total"], total) + is_wrong(found["state"][-4:], state[-1:])
 
 
-@pytest.mark.parametrize(("sanitizer", "most_seeds"), [("plain", 60), ("thread", 6), ("address", 20)])
-def test_results_have_the_specifications_bits(sanitizer, most_seeds):
-    for seed in seeds(most_seeds):
-        assert wrong_sums(sanitizer, seed) == 0, seed
-
-
 def wrong_gradients(sanitizer: str, seed: int, mistake: Mutation | None = None, **of_call) -> int:
     """How many elements and guards are wrong after the gradient of one rank's logits, which may be in place."""
     choices = random.Random(seed)
@@ -281,14 +269,22 @@ def wrong_gradients(sanitizer: str, seed: int, mistake: Mutation | None = None, 
     return is_wrong(found["gradient"], wanted) + broken
 
 
-@pytest.mark.parametrize(("sanitizer", "most_seeds"), [("plain", 80), ("thread", 6), ("address", 24)])
-def test_gradients_have_the_specifications_bits(sanitizer, most_seeds):
-    for seed in seeds(most_seeds):
-        assert wrong_gradients(sanitizer, seed) == 0, seed
+SEEDS = {
+    wrong_results: {"plain": 120, "thread": 6, "address": 24},
+    wrong_sums: {"plain": 60, "thread": 6, "address": 20},
+    wrong_gradients: {"plain": 80, "thread": 6, "address": 24},
+}
+
+
+@pytest.mark.parametrize("sanitizer", SANITIZERS)
+@pytest.mark.parametrize("run_one", SEEDS, ids=lambda one: one.__name__)
+def test_kernels_give_the_specifications_bits(run_one, sanitizer):
+    for seed in seeds(SEEDS[run_one][sanitizer]):
+        assert run_one(sanitizer, seed) == 0, seed
 
 
 def test_kernels_without_their_wait_for_the_one_before_are_noticed():
-    for run_one in (wrong_results, wrong_sums, wrong_gradients):
+    for run_one in SEEDS:
         assert any(run_one("plain", seed, waits=False) for seed in range(6)), run_one.__name__
 
 

@@ -48,6 +48,7 @@ def test_a_wrong_element_and_wrong_parts_are_noticed():
         assert zeros == of_zeros == 1024
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_on_the_cpu_every_method_is_verified(tmp_path):
     assert program.main(["alltoall", "--max-nbytes", "2K", "--out", str(tmp_path)]) == 0
 

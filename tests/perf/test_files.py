@@ -1,4 +1,4 @@
-"""perf's files: reading gives what was written, and a file that is no report is refused with the reason."""
+"""perf's files: where they are, reading gives what was written, and what is no report is refused with the reason."""
 
 from __future__ import annotations
 
@@ -9,14 +9,39 @@ from pathlib import Path
 import pytest
 
 from graphar.numerics.codecs import Codec
-from perf import files
+from perf import __main__ as program
+from perf import files, machine
 from perf.report import read, topics
 from perf.topics.allreduce import AllReduce
 from perf.topics.training import Training
-from tests.perf.samples import MACHINE, REPORTS, TRAINED, row
+from tests.perf.samples import CPU, MACHINE, REPORTS, TRAINED, row
 
-COMMITTED = sorted((Path(__file__).parents[2] / "reports").glob("*/*.json"))
+ROOT = Path(__file__).parents[2]
+COMMITTED = sorted((ROOT / "reports").glob("*/*.json"))
 BY_NAME = {topic.name: topic for topic in topics()}
+
+
+@pytest.mark.usefixtures("forked_ranks")
+def test_a_measurement_changes_no_committed_report_and_writes_where_git_does_not_look(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    before = {path: path.read_bytes() for path in (ROOT / "reports").rglob("*.*")}
+
+    assert program.main(["allreduce", "--world-size", "2", "--max-nbytes", "2K"]) == 0
+
+    assert {path: path.read_bytes() for path in (ROOT / "reports").rglob("*.*")} == before
+    (page,) = tmp_path.glob("build/reports/*/index.html")
+    assert (page.parent / "allreduce.json").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["build"]
+    assert "build/" in (ROOT / ".gitignore").read_text().splitlines()
+
+
+def test_a_named_folder_is_used_and_one_that_cannot_be_made_ends_perf_before_it_measures(tmp_path, monkeypatch):
+    monkeypatch.setattr(machine, "describe", lambda: CPU)
+    (tmp_path / "file").write_text("")
+
+    assert program.folder_of(program.parse(["--out", str(tmp_path / "mine")]), CPU) == tmp_path / "mine" / "cpu"
+    with pytest.raises(SystemExit, match=r"--out: .*file"):
+        program.main(["--out", str(tmp_path / "file"), "allreduce"])
 
 
 def test_every_topic_has_a_sample_and_all_have_places_of_their_own():

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 
 import pytest
 import torch
 
 import graphar
-from perf import __main__ as program
 from perf import fusion
 from perf.fusion import Trial
 from perf.harness.ranks import InProcessRanks, ProcessRanks
 from perf.peers.matmuls import (
-    CPU_METHODS,
     CUDA_METHODS,
-    MIN_ROWS,
     TP_INVARIANT,
     FusedPlan,
     Layer,
@@ -162,22 +158,3 @@ def test_where_no_method_serves_a_layer_there_is_no_row(group_of):
     group_of(2)
 
     assert list(fusion.measure(A_LAYER, [], ProcessRanks(torch.device("cpu"), None), FusedRow, count_wrong)) == []
-
-
-@pytest.mark.usefixtures("forked_ranks")
-def test_the_report_of_a_machine_without_gpus(tmp_path):
-    assert program.main(["fused", "--rows", "4", str(MIN_ROWS), "--columns", "64", "--out", str(tmp_path)]) == 0
-
-    folder = tmp_path / "cpu"
-    found = json.loads((folder / "fused.json").read_text())
-    assert {one["method"] for one in found["rows"]} == set(CPU_METHODS)
-    assert found["skipped"] == []
-    text = (folder / "fused.md").read_text()
-    assert f"All {len(found['rows'])} results were verified: none is wrong." in text
-    assert "## 2 ranks, N = 64, K = 128" in text
-
-
-@pytest.mark.usefixtures("no_gpus")
-def test_a_method_of_another_machine_is_refused(tmp_path):
-    with pytest.raises(SystemExit, match="symm_fused: not on this machine"):
-        program.main(["fused", "--methods", "symm_fused", "--out", str(tmp_path)])

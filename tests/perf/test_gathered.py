@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from functools import partial
 
@@ -10,7 +9,6 @@ import pytest
 import torch
 
 import graphar.reference
-from perf import __main__ as program
 from perf.fusion import Trial
 from perf.harness.ranks import InProcessRanks
 from perf.peers import gathered as methods
@@ -151,27 +149,3 @@ def test_wrong_results_are_named_and_win_nothing():
     assert "**WRONG RESULTS OF PEERS: 1 of 8 (symm_fused at 4096 x 2560 x 8192).**" in Gathered(ROWS).verdict()
     own = [replace(one, wrong=int(one.method == "graphar")) for one in ROWS]
     assert Gathered(own).verdict().startswith("**WRONG RESULTS: ")
-
-
-@pytest.mark.usefixtures("forked_ranks")
-def test_the_report_of_a_machine_without_gpus(tmp_path):
-    assert program.main(["gathered", "--rows", "5", "32", "--columns", "64", "--out", str(tmp_path)]) == 0
-
-    folder = tmp_path / "cpu"
-    found = json.loads((folder / "gathered.json").read_text())
-    assert {one["method"] for one in found["rows"]} == set(CPU_METHODS)
-    assert {one["m"] for one in found["rows"]} == {4, 32}
-    assert found["skipped"] == []
-    text = (folder / "gathered.md").read_text()
-    assert f"All {len(found['rows'])} results were verified: none is wrong." in text
-    assert "## 2 ranks, N = 64, K = 256" in text
-
-
-@pytest.mark.usefixtures("no_gpus")
-@pytest.mark.parametrize(
-    ("bad", "why"),
-    [(["--methods", "symm_fused"], "symm_fused: not on this machine"), (["--rows", "1"], "at least the number of")],
-)
-def test_bad_options_are_refused(bad, why, tmp_path):
-    with pytest.raises(SystemExit, match=why):
-        program.main(["gathered", *bad, "--out", str(tmp_path)])

@@ -18,7 +18,7 @@ from perf import __main__ as program
 from perf import machine
 from perf.harness import shared_gpu
 from perf.harness.shared_gpu import Case, count_wrong, expected, fit, operands, serve
-from perf.topics.latency import NEEDED, OWN, WORLD_SIZES, Latency, LatencyPlan, Process, cases, words_of
+from perf.topics.latency import OWN, WORLD_SIZES, Latency, LatencyPlan, Process, cases, words_of
 from tests.perf.samples import MACHINE
 from tests.perf.samples import latency_row as row
 
@@ -202,11 +202,6 @@ def test_times_stand_beside_those_of_the_last_committed_report_of_the_machine(me
     rows, _, report = measure(plan_of(tmp_path, Case("allreduce", 4, MB)))
     assert [one.of_before for one in rows] == [0.5, None]
     assert report.before == "0123456789ab, 2026-01-31"
-
-
-def test_without_a_gpu_it_is_said_what_is_needed(tmp_path, no_gpus):
-    with pytest.raises(SystemExit, match=NEEDED):
-        program.main(["latency", "--out", str(tmp_path)])
 
 
 def test_calls_and_another_checkout_can_be_named(tmp_path):

@@ -5,24 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from perf import __main__ as program
 from perf.passes import BOTH, CPU_METHODS, OWN, TORCH, PassesPlan, run_shapes
-from perf.report import read
 from perf.topics import losses as topic
 from perf.topics.losses import PASSES, Losses, least_nbytes, make_method, wrong_of_own, wrong_of_peer
 from tests.perf.samples import loss_row as row
 
 SHAPE = (6, 512, 2)
-
-
-def test_a_run_on_the_cpu_is_reported(tmp_path, forked_ranks):
-    assert program.main(["losses", "--shapes", "3x64x1", "6x512x2", "--out", str(tmp_path)]) == 0
-
-    found = read(tmp_path / "cpu", Losses).report
-    assert [(row.rows, row.method, row.passes, row.wrong) for row in found.rows] == [
-        (rows, method, passes, 0) for rows in (3, 6) for method in CPU_METHODS for passes in PASSES
-    ]
-    assert found.skipped == []
 
 
 def test_the_progress_bar_counts_every_row():

@@ -124,28 +124,6 @@ def test_the_report_has_a_row_for_each_kind(tmp_path, monkeypatch):
     assert "2 kinds of data; times need GPUs." in text
 
 
-@pytest.mark.parametrize("rows", [0, 3])
-def test_rows_measured_before_one_failed_are_reported(tmp_path, monkeypatch, rows):
-    def fail(plan):
-        measured = [(kind, nbytes) for kind in ("normal", "any bits") for nbytes in (MB, GB)][:rows]
-        yield from [LosslessRow(kind, 4, nbytes, 12.06, 293.0, 240.0) for kind, nbytes in measured]
-        raise RuntimeError("a rank has failed")
-
-    monkeypatch.setattr(LosslessPlan, "measure", fail)
-
-    with pytest.raises(RuntimeError, match="a rank has failed"):
-        program.main(["lossless", "--out", str(tmp_path)])
-
-    (folder,) = (path for path in tmp_path.iterdir() if path.is_dir())
-    found = read(folder, Lossless).report
-    assert len(found.rows) == rows
-    assert "the run was ended before it was done" in found.skipped[0]
-    text = (folder / "lossless.md").read_text()
-    assert f"## Not measured\n\n- {found.skipped[0]}" in text
-    assert ("| any bits | 12.06 | 0.82 | - |" in text) == (rows == 3)
-    assert (folder / "index.html").exists()
-
-
 def test_a_report_without_ops_entropies_and_nccl_shows_its_all_reduces():
     found = Lossless([LosslessRow("normal", 4, 64 * MB, 12.06, 293.0, 240.0)])
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 
 import pytest
 import torch
@@ -30,7 +29,7 @@ from perf.models.decoder import (
     rope_cos_sin,
 )
 from perf.topics import model
-from perf.topics.model import ALONE, CPU_METHODS, NORM, UNSHARDED, Model, ModelPlan, Variant
+from perf.topics.model import ALONE, NORM, UNSHARDED, Model, ModelPlan, Variant
 from perf.topics.norms import add_and_norm
 from tests.perf.samples import model_row as row
 
@@ -192,53 +191,11 @@ def test_without_the_unsharded_model_no_row_is_taken_for_right_and_the_next_case
     ]
 
 
-@pytest.mark.usefixtures("forked_ranks")
-def test_the_report_of_a_machine_without_gpus(tmp_path):
-    arguments = ["model", "--layers", "1", "--decode", "3", "--prefill", "5", "--generate", "0"]
-    assert program.main([*arguments, "--out", str(tmp_path)]) == 0
-
-    folder = tmp_path / "cpu"
-    found = json.loads((folder / "model.json").read_text())
-    assert [one["method"] for one in found["rows"]] == list(CPU_METHODS) * 2
-    assert found["skipped"] == []
-    checked = [one["error"] for one in found["rows"] if one["method"] not in (ALONE, UNSHARDED)]
-    assert all(0 < error < 0.03 for error in checked)
-    text = (folder / "model.md").read_text()
-    assert "All 12 results were verified: none is wrong." in text
-    assert "## 2 ranks, 1 layer of tiny: decode of 3 tokens" in text
-
-
 def test_a_wrong_result_makes_the_command_fail(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(model.ranks_of, "run", lambda size, work: [row("graphar", 5.0, wrong=2)])
 
     assert program.main(["model", "--generate", "0", "--out", str(tmp_path)]) == 1
     assert "WRONG RESULTS: 1 of 1 (graphar at 4 layers" in capsys.readouterr().out
-
-
-def test_gpus_take_a_large_model_and_the_cpu_a_tiny_one():
-    options = program.parse(["model"])
-    (on_gpus, *_), (on_cpu, *_) = (Model.plan(options, count) for count in (4, 0))
-
-    assert (on_gpus.device, on_gpus.world_size, on_gpus.size, on_gpus.layers) == ("cuda", 4, "llama-3-70b", 4)
-    assert (on_cpu.device, on_cpu.world_size, on_cpu.size, on_cpu.layers) == ("cpu", 2, "tiny", 2)
-    assert [(one.phase, one.new) for one in on_gpus.cases()][2:4] == [("decode", 1), ("prefill", 2048)]
-
-
-@pytest.mark.parametrize(
-    ("bad", "why"),
-    [
-        (["--world-size", "3"], "3 ranks cannot divide the 4 heads of tiny's keys"),
-        (["--layers", "3"], "must be from 1 to the 2 of tiny"),
-        (["--layers", "-1"], "must be from 1"),
-        (["--decode", "--prefill", "--generate", "0"], "leave nothing to measure"),
-        (["--generate", "-1"], "at least 0"),
-        (["--decode", "0"], "at least 1 token"),
-        (["--prefill", "1"], "at least 2"),
-    ],
-)
-def test_bad_options_are_refused(bad, why):
-    with pytest.raises(SystemExit, match=why):
-        Model.plan(program.parse(["model", *bad]), gpu_count=0)
 
 
 ROWS = [

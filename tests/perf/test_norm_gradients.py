@@ -12,12 +12,10 @@ from torch.multiprocessing.spawn import ProcessException
 from torch.nn import functional
 
 from graphar.errors import UnsupportedError
-from perf import __main__ as program
 from perf import machine
 from perf import passes as common
 from perf.compare import identity
 from perf.passes import BOTH, COMPILED, CPU_METHODS, PassesPlan
-from perf.report import read
 from perf.topics import norm_gradients as topic
 from perf.topics.norm_gradients import (
     BACKWARD,
@@ -39,19 +37,6 @@ from tests.perf.samples import norm_gradient_row as row
 
 SHAPE = (24, 264)
 SUMMED = pytest.mark.parametrize("summed", [True, False])
-
-
-def test_a_run_on_the_cpu_is_reported(tmp_path, forked_ranks):
-    assert program.main(["norm_gradients", "--shapes", "3x16", "--out", str(tmp_path)]) == 0
-
-    found = read(tmp_path / "cpu", NormGradients).report
-    assert [(row.summed, row.method, row.passes, row.wrong) for row in found.rows] == [
-        (summed, method, passes, 0) for summed in (True, False) for method in CPU_METHODS for passes in PASSES
-    ]
-    assert {(row.rows, row.columns, row.floor_us, row.peak_nbytes) for row in found.rows} == {(3, 16, None, None)}
-    assert found.skipped == []
-    page = (tmp_path / "cpu" / "norm_gradients.md").read_text()
-    assert "All 8 results were verified: none is wrong." in page
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,9 @@ import torch
 
 from graphar.numerics.codecs import NAMES, codec
 from perf import __main__ as program
-from perf.harness.cases import SizesPlan
-from perf.report import read
 from perf.topics import quantized
 from perf.topics.quantized import KINDS, ErrorRow, Quantized, error_rows, errors
-from tests.perf.samples import MACHINE, row
+from tests.perf.samples import row
 
 CPU = torch.device("cpu")
 
@@ -102,24 +100,6 @@ def test_a_timed_report_shows_ratios_and_the_wrong():
         right.glance().words == "time with a codec / the time of NCCL, from 16 MB up, by codec, 4 ranks; "
         "relative errors of normal data: int8 0.008"
     )
-
-
-def test_what_was_measured_before_a_run_ended_is_reported(tmp_path, monkeypatch):
-    def end(plan):
-        yield timed("nccl", 100.0)
-        raise RuntimeError("a rank has failed")
-
-    monkeypatch.setattr(quantized.sweep, "run", end)
-    monkeypatch.setattr(quantized, "error_rows", lambda *_: [])
-    plan = SizesPlan("cpu", 2, "process", ("bfloat16",), ("nccl",), 1 << 30, sizes=(1 << 20,))
-    monkeypatch.setattr(Quantized, "plan", lambda self, options, gpu_count: [plan])
-
-    with pytest.raises(RuntimeError, match="a rank has failed"):
-        Quantized().run(None, tmp_path, MACHINE, "python -m perf quantized")
-
-    found = read(tmp_path, Quantized).report
-    assert [one.method for one in found.times] == ["nccl"]
-    assert "the run was ended before it was done" in found.skipped[0]
 
 
 def test_codecs_are_timed_where_links_count_or_at_the_sizes_that_are_named():

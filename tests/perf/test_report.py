@@ -6,7 +6,7 @@ import pytest
 
 from perf.md import method_table, number
 from perf.ratios import best_peer, of_best_peer, ratio
-from perf.report import Glance, Timing
+from perf.report import ENDED, Glance, Timing, read
 from perf.topics.fused import Fused
 from perf.topics.quantized import ErrorRow, Quantized
 from tests.perf.samples import MACHINE, REPORTS, fused_row, row
@@ -35,6 +35,32 @@ def test_every_report_says_a_word_in_markdown(report):
     glance = report.glance()
     assert glance.headline
     assert glance.words
+
+
+@pytest.mark.parametrize("count", [0, 1])
+@pytest.mark.parametrize("sample", REPORTS, ids=lambda one: one.name)
+def test_a_run_that_is_ended_leaves_the_rows_before_or_else_an_earlier_report(sample, count, tmp_path, monkeypatch):
+    topic, rows = type(sample), sample._rows()[0]
+
+    def ended(self, plan):
+        yield from rows[:count]
+        raise KeyboardInterrupt
+
+    for name, stand_in in (("plan", lambda *_: None), ("count", lambda *_: None), ("measure", ended)):
+        monkeypatch.setattr(topic, name, stand_in)
+    for earlier in (None, sample):
+        if earlier:
+            earlier.write(tmp_path, MACHINE, "python -m perf")
+        with pytest.raises(KeyboardInterrupt):
+            topic().run(None, tmp_path, MACHINE, "python -m perf")
+
+        found, text = read(tmp_path, topic).report, (tmp_path / f"{topic.name}.md").read_text()
+        if earlier and not count:
+            assert found == earlier
+            continue
+        assert found.skipped == [ENDED]
+        assert found._rows() == ([rows[:1]] if count else [])
+        assert f"## Not measured\n\n- {ENDED}" in text
 
 
 def test_a_ratio_is_the_time_over_the_others():

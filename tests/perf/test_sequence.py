@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 
 import pytest
@@ -156,18 +155,6 @@ def test_a_gradient_that_is_no_number_is_infinitely_wrong():
 ONLY = ["model", "--decode", "--prefill", "--generate", "0", "--sequence-parallel"]
 
 
-@pytest.mark.usefixtures("forked_ranks")
-def test_the_report_of_a_machine_without_gpus(tmp_path):
-    assert program.main([*ONLY, "8", "--layers", "1", "--out", str(tmp_path)]) == 0
-
-    found = json.loads((tmp_path / "cpu" / "model.json").read_text())
-    assert [one["method"] for one in found["sequences"]] == [*CPU_METHODS] * 2
-    assert (found["rows"], found["skipped"]) == ([], [])
-    text = (tmp_path / "cpu" / "model.md").read_text()
-    assert "All 8 results were verified: none is wrong." in text
-    assert "## 2 ranks, 1 layer of tiny, sequence parallelism: training on 8 tokens" in text
-
-
 @pytest.mark.parametrize(
     ("argv", "lengths"),
     [
@@ -183,11 +170,6 @@ def test_lengths_are_those_that_are_given_or_those_of_a_prefill(argv, lengths):
     found = [one for one in plans if isinstance(one, SequencePlan)]
     assert [(one.size, one.layers, one.tokens) for one in found] == ([("llama-3-70b", 4, lengths)] if lengths else [])
     assert (len(plans) == 1) == (argv != ["model"] and argv[1] == "--decode")
-
-
-def test_rows_that_cannot_be_divided_are_refused():
-    with pytest.raises(SystemExit, match="2 ranks cannot divide 9 tokens evenly"):
-        Model.plan(program.parse([*ONLY, "9"]), gpu_count=0)
 
 
 ROWS = [row("nccl", 1000.0), row("async_tp", 900.0), row(TENSOR_PARALLEL, 850.0), row(SEQUENCE_PARALLEL, 720.0)]

@@ -7,7 +7,6 @@ import shutil
 import pytest
 
 from graphar.plan.sizes import MB
-from perf import __main__ as program
 from perf.harness import slow_network
 from perf.topics import slow_links
 from perf.topics.slow_links import SlowLinks, SlowPlan
@@ -50,12 +49,6 @@ def test_sums_are_compared_with_gloo_and_steps_have_the_documents_columns():
     assert sums.body[0].splitlines()[-1] == "| 32 MB | 400 (1.00) | 100 (0.25) | 200 **(WRONG)** (-) |"
     assert steps.body[0].splitlines()[-1] == "| 4 bits | 250 | 32.00 | 2.00 | 0.50 | 1.500 |"
     assert SlowLinks(rows).glance().ratios == {"32 MB, 2 ranks, 1gbit/s": 0.25}
-
-
-@pytest.mark.parametrize("rate", ["fast", "1", "gbit", "1.5gbit"])
-def test_what_is_no_rate_is_refused(rate):
-    with pytest.raises(SystemExit, match=f"--rates: not a rate: {rate}"):
-        SlowLinks.plan(program.parse(["slow_links", "--rates", rate]), 0)
 
 
 def test_a_size_that_takes_too_long_at_a_rate_is_left_out():

@@ -45,26 +45,6 @@ def test_all_gpus_are_measured_unless_numbers_of_ranks_are_named():
     assert Suspend.count(Suspend.plan(options([2, 4]), 4)) == 2 * len(CASES)
 
 
-def test_without_two_gpus_it_is_said_what_is_needed(tmp_path, no_gpus):
-    with pytest.raises(SystemExit, match="needs at least 2 GPUs"):
-        program.main(["suspend", "--out", str(tmp_path)])
-    with pytest.raises(SystemExit, match="needs at least 2 GPUs"):
-        Suspend.plan(options(), 1)
-
-
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        (options([3]), "3 ranks cannot divide the 8 heads of llama-3-70b's keys"),
-        (options([8]), "--world-size must be from 2 to the number of GPUs, 4"),
-        (options(cycles=0), "--cycles must be at least 1"),
-    ],
-)
-def test_what_cannot_be_measured_is_refused(given, said):
-    with pytest.raises(SystemExit, match=said):
-        Suspend.plan(given, 4)
-
-
 class OneRank(ProcessRanks):
     """The only rank of a group over gloo."""
 

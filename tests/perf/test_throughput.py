@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -15,10 +16,12 @@ from graphar.numerics.codecs import Codec
 from perf import __main__ as program
 from perf import training_steps
 from perf.harness.ranks import InProcessRanks, ProcessRanks
+from perf.models.decoder import SIZES, TINY
+from perf.models.llama import Llama, fill
+from perf.models.tasks import ByteTransformer
 from perf.models.workloads import WORKLOADS, Decoder, Workload
 from perf.topics import throughput as runs
 from perf.topics.throughput import Reduction, Throughput, ThroughputRow
-from tests.perf.samples import MACHINE
 from tests.processes import run_ranks
 
 CPU = torch.device("cpu")
@@ -35,15 +38,25 @@ def test_a_batch_is_of_the_shape_its_model_is_trained_on_and_another_on_each_ran
     assert not torch.equal(x, other)
 
 
-def test_a_decoder_predicts_each_next_token_and_does_not_see_it():
-    model = Decoder(100, tokens=8, width=20, inner=30, layers=2).eval()
-    tokens = torch.arange(8).unsqueeze(0)
+def llama() -> torch.nn.Module:
+    model = Llama(SIZES[TINY], layers=2)
+    fill(model, rank=0)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "length", "vocabulary"),
+    [(partial(Decoder, 100, 8, 20, 30, 2), 8, 100), (llama, 16, 512), (partial(ByteTransformer, 32, 1, 2), 64, 256)],
+    ids=["decoder", "llama", "bytes"],
+)
+def test_a_model_predicts_each_next_token_and_does_not_see_it(make, length, vocabulary):
+    model, tokens = make().eval(), torch.arange(length).unsqueeze(0)
     changed = tokens.clone()
-    changed[0, 5] = 99
+    changed[0, 5] = vocabulary - 1
 
     before, after = model(tokens), model(changed)
 
-    assert before.shape == (1, 8, 100)
+    assert before.shape == (1, length, vocabulary)
     torch.testing.assert_close(before[0, :5], after[0, :5])
     assert not torch.allclose(before[0, 5:], after[0, 5:])
 
@@ -79,21 +92,6 @@ def test_what_cannot_be_imported_is_named(monkeypatch):
 def test_what_comes_with_graphar_must_work():
     with pytest.raises(RuntimeError):
         runs.make(Workload("tiny", "", broken, (1, 8, 8), 10, 1), OneRank(1))
-
-
-def test_gpus_train_what_users_know_and_the_cpu_a_tiny_model():
-    options = program.parse(["throughput"])
-    on_gpus, on_cpu = (Throughput.plan(options, count) for count in (4, 0))
-
-    assert set(on_gpus.models) == WORKLOADS.keys() - {"tiny"}
-    assert (on_gpus.device, on_gpus.world_size, on_gpus.steps) == ("cuda", 4, 200)
-    assert (on_cpu.device, on_cpu.world_size, on_cpu.models) == ("cpu", 2, ("tiny",))
-
-
-@pytest.mark.parametrize("bad", [["--steps", "9"], ["--batch-size", "-1"], ["--seconds", "-2"], ["--world-size", "1"]])
-def test_bad_options_are_refused(bad):
-    with pytest.raises(SystemExit, match="must be"):
-        Throughput.plan(program.parse(["throughput", *bad]), gpu_count=0)
 
 
 @pytest.mark.usefixtures("forked_ranks")
@@ -140,11 +138,10 @@ def test_of_a_model_that_fits_once_one_reduction_is_trained_after_another():
 
 def test_where_the_time_is_spent_fewer_steps_are_made():
     made = []
-    training = SimpleNamespace(make_steps=lambda count, seed: made.append(count))
     ranks = SimpleNamespace(slowest=list, time_us=lambda steps, mode: steps() or 1.0)
     plan = runs.ThroughputPlan("cpu", 2, ("tiny",), steps=100, batch_size=1, budget_s=1e-9)
 
-    times = training_steps.time_blocks([training], plan, ranks, begin=0.0)
+    times = training_steps.time_blocks([lambda count, seed: made.append(count)], plan, ranks, begin=0.0)
 
     assert (times, made) == ([[1.0] * 2], [training_steps.BLOCK] * 2)
 
@@ -214,12 +211,6 @@ def test_naive_all_reduces_average_each_gradient_in_its_place(flattened):
     assert run_ranks(naive_gradients, 2, flattened) == [[True, True]] * 2
 
 
-def test_what_is_missing_is_listed():
-    text = Throughput(skipped=["nfnet_f1: needs timm (no module)"]).markdown(MACHINE, "python -m perf")
-
-    assert "## Not measured\n\n- nfnet_f1: needs timm (no module)" in text
-
-
 def test_ranks_that_ended_apart_are_named_and_marked():
     apart = Throughput([dataclasses.replace(row, same_bits=row.way.codec is None) for row in rows()])
 
@@ -241,7 +232,7 @@ def test_what_was_measured_of_a_model_before_a_run_ended_is_reported():
 
 
 def test_nothing_is_compared_with_torchs_own_where_that_is_wrong():
-    apart = Throughput([dataclasses.replace(row, same_bits=not row.way.is_baseline) for row in rows()])
+    apart = Throughput([dataclasses.replace(row, same_bits=not row.is_baseline) for row in rows()])
 
     assert "| exact | 32 | 9.00 | - | 14,222 |" in apart.sections()[1].body[-1]
     assert apart.glance().ratios == {}
