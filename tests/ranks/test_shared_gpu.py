@@ -43,8 +43,11 @@ PRODUCTS = ((8, 128, 200), (129, 136, 208), (640, 512, 264))
 def questions(form, world_size):
     """Shapes and dtypes: all dtypes of the first shape, and the others in bf16."""
     has_dims = len(form.small) > 2  # named ones, which matrices lack
-    first, *others = PRODUCTS if "w" in parameters(form.op) else form.shapes if has_dims else SHAPES
-    is_invariant = "w" in parameters(form.op) and form.options.get("partition") == TP_INVARIANT
+    partition = form.options.get("partition") if "w" in parameters(form.op) else None
+    # Without a kernel for a K the specification adds, but not with bits that are the same for any number of rows.
+    products = [shape for shape in PRODUCTS if shape[-1] % 16 == 0] if partition == "batch_invariant" else PRODUCTS
+    first, *others = products if "w" in parameters(form.op) else form.shapes if has_dims else SHAPES
+    is_invariant = partition == TP_INVARIANT
     dtypes = [one for one in form.dtypes if not is_invariant or one in MATMUL_TYPES]  # on GPUs fp32 is refused
     asked = [*((first, dtype) for dtype in dtypes), *((shape, torch.bfloat16) for shape in others)]
     algorithm = form.options.get("algorithm", "fallback")
