@@ -122,7 +122,8 @@ class CopiesPolicy(LargeCallsPolicy):
     sum_blocks: int  # thread blocks of a local sum
     chunk_nbytes: int  # the smallest chunk; larger tensors travel in larger ones, up to a place of the scratch
     chunks: int  # how many chunks of a part are enough: more meet more often, and fewer fill the links less
-    alltoall_from_nbytes: ByWorldSize = field(default_factory=dict)  # as allgather_from_nbytes; older tables lack it
+    # As allgather_from_nbytes, where outputs are symmetric. Older tables lack it.
+    alltoall_from_nbytes: ByWorldSize = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -176,6 +176,8 @@ def _measured(call: Call[Sum | Parts | TensorTuple | Exchange], facts: Facts, as
     suits = asked is None and compresses is not None and _suits(facts.table.lossless, compresses, call, facts)
     compressing = compresses if suits and facts.lossless else None
     copies = asked is None and not compressing and _suits(facts.table.copies, COPYING[call.op], call, facts)
+    if isinstance(call.work, Exchange):  # through scratch its copies take longer than its kernels
+        copies &= COPYING[call.op].row.direct in call.symmetric
     copying = COPYING[call.op] if copies else None
     table = serving(facts.table, facts.world_size) if is_sum else facts.table
     entries, ranks = (table.rows[facts.world_size], facts.world_size) if is_sum else (table.parts[call.op], 1)

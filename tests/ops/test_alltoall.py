@@ -98,14 +98,17 @@ UNEVEN = Exchange(0, (1,), ((1, 2, 3, 4),) * 4, tuple((n,) * 4 for n in (1, 2, 3
 def test_copy_engines_take_equal_parts_alone_that_follow_one_another(work):
     with pytest.raises(graphar.UnsupportedError, match="alltoall_copies cannot serve this call: it takes equal parts"):
         choice_of(work, "alltoall_copies")
-    assert not choice_of(work, copies_from=1).config.algorithm.row.copies
+    assert not choice_of(work, copies_from=1, symmetric=("input", "output")).config.algorithm.row.copies
 
 
-def test_equal_parts_travel_by_copy_engines_by_name_or_from_a_size_of_the_table_on():
+def test_equal_parts_travel_by_copy_engines_by_name_or_into_symmetric_outputs_from_a_size_of_the_table_on():
     by_name = choice_of(even(8)._replace(row=(1, 1), **COLUMNS), "alltoall_copies", symmetric=("input", "output"))
-    small, large = (choice_of(even(elements), copies_from=1 << 20) for elements in ((1 << 19) - 1, 1 << 19))
+    few, many, sides = (1 << 19) - 1, 1 << 19, ("input", "output")
+    small, large = (choice_of(even(elements), copies_from=1 << 20, symmetric=sides) for elements in (few, many))
+    through_scratch = choice_of(even(many), copies_from=1 << 20, symmetric=("input",))
 
-    assert (by_name.config.direct, large.config.direct) == (True, False)
+    assert (by_name.config.direct, large.config.direct) == (True, True)
+    assert through_scratch.config.algorithm == "alltoall_push"
     assert by_name.reason.startswith("by copy engines, 1 block while ranks meet, asked for, shaped by table 'default'")
     assert by_name.reason.endswith("16 bytes, straight into the symmetric output")
     assert small.config.algorithm == "alltoall_push"

@@ -42,6 +42,7 @@ def test_every_number_of_a_policy_has_a_trial():
     without = {"one_shot_nbytes_beyond", "alternating_tile", "against_torch"}
     assert known - tried == {
         ("copies", "beside_from_nbytes"),
+        ("copies", "alltoall_from_nbytes"),
         ("training", "blocks"),
         ("training", "blocks_beyond"),
         *(("matmul", name) for name in without),
