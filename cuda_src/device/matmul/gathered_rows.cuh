@@ -88,6 +88,7 @@ class GatheredRows {
   // By all `warps` of the grid that gather: copies the peers' rows to the output. False if one did not come in time.
   __device__ bool gather(const Call& call, u32 warp, u32 warps) const {
     u32 most = 0;
+#pragma unroll
     for (int hop = 1; hop < N; ++hop) most = max(most, units_of((a.rank + hop) % N));
     for (u32 i = warp; i < most * (N - 1); i += warps) {
       const u32 from = (a.rank + 1 + i % (N - 1)) % N, unit = i / (N - 1);
@@ -145,6 +146,7 @@ class GatheredRows {
     const u32 first = row * of_row;  // a slot has fewer than 2^32 scales
     for (u32 i = threadIdx.x % 32; i < count; i += 32) {
       const float scale = m.a_scale[(row + i / of_row) * m.a_scale_row + i % of_row * m.a_scale_block];
+#pragma unroll
       for (int hop = 1; hop < N; ++hop) scales((a.rank + hop) % N, a.rank)[first + i] = scale;
       if (a.output != nullptr) gathered_scales(a.rank)[first + i] = scale;
     }
@@ -159,10 +161,12 @@ class GatheredRows {
     constexpr u32 ahead = 4;  // packs that a thread loads before it stores the first
     for (u32 at = threadIdx.x % 32; at < packs; at += 32 * ahead) {
       Pack p[ahead];
+#pragma unroll
       for (u32 i = 0; i < ahead; ++i)
         if (at + 32 * i < packs) p[i] = from[at + 32 * i];
       const auto store = [&](int c) {
         Pack* const there = to(c) + at;
+#pragma unroll
         for (u32 i = 0; i < ahead; ++i)
           if (at + 32 * i < packs) there[32 * i] = p[i];
       };
@@ -170,6 +174,7 @@ class GatheredRows {
 #pragma unroll 1
         for (int c = 0; c < Copies; ++c) store(c);
       } else {
+#pragma unroll
         for (int c = 0; c < Copies; ++c) store(c);
       }
     }
@@ -224,6 +229,7 @@ class GatheredWalk {
   __device__ u32 tiles_of(u32 rank) const { return (u32(a_.count[rank]) + height - 1) / height; }
   __device__ u32 most_of_peers() const {
     u32 most = 0;
+#pragma unroll
     for (int hop = 1; hop < N; ++hop) most = max(most, tiles_of((a_.rank + hop) % N));
     return most;
   }
