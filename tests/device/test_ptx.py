@@ -142,6 +142,8 @@ PURE = {
     "larger(bf16{}, v, w)": "max.NaN.bf16x2 v w",
     "larger(fp16{}, v, w)": "max.NaN.f16x2 v w",
     "larger(fp32{}, v, w)": "max.NaN.f32 v w",
+    "smaller(bf16{}, v, w)": "min.NaN.bf16x2 v w",
+    "smaller(fp16{}, v, w)": "min.NaN.f16x2 v w",
     "larger_magnitude(bf16{}, v, w)": "max.NaN.xorsign.abs.bf16x2 v w",
     "larger_magnitude(fp16{}, v, w)": "abs.f16x2 v; abs.f16x2 w; max.NaN.f16x2",
     "larger_magnitude(fp32{}, v, w)": "abs.f32 v; abs.f32 w; max.NaN.f32",

@@ -18,7 +18,6 @@ OF_ONE = MatmulTile(64, 64, 2, leaves=4, split=4)
 OF_TWO_CONSUMERS = MatmulTile(128, 64, 2, leaves=2, split=2)
 READ = "nodes[from] = *place(from, i);"
 NODES_OF_A_TREE = """        for (int width = 1; width < split; width *= 2)
-#pragma unroll
           for (int left = 0; left < split; left += 2 * width) sums[left] = sums[left] + sums[left + width];
 """
 PART_OF_K = "block_in_cluster() * (a.k / Tile::split)"
