@@ -254,12 +254,6 @@ def operands(
     ]
 
 
-def check_results_apart(op: str, xs: Tensors, outs: Tensors, arguments: Given) -> None:
-    """Raises ValueError if a result shares memory with its rank's tensor."""
-    for x, out in zip(xs, outs, strict=True):
-        tensor_checks.check_apart(op, out, x=x)
-
-
 def check_apart_from_epilogue(op: str, outs: Tensors, tensors: Tensors) -> None:
     """Raises ValueError if ``outs`` share memory with an epilogue's tensors, which kernels read while they store."""
     for out in outs:

@@ -9,12 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple, Protocol
 
 from graphar.plan.tiles import NAMED_TILES, MatmulTile
 
 ByWorldSize = dict[int, int]
-Policies = Any  # a Table of graphar.plan.tables, which needs the rows of algorithms, as they need its policies
 
 _SMS_OF_A_SHARE = 9  # the fewest SMs of one communicator's share: more than a GPU has GPCs, and than a host has ranks
 
@@ -244,3 +243,14 @@ class AllgatherMatmulPolicy:
             if rows >= least.get(world_size, math.inf):
                 return partition
         return "none"
+
+
+class Policies(Protocol):  # of a tuning table, that rows of algorithms go by
+    @property
+    def quantized(self) -> QuantizedPolicy: ...
+    @property
+    def copies(self) -> CopiesPolicy: ...
+    @property
+    def norm(self) -> NormPolicy: ...
+    @property
+    def matmul(self) -> MatmulPolicy: ...

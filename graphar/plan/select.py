@@ -6,7 +6,7 @@ import itertools
 import math
 import sys
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -172,13 +172,11 @@ def _measured(call: Call[Sum | Parts | TensorTuple | Exchange], facts: Facts, as
     is_sum = isinstance(call.work, Sum)
     if is_sum and call.blocks and call.nbytes >= facts.table.beside.pipelined_from_nbytes:
         asked = asked or GENERAL[call.op]
-    compresses = COMPRESSING.get(call.op)
-    suits = asked is None and compresses is not None and _suits(facts.table.lossless, compresses, call, facts)
-    compressing = compresses if suits and facts.lossless else None
-    copies = asked is None and not compressing and _suits(facts.table.copies, COPYING[call.op], call, facts)
-    if isinstance(call.work, Exchange):  # through scratch its copies take longer than its kernels
-        copies &= COPYING[call.op].row.direct in call.symmetric
-    copying = COPYING[call.op] if copies else None
+    compresses = None if asked else _for_large(COMPRESSING, facts.table.lossless, call, facts)
+    compressing = compresses if facts.lossless else None
+    copying = None if asked or compressing else _for_large(COPYING, facts.table.copies, call, facts)
+    if copying and isinstance(call.work, Exchange) and copying.row.direct not in call.symmetric:
+        copying = None  # through scratch its copies take longer than its kernels
     table = serving(facts.table, facts.world_size) if is_sum else facts.table
     entries, ranks = (table.rows[facts.world_size], facts.world_size) if is_sum else (table.parts[call.op], 1)
     taken = asked or compressing or copying
@@ -191,7 +189,7 @@ def _measured(call: Call[Sum | Parts | TensorTuple | Exchange], facts: Facts, as
     if config.algorithm.row.copies:
         adds = "" if call.op in MOVING else f" and {config.blocks} while a rank adds"
         why = f"by copy engines, 1 block while ranks meet{adds}, {why if asked else 'chosen '}"
-    off = "; lossless compression is off" if suits and not compressing else ""
+    off = "; lossless compression is off" if compresses and not compressing else ""
     choice = Choice(config, f"{why}{_by_table(table, call, facts)}{off}")
     config, reason = choice if taken else _served(*choice, entries, ranks, call, facts)
     direct = config.algorithm.row.direct
@@ -274,11 +272,12 @@ def _first_that_suits(call: Call, facts: Facts) -> Algorithm:
     return takers[-1]
 
 
-def _suits(policy: LargeCallsPolicy, algorithm: Algorithm, call: Call, facts: Facts) -> bool:
-    """Whether an algorithm for large calls alone is faster for a call, by the table, and can serve it."""
-    if call.blocks or _lacks(algorithm.row, call.work) or _why_not(algorithm, call, facts):
-        return False
-    return call.nbytes >= (policy.least(call.op, facts.world_size) or math.inf)
+def _for_large(by_op: Mapping[str, Algorithm], policy: LargeCallsPolicy, call: Call, facts: Facts) -> Algorithm | None:
+    """Returns the algorithm for large calls alone, if by the table it is faster for this one, and can serve it."""
+    algorithm, least = by_op.get(call.op), policy.least(call.op, facts.world_size)
+    if algorithm is None or least is None or call.nbytes < least or call.blocks:
+        return None
+    return None if _lacks(algorithm.row, call.work) or _why_not(algorithm, call, facts) else algorithm
 
 
 def _why_not(algorithm: Algorithm, call: Call, facts: Facts) -> Reason | None:

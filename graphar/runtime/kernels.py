@@ -14,7 +14,7 @@ from graphar.plan.algorithms import Algorithm
 from graphar.plan.config import Kernel
 from graphar.ranks import agreement
 from graphar.ranks.capture import check_can_prepare
-from graphar.ranks.rendezvous import Alone, StoreRendezvous
+from graphar.ranks.rendezvous import StoreRendezvous
 from graphar.runtime import catalogue, compiler, launcher
 from graphar.runtime.arguments import Counters
 from graphar.runtime.catalogue import KernelSource
@@ -48,7 +48,7 @@ class Kernels:
         members: Sequence[Member],
         world_size: int,
         memory: PeerMemory,
-        rendezvous: StoreRendezvous | Alone,
+        rendezvous: StoreRendezvous,
         multicast_memory: TorchMemory | None,
     ) -> None:
         self._members, self._world_size = members, world_size

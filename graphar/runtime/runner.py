@@ -33,7 +33,7 @@ from graphar.plan.tables import Table
 from graphar.ranks.agreement import Fingerprints, words_with_numbers
 from graphar.ranks.capture import is_capturing
 from graphar.ranks.groups import known_group
-from graphar.ranks.rendezvous import Alone, RanksAbsent, StoreRendezvous
+from graphar.ranks.rendezvous import RanksAbsent, StoreRendezvous
 from graphar.runtime import launcher
 from graphar.runtime.arguments import KEPT_CALLS, Arguments, Counters, EpochState, Record
 from graphar.runtime.availability import COMMUNICATORS
@@ -72,7 +72,7 @@ class Runner:
         world_size: int,
         chip: Chip,
         memory: PeerMemory,
-        rendezvous: StoreRendezvous | Alone,
+        rendezvous: StoreRendezvous,
         multicast_memory: TorchMemory | None,
     ) -> None:
         self.members, self.world_size, self.chip = members, world_size, chip
@@ -343,7 +343,7 @@ def set_up(
     group: dist.ProcessGroup | None,
     devices: Sequence[torch.device] | None,
     device: torch.device,
-    rendezvous: StoreRendezvous | Alone,
+    rendezvous: StoreRendezvous,
     lossless: bool,
     stand_in: bool,
 ) -> tuple[Runner, Table]:
@@ -394,7 +394,7 @@ def set_up(
     return runner, Table.from_json(everyone[0]["table"])
 
 
-def _agree_on(rendezvous: StoreRendezvous | Alone, what: str, setting: str, rule: str) -> None:
+def _agree_on(rendezvous: StoreRendezvous, what: str, setting: str, rule: str) -> None:
     """Raises CommunicatorError on every rank if ranks differ in a setting; ``setting`` is this rank's."""
     words = rendezvous.exchange(f"agreeing on {what}", setting.encode())
     if len(set(words)) > 1:

@@ -26,6 +26,7 @@ _THREADS_AN_SM = 2048  # by the launch bounds of cuda_src/norm/residual_rmsnorm.
 PAIRS_NBYTES = 512
 STAGED_TENSORS = 3
 COLUMNS_ADDED = 32
+_SHARED_NBYTES = "MAX_SHARED_MEMORY_PER_BLOCK_OPTIN"  # of a block
 _MOST_STAGES = 4  # rows that a block has in shared memory; more are not faster (H100)
 
 
@@ -116,10 +117,6 @@ def backward(
     return of_rows, total
 
 
-def _shared_nbytes(device: int) -> int:
-    return attribute("MAX_SHARED_MEMORY_PER_BLOCK_OPTIN", device)
-
-
 class _Staging(NamedTuple):
     """How a block stages rows, for the kernel's template arguments."""
 
@@ -132,7 +129,7 @@ def _staging(device: int, row_nbytes: int) -> _Staging:
     threads = norm_gradients.threads_of(row_nbytes)
     packs = 1 << (-(-row_nbytes // (threads * PACK_NBYTES)) - 1).bit_length()
     stage_nbytes = STAGED_TENSORS * packs * threads * PACK_NBYTES
-    stages = min(_MOST_STAGES, (_shared_nbytes(device) - PAIRS_NBYTES) // stage_nbytes)
+    stages = min(_MOST_STAGES, (attribute(_SHARED_NBYTES, device) - PAIRS_NBYTES) // stage_nbytes)
     return _Staging(packs, stages, PAIRS_NBYTES + stages * stage_nbytes)
 
 
@@ -144,7 +141,7 @@ def load_backward(device: int, dtype: torch.dtype, columns: int) -> tuple:
     """Loads and returns the kernels for rows of ``columns``. Do so before a kernel that waits for other ranks runs."""
     packs, stages, _ = _staging(device, columns * dtype.itemsize)
     sources, what = residual_norm_backward_sources(dtype, packs, stages), f"residual_rmsnorm_backward for {dtype}"
-    return tuple(launcher.load_once(source, device, _shared_nbytes(device), what) for source in sources)
+    return tuple(launcher.load_once(source, device, attribute(_SHARED_NBYTES, device), what) for source in sources)
 
 
 @functools.lru_cache(maxsize=1024)

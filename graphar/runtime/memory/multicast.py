@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch._C._autograd import DeviceType
 
 from graphar.errors import Reason, UnsupportedError
-from graphar.ranks.rendezvous import Alone, StoreRendezvous
+from graphar.ranks.rendezvous import StoreRendezvous
 
 T = TypeVar("T")
 
@@ -65,7 +65,7 @@ class TorchBuffer:
 class TorchMemory:
     """Allocates torch's symmetric memory between the processes of a group; None: one process has all ranks."""
 
-    def __init__(self, group: dist.ProcessGroup | None, device: int, rendezvous: StoreRendezvous | Alone) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, device: int, rendezvous: StoreRendezvous) -> None:
         self._group_name = group.group_name if group else None  # not the group, which would keep its store alive
         self._device, self._rendezvous = device, rendezvous
         self._is_known = group is None

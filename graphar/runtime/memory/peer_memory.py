@@ -61,7 +61,7 @@ class PeerMemory:
     why_stays: Reason | None = None  # why its memory cannot be given back while its addresses stay
     _channel: Channel | None = None  # to the processes of the other ranks
 
-    def __init__(self, devices: Mapping[int, int], rendezvous: StoreRendezvous | Alone, world_size: int) -> None:
+    def __init__(self, devices: Mapping[int, int], rendezvous: StoreRendezvous, world_size: int) -> None:
         self._devices, self._rendezvous, self._world_size = devices, rendezvous, world_size
         self._device = next(iter(devices.values()))
         self._exchanges = 0
@@ -130,7 +130,7 @@ class PeerMemory:
 class ProcessMemory(PeerMemory):
     """Allocates memory shared between the processes of one host, one process per rank, each with one CUDA device."""
 
-    def __init__(self, device: int, rendezvous: StoreRendezvous | Alone) -> None:
+    def __init__(self, device: int, rendezvous: StoreRendezvous) -> None:
         super().__init__({rendezvous.rank: device}, rendezvous, rendezvous.world_size)
 
     def check(self) -> None:
@@ -251,9 +251,7 @@ def _enable_peer_access(device: int, peer: int) -> None:
 # ---- legacy CUDA IPC ------------------------------------------------------------------------------------------------
 
 
-def allocate_shared(
-    devices: Mapping[int, int], meet: StoreRendezvous | Alone, nbytes: int, why_stays: Reason
-) -> SharedBuffer:
+def allocate_shared(devices: Mapping[int, int], meet: StoreRendezvous, nbytes: int, why_stays: Reason) -> SharedBuffer:
     """Allocates ``nbytes`` bytes for every rank; if one allocation fails, for none. Collective.
 
     ``devices`` are those of this process's ranks, by rank.
@@ -284,7 +282,7 @@ def allocate_shared(
     return buffer
 
 
-def _allocate(devices: Iterable[int], nbytes: int, owned: list[int], meet: StoreRendezvous | Alone) -> bytes:
+def _allocate(devices: Iterable[int], nbytes: int, owned: list[int], meet: StoreRendezvous) -> bytes:
     """Allocates memory, adds its addresses to ``owned``, and returns its CUDA IPC handle, if there are peers."""
     for device in devices:
         with on_device(device):
