@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from graphar.numerics import codec_reference
-from graphar.numerics.codec_reference import Noise, decode, encode, error_of_wire, random_halves
+from graphar.numerics.codec_reference import Noise, decode, encode, error_of_wire, random_halves, scales
 from graphar.numerics.codecs import BITS, BUCKET_SIZES, FP8, NAMES, SCALE_DTYPES, TILE_NUMEL, Codec
 from graphar.numerics.codecs import codec as named
 from graphar.numerics.dtypes import TYPE_NAMES
@@ -59,12 +58,11 @@ def beside_the_middle(codec: Codec) -> torch.Tensor:
     """Values whose products with 1 / scale, and random number, lie so near to the middle that fp32 rounds to it."""
     buckets = normal(1, 5 * TILE_NUMEL, torch.float32).view(-1, codec.bucket_size)
     buckets[:, 0], buckets[:, 1] = 5.3, -5.3
-    scale, zero, _ = codec_reference._scales(buckets, codec)
-    scale, zero = scale[:, None], torch.zeros(1, 1) if zero is None else zero[:, None]
+    scale, zero = (numbers[:, None] for numbers in scales(buckets, codec))
     halves, inverse = torch.full(buckets.shape, 1 << 15), 1 / scale
     if codec.rounding == "stochastic":
         inverse = inverse * (1 - 2.0**-20)
-        halves = random_halves(buckets.numel(), Noise(SEED, CALL, 0)).view(buckets.shape).long() + (1 << 15)
+        halves = random_halves(buckets.numel(), Noise(SEED, CALL, 0)).view(buckets.shape)
     if codec.is_float:
         bits = (torch.arange(buckets.numel()).view(buckets.shape) % 100 + 8 << 20) + (1 << 20) - 16 * halves - 4
         hard = bits.int().view(torch.float32) * 2.0**120 / inverse

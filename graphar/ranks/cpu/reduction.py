@@ -13,9 +13,9 @@ import torch
 
 from graphar import reference
 from graphar.errors import UnsupportedError
-from graphar.numerics import codec_reference
-from graphar.numerics.codec_reference import SUM, Noise
-from graphar.numerics.codecs import Codec
+from graphar.numerics import codec_reference, cpu_codec
+from graphar.numerics.codec_reference import SUM, Noise, rounding_error
+from graphar.numerics.codecs import TILE_NUMEL, Codec
 from graphar.numerics.dtypes import ACCUMULATION_DTYPES
 from graphar.numerics.epilogues.epilogue import EpilogueInputs
 from graphar.numerics.nan import with_canonical_nan
@@ -189,26 +189,39 @@ CoderOf = Callable[[Call, Codec, "Sequence[torch.device] | None"], Coder]
 
 @dataclass(frozen=True)
 class TorchCoder:
-    """A codec by torch's functions, on the CPU."""
+    """A codec by torch's functions: on the CPU at memory speed, on others as the specification has them."""
 
     codec: Codec
 
     def encode(self, part: torch.Tensor, noise: Noise) -> torch.Tensor:
-        wire = codec_reference.encode(part, self.codec, noise)
+        wire = self._encode(part, noise)
         if self.codec.feedback:
-            part.copy_(codec_reference.error_of_wire(part, wire, self.codec))
+            decoded = part.new_empty(part.numel(), dtype=torch.float32)
+            self.decode([wire], decoded)
+            part.copy_(rounding_error(part, decoded))
         return wire
 
     def decode(self, wires: Sequence[torch.Tensor], target: torch.Tensor) -> None:
-        if len(wires) == 1:
-            codec_reference.decode_into(target, wires[0], self.codec)
+        if len(wires) == 1 and target.device.type == "cpu":
+            cpu_codec.decode(wires[0], self.codec, target)
         else:
-            target.copy_(codec_reference.part_of_wires(wires, self.codec, target))
+            target.copy_(with_canonical_nan(self._total(wires, target.numel()).to(target.dtype)))
 
     def recode(self, wires: Sequence[torch.Tensor], target: torch.Tensor, noise: Noise) -> torch.Tensor:
-        wire = codec_reference.encode(codec_reference.total_of(wires, self.codec), self.codec, noise)
-        codec_reference.decode_into(target, wire, self.codec)
+        wire = self._encode(self._total(wires, self.codec.tiles(target.numel()) * TILE_NUMEL), noise)
+        self.decode([wire], target)
         return wire
+
+    def _encode(self, x: torch.Tensor, noise: Noise) -> torch.Tensor:
+        return (cpu_codec if x.device.type == "cpu" else codec_reference).encode(x, self.codec, noise)
+
+    def _total(self, wires: Sequence[torch.Tensor], numel: int) -> torch.Tensor:
+        if wires[0].device.type != "cpu":
+            return codec_reference.total_of(wires, self.codec)[:numel]
+        total = torch.empty(numel)
+        for rank, wire in enumerate(wires):
+            cpu_codec.decode(wire, self.codec, total, adds=rank > 0)
+        return total
 
 
 # ---- exact sums on the CPU ------------------------------------------------------------------------------------------
