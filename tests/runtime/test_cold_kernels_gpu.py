@@ -6,6 +6,7 @@ which the other library's kernel is cold.
 """
 
 import importlib.util
+import threading
 import time
 from unittest import mock
 
@@ -13,10 +14,11 @@ import pytest
 import torch
 
 import graphar
+from graphar import reference
 from graphar.plan.algorithms import Algorithm
 from graphar.runtime.launcher import Grid
 from tests import one_gpu
-from tests.cases import normal
+from tests.cases import normal, same_bits
 from tests.processes import run_ranks
 from tests.small_kernels import bind
 
@@ -35,6 +37,14 @@ COLD = {
     "a module": own_module,
     "Triton": lambda x: torch.compile(lambda x: x.sin() * 2)(x),
 }
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+every_cold_kernel = pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.skipif(name == "Triton" and not HAS_TRITON, reason="no Triton"))
+        for name in COLD
+    ],
+)
 
 
 def load_between(rank, world_size, name):
@@ -58,12 +68,39 @@ def load_between(rank, world_size, name):
 
 
 @pytest.mark.gpu(1)
-@pytest.mark.parametrize("name", COLD)
+@every_cold_kernel
 def test_a_cold_kernel_between_the_launches_ends_a_call_at_its_deadline(name):
-    if name == "Triton" and importlib.util.find_spec("triton") is None:
-        pytest.skip("no Triton")
-
     ((said, took_s),) = run_ranks(load_between, 1, name)
 
     assert "rank 0 waited past the deadline for rank 1" in said
     assert DEADLINE_S <= took_s < LONGEST_S
+
+
+def load_beside(rank, world_size, name):
+    """The wrong bits of a hundred calls with a list, while a thread launches a cold kernel on each device."""
+    parts = [normal(rank, NUMEL, torch.bfloat16) for rank in range(2)]
+    xs, squares = [part.cuda(at) for at, part in enumerate(parts)], [torch.ones(64, 64, device=at) for at in range(2)]
+    with graphar.Communicator(devices=[0, 1], timeout_s=DEADLINE_S) as communicator:
+        communicator.allreduce(xs)
+        communicator.synchronize()
+        thread = threading.Thread(target=lambda: [COLD[name](square) for square in squares])
+        begin, results = time.monotonic(), []
+        thread.start()
+        try:
+            results += [communicator.allreduce(xs) for _ in range(100)]
+            thread.join()
+            communicator.synchronize()
+        except graphar.CollectiveTimeout:
+            results = []
+        thread.join()
+        took_s = time.monotonic() - begin
+        return took_s, sum(same_bits(y.cpu(), reference.allreduce(parts)) for of_call in results for y in of_call)
+
+
+@pytest.mark.gpu(2)
+@every_cold_kernel
+def test_calls_with_a_list_beside_a_thread_that_launches_a_cold_kernel_are_right_or_end_at_the_deadline(name):
+    ((took_s, wrong),) = run_ranks(load_beside, 1, name)
+
+    assert wrong == 0
+    assert took_s < LONGEST_S

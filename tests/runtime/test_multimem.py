@@ -2,10 +2,12 @@
 
 import functools
 import re
+import subprocess
 
 import pytest
 import torch
 from cuda.bindings import nvrtc
+from cuda.pathfinder import find_nvidia_binary_utility
 
 from graphar.numerics.dtypes import TYPE_NAMES
 from graphar.plan.algorithms import Algorithm, kernels_that
@@ -25,18 +27,25 @@ every_dtype = pytest.mark.parametrize("dtype", TYPE_NAMES, ids=str)
 
 
 @functools.cache
-def instructions(source, arch):
-    """The multimem instructions and alias fences of a kernel's PTX, in their order, by NVRTC directly."""
+def compiled(source, arch):
+    """The PTX and the cubin of a kernel, by NVRTC directly, which has both of one compilation."""
     status, program = nvrtc.nvrtcCreateProgram(compiler._text(source).encode(), b"", 0, [], [])
     assert not status
     nvrtc.nvrtcAddNameExpression(program, source.name.encode())
     options = [f"-arch={arch}", f"-std={compiler.OPTIONS['std']}", f"-I{compiler.source_directory()}"]
     (status,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
     assert not status
-    text = bytes(nvrtc.nvrtcGetPTXSize(program)[1])
+    text, image = bytes(nvrtc.nvrtcGetPTXSize(program)[1]), bytes(nvrtc.nvrtcGetCUBINSize(program)[1])
     nvrtc.nvrtcGetPTX(program, text)
+    nvrtc.nvrtcGetCUBIN(program, image)
     nvrtc.nvrtcDestroyProgram(program)
-    return re.findall(r"\b(multimem\.[\w.:]+|fence\.proxy\.alias)", text.decode())
+    return text.decode(), image
+
+
+def instructions(source, arch):
+    """The multimem instructions and alias fences of a kernel's PTX, in their order."""
+    text, _ = compiled(source, arch)
+    return re.findall(r"\b(multimem\.[\w.:]+|fence\.proxy\.alias)", text)
 
 
 @every_arch
@@ -59,6 +68,23 @@ def test_a_stand_in_compiles_everywhere_and_holds_none_of_them(algorithm, dtype,
 
     assert source.runs_on(arch)
     assert instructions(source, arch) == []
+    assert compiled(source, arch)[1].startswith(b"\x7fELF")
+
+
+@every_multimem_kernel
+@every_arch
+@every_dtype
+def test_the_machine_code_adds_by_the_switch(algorithm, arch, dtype, tmp_path):
+    disassembler = find_nvidia_binary_utility("nvdisasm")  # in an NVIDIA wheel, too
+    if disassembler is None:
+        pytest.skip("there is no nvdisasm: it comes with the CUDA toolkit, and in nvidia-cuda-nvdisasm")
+    image = tmp_path / "kernel.cubin"
+    image.write_bytes(compiled(kernel_source(algorithm, dtype, 4), arch)[1])
+
+    code = subprocess.run([disassembler, "-c", image], capture_output=True, text=True, check=True).stdout
+
+    elements = {torch.bfloat16: "BF16x8", torch.float16: "F16x8", torch.float32: "F32x4"}[dtype]
+    assert re.search(rf"\bLDGMC\.\S*ADD\.{elements}\.", code)
 
 
 def test_multimem_instructions_are_in_one_file_that_only_two_kernels_include():

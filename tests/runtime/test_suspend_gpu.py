@@ -258,6 +258,30 @@ def test_a_thousand_cycles_leak_nothing(rank, world_size):
         assert host < 16 * MB
 
 
+def miss_a_call(rank, world_size):
+    """The ranks that an expired wait names after a resumption, and whether another communicator then works."""
+    torch.cuda.set_device(0)
+    x = part(rank).cuda()
+    communicator = graphar.Communicator(timeout_s=2)
+    communicator.allreduce(x)
+    communicator.suspend()
+    communicator.resume()
+    found = None
+    if rank == 0:
+        communicator.allreduce(x)
+        with pytest.raises(graphar.CollectiveTimeout) as error:
+            communicator.synchronize()
+        found = error.value.record.rank, error.value.record.peer, error.value.record.sequence
+    torch.distributed.barrier()
+    communicator.close()
+    with graphar.Communicator() as other:
+        return found, same_bits(other.allreduce(x).cpu(), total())
+
+
+def test_a_wait_that_expires_after_a_resumption_names_the_ranks():
+    assert run_ranks(miss_a_call, WORLD_SIZE) == [((0, 1, 0), 0), (None, 0)]
+
+
 def die(rank, world_size, when):
     """What the survivor's calls raised, after rank 1 was killed in that step."""
     torch.cuda.set_device(0)

@@ -131,6 +131,19 @@ def test_in_place(ranks: Ranks, algorithm):
         assert xs.guards_are_as_before()
 
 
+def test_a_smaller_result_leaves_the_rest_of_a_larger_one(ranks: Ranks):
+    inputs = [normal(rank, 1 << 20, torch.bfloat16) for rank in range(ranks.world_size)]
+    xs, outs = ranks.place(inputs), ranks.communicator.empty(1 << 20, dtype=torch.bfloat16)
+    total = graphar.reference.allreduce(inputs)
+    for numel in (1 << 20, 99999, 8199, 7, 1):
+        small = [out[:numel] for out in outs]
+        ranks.communicator.allreduce([x[-numel:] for x in xs], out=small, algorithm=PIPELINED)
+        ranks.communicator.synchronize()
+        total[:numel] = graphar.reference.allreduce([one[-numel:] for one in inputs])
+        for out in outs:
+            assert same_bits(out.cpu(), total) == 0
+
+
 def test_an_empty_tensor(ranks: Ranks):
     xs = ranks.communicator.empty(0, 3)
 
