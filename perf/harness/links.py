@@ -6,12 +6,14 @@ difference may be off by 1 KiB per link. Count operations that together send a m
 
 from __future__ import annotations
 
+import contextlib
+import json
 import statistics
-import time
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 
-import pynvml
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
@@ -19,17 +21,11 @@ from torch import Tensor
 
 from graphar.plan.sizes import MB
 from perf.harness.cases import Case, LinkCeiling, Utilisation
+from perf.harness.link_counters import Reading
 from perf.harness.ranks import ProcessRanks, Ranks, agreed
 from perf.peers.methods import Method
 
-KIB = 1 << 10
-
-# NVML does not document when its counters are updated. So counters are read every POLL_S until two reads agree. If
-# other processes use the links, they may never agree. The last read before SETTLE_S is then used.
-POLL_S = 5e-3
-SETTLE_S = 100e-3
-
-Reading = tuple[list[int], list[int]]  # by link, since the driver was loaded: the payload sent, and all bytes sent
+READER = (sys.executable, "-m", "perf.harness.link_counters")  # a UUID follows
 
 
 def must_send(world_size: int, nbytes: int, operations: int) -> int:
@@ -56,66 +52,60 @@ def utilisation(
 
 
 class Counters:
-    """The counters of a GPU's active NVLinks.
+    """The counters of a GPU's active NVLinks, which a process of its own reads.
+
+    Ranks that read them with NVML themselves died of a damaged heap, at times. Now that ends the reader alone, and the
+    next reading starts another one.
 
     Attributes:
         links: the indices of the active links.
         raw_rate: the raw rate of all links in one direction, in GB/s (1e9 bytes); None if NVML does not report it.
 
     Raises:
-        RuntimeError: torch has no GPU, or no link is active.
-        pynvml.NVMLError: NVML has no such GPU or counter.
+        RuntimeError: torch has no GPU, no link is active, or NVML has no such GPU or counter.
     """
 
     def __init__(self, device: torch.device) -> None:
-        pynvml.nvmlInit()  # stays initialised, because the counters need NVML
         if not torch.cuda.is_available():
             raise RuntimeError("torch sees no GPU")
         # CUDA_VISIBLE_DEVICES renumbers torch's devices, but not NVML's.
-        uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
-        self._handle = pynvml.nvmlDeviceGetHandleByUUID(uuid)
-        self.links = tuple(link for link in range(pynvml.NVML_NVLINK_MAX_LINKS) if self._is_active(link))
-        if not self.links:
-            raise RuntimeError(f"{uuid} has no active NVLink")
-        self.raw_rate = self._raw_rate()
-        self.read()
+        self._uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+        if not self._start():
+            raise RuntimeError("the process that reads NVLink's counters ended")
 
-    def read(self) -> Reading:
-        """Returns the counters once they no longer change. Synchronize the device before, so that all kernels count."""
-        deadline = time.monotonic() + SETTLE_S
-        reading = self._sample()
-        while time.monotonic() < deadline:
-            time.sleep(POLL_S)
-            last, reading = reading, self._sample()
-            if reading == last:
-                break
-        return reading
+    def read(self) -> Reading | None:
+        """Returns the counters once they no longer change, or None if their reader ended.
 
-    def _sample(self) -> Reading:
-        fields = pynvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX, pynvml.NVML_FI_DEV_NVLINK_THROUGHPUT_RAW_TX
-        data, raw = ([value.ullVal * KIB for value in self._values(field)] for field in fields)
-        return data, raw
-
-    def _raw_rate(self) -> float | None:
-        try:
-            megabytes = [value.uiVal for value in self._values(pynvml.NVML_FI_DEV_NVLINK_GET_SPEED)]
-        except pynvml.NVMLError:
+        Synchronize the device before, so that all kernels count.
+        """
+        if self._reader.poll() is not None and not self._start():
             return None
-        return sum(megabytes) / 1e3 if all(megabytes) else None
+        with contextlib.suppress(BrokenPipeError):
+            print(file=self._reader.stdin, flush=True)
+        return self._answer()
 
-    def _values(self, field: int) -> list:
-        """Returns a field of every link. The scope of a query is the link; by default NVML reads the first link."""
-        results = pynvml.nvmlDeviceGetFieldValues(self._handle, [(field, link) for link in self.links])
-        for result in results:
-            if result.nvmlReturn != pynvml.NVML_SUCCESS:
-                raise pynvml.NVMLError(result.nvmlReturn)
-        return [result.value for result in results]
+    def close(self) -> None:
+        with contextlib.suppress(BrokenPipeError), self._reader:
+            self._reader.terminate()
 
-    def _is_active(self, link: int) -> bool:
-        try:
-            return pynvml.nvmlDeviceGetNvLinkState(self._handle, link) != pynvml.NVML_FEATURE_DISABLED
-        except (pynvml.NVMLError_InvalidArgument, pynvml.NVMLError_NotSupported):
-            return False  # this GPU has fewer links
+    def _start(self) -> bool:
+        self._reader = subprocess.Popen((*READER, self._uuid), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        if (answer := self._answer()) is None:
+            return False
+        self.links, self.raw_rate = answer
+        return True
+
+    def _answer(self) -> list | None:
+        """Returns what the reader writes, or None if it ended without a word."""
+        line = self._reader.stdout.readline()
+        if not line:
+            self.close()
+            return None
+        answer = json.loads(line)
+        if "error" in answer:
+            self.close()
+            raise RuntimeError(answer["error"])
+        return answer
 
 
 def _ratio(part: float, whole: float) -> float | None:
@@ -218,15 +208,23 @@ def is_counted(method: Method, case: Case) -> bool:
     return case.mode == "graph" and case.nbytes >= MIN_NBYTES and method.name in METHODS
 
 
-def count(launch: Callable[[], None], time_us: float, case: Case, ranks: Ranks, counters: Counters) -> Utilisation:
-    """Returns the traffic that this rank sends during one launch. The launch takes ``time_us``. Collective."""
+def count(
+    launch: Callable[[], None], time_us: float, case: Case, ranks: Ranks, counters: Counters
+) -> Utilisation | None:
+    """Returns the traffic that this rank sends during one launch, or None if it could not be read. Collective.
+
+    The launch takes ``time_us``.
+    """
     ranks.barrier()
     before = counters.read()
     ranks.barrier()  # no rank may launch before all ranks have read their counters
     launch()
     ranks.barrier()
+    after = counters.read()
+    if before is None or after is None:
+        return None
     needed = must_send(case.world_size, case.nbytes, case.iterations)
-    return utilisation(before, counters.read(), needed, time_us, counters.raw_rate)
+    return utilisation(before, after, needed, time_us, counters.raw_rate)
 
 
 def find_counters(ranks: ProcessRanks) -> tuple[Counters | None, str]:

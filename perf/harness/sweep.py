@@ -209,3 +209,5 @@ def work_through(plan: Plan, ranks: Ranks) -> Iterator[Row | LinkCeiling | str]:
         if plan.device == "cuda":
             torch.cuda.empty_cache()  # a graph's memory stays in torch's pool, where the next size cannot use it
         yield from (*rows, *refusals)
+    if counters:
+        counters.close()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+import sys
 from types import SimpleNamespace
 
 import pynvml
@@ -10,10 +13,11 @@ import torch
 import torch.distributed as dist
 
 from graphar.plan.sizes import MB
-from perf.harness import links
-from perf.harness.cases import Utilisation
+from perf.harness import link_counters, links
+from perf.harness.cases import Case, Utilisation
+from perf.harness.link_counters import LinkCounters
 from perf.harness.links import Counters, must_send, utilisation
-from perf.harness.ranks import NO_MULTICAST, ProcessRanks
+from perf.harness.ranks import NO_MULTICAST, InProcessRanks, ProcessRanks
 from tests.processes import run_ranks
 
 UUID = "GPU-01234567-89ab-cdef-0123-456789abcdef"
@@ -60,11 +64,7 @@ class FakeNvml:
 
 @pytest.fixture
 def nvml(monkeypatch):
-    """Has torch's device 0 be the GPU with UUID, whatever its index in NVML."""
     fake = FakeNvml()
-    properties = {0: SimpleNamespace(uuid=UUID.removeprefix("GPU-"))}
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties[torch.device(device).index])
     monkeypatch.setattr(pynvml, "nvmlInit", lambda: None)
     monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByUUID", fake.by_uuid)
     monkeypatch.setattr(pynvml, "nvmlDeviceGetNvLinkState", fake.state)
@@ -72,8 +72,8 @@ def nvml(monkeypatch):
     return fake
 
 
-def counters() -> Counters:
-    return Counters(torch.device("cuda", 0))
+def counters() -> LinkCounters:
+    return LinkCounters(UUID)
 
 
 def test_a_reading_has_the_bytes_of_every_active_link(nvml):
@@ -90,8 +90,8 @@ def test_a_reading_waits_until_the_counters_rest(nvml):
 
 
 def test_a_reading_of_busy_links_ends_all_the_same(nvml, monkeypatch):
-    monkeypatch.setattr(links, "POLL_S", 1e-3)
-    monkeypatch.setattr(links, "SETTLE_S", 20e-3)
+    monkeypatch.setattr(link_counters, "POLL_S", 1e-3)
+    monkeypatch.setattr(link_counters, "SETTLE_S", 20e-3)
     found = counters()
     nvml.late, nvml.reads = list(range(1000)), 0
     found.read()
@@ -114,12 +114,6 @@ def test_without_nvml_there_are_no_counters(monkeypatch):
         counters()
 
 
-def test_without_a_gpu_there_are_no_counters(nvml, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(RuntimeError, match="torch sees no GPU"):
-        counters()
-
-
 @pytest.mark.parametrize("states", [[], [0, 0]])
 def test_a_gpu_without_active_links_is_named(nvml, states):
     nvml.states = states
@@ -132,6 +126,82 @@ def test_a_counter_that_the_driver_does_not_serve_is_told(nvml, field):
     del nvml.fields[field]
     with pytest.raises(pynvml.NVMLError, match="Not Supported"):
         counters()
+
+
+def test_the_program_writes_a_line_for_each_it_is_sent(nvml, monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdin", ["\n", "\n"])
+    link_counters.main(UUID)
+    reading = [[10240, 20480, 30720], [12288, 22528, 32768]]
+    assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == [
+        [[0, 2, 3], 79.686],
+        reading,
+        reading,
+    ]
+
+
+def test_the_program_s_last_line_is_its_error(nvml, capsys):
+    link_counters.main("GPU-of-another-machine")
+    assert json.loads(capsys.readouterr().out) == {"error": "Not Found"}
+
+
+# A reader whose links have sent 7 bytes. It ends when it is asked for the third time.
+READER = """
+import sys
+print([[4], 25.0], flush=True)
+for number, _ in enumerate(sys.stdin):
+    if number == 2:
+        break
+    print([[7], [8]], flush=True)
+"""
+
+
+@pytest.fixture
+def reader(monkeypatch):
+    """Has torch's device 0 be the GPU with UUID, whatever its index in NVML; returns what sets its reader's program."""
+    properties = {0: SimpleNamespace(uuid=UUID.removeprefix("GPU-"))}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties[torch.device(device).index])
+    return lambda program: monkeypatch.setattr(links, "READER", (sys.executable, "-c", program))
+
+
+@pytest.fixture
+def of_device():
+    """Makes the counters of torch's device 0, and closes them in the end."""
+    with contextlib.ExitStack() as stack:
+        yield lambda: stack.enter_context(contextlib.closing(Counters(torch.device("cuda", 0))))
+
+
+def test_a_reader_that_ends_costs_one_reading(reader, of_device):
+    reader(READER)
+    device = of_device()
+    assert (device.links, device.raw_rate) == ([4], 25.0)
+    assert [device.read() for _ in range(4)] == [[[7], [8]], [[7], [8]], None, [[7], [8]]]
+
+
+def test_traffic_whose_reader_ended_is_unknown(reader, of_device):
+    reader(READER)
+    device = of_device()
+    case = Case(2, "process", "graph", "bfloat16", 16 * MB)
+    counted = [links.count(lambda: None, 1.0, case, InProcessRanks(2), device) for _ in range(2)]
+    assert [one is None for one in counted] == [False, True]
+
+
+def test_a_reader_is_asked_for_the_device_of_torch(reader, of_device):
+    reader("import json, sys; print(json.dumps({'error': sys.argv[1]}))")
+    with pytest.raises(RuntimeError, match=UUID):
+        of_device()
+
+
+def test_a_reader_that_does_not_begin_is_told(reader, of_device):
+    reader("raise SystemExit(1)")
+    with pytest.raises(RuntimeError, match="the process that reads NVLink's counters ended"):
+        of_device()
+
+
+def test_without_a_gpu_there_are_no_counters(of_device, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(RuntimeError, match="torch sees no GPU"):
+        of_device()
 
 
 @pytest.mark.parametrize(("world_size", "expected"), [(2, 3000), (3, 4000), (4, 4500), (8, 5250)])
