@@ -18,13 +18,53 @@ struct Rows {
   const Call& call;
   using Norm = RmsNorm<Out, C, O, T>;
   static constexpr int sums = Norm::sums;
+  Norm norm;
   const WholePacks<T> input{a.input};
-  Norm norm{a, call.aborted != 0, a.numel};
   const u32 packs = norm.packs, scatter = (call.epoch & 1) * N * a.capacity;
 
   __device__ __forceinline__ u32 gather() const { return scatter + 2 * N * a.capacity; }
 
-  __device__ bool has_group(u32 g) const { return norm.team + g * N * norm.teams < norm.rows; }
+  // The offset of pack i of a row in its owner's part of a slot: of what is gathered, or with `sums` packs for each.
+  template <int Count = 1>
+  __device__ __forceinline__ u32 offset(u32 row, u32 i) const {
+    return row / N * (Count * packs) + i;
+  }
+
+  // The three steps of a row whose owner is `hop` ranks after this one. `sum` is its owner's, `collect` the others'.
+  __device__ __forceinline__ void send(u32 row, u32 hop) {
+    for (u32 i = norm.thread; norm.comes && i < sums * packs; i += norm.threads)
+      push(a, hop, scatter + a.rank * a.capacity + offset<sums>(row, i), input.load(u64(row) * (sums * packs) + i));
+  }
+
+  __device__ __forceinline__ void sum(u32 row) {
+    const auto push_to_peers = [&](u32 i, const Pack& pack) {
+      for (int peer = 1; peer < N; ++peer) push(a, peer, gather() + a.rank * a.capacity + offset(row, i), pack);
+    };
+    if constexpr (is_tree<Order>)
+      norm.take(
+          row,
+          [&](u32 i, Pack(&total)[Norm::together]) {
+            return receive_sums<T, N, Order>(a, call, scatter + offset<sums>(row, i), total);
+          },
+          push_to_peers);
+    else
+      norm.take(row, [&](u32 i, Pack(&total)[1]) {
+        Pack part[N];
+        if (!receive(a, call, 0, scatter + offset(row, i), part)) return false;
+        push_to_peers(i, total[0] = sum_in_rank_order<T, N>(part));
+        return true;
+      });
+  }
+
+  __device__ __forceinline__ void collect(u32 row, u32 hop) {
+    const u32 owner = (a.rank + hop) % N;
+    norm.template take<is_tree<Order>>(row, [&](u32 i, Pack(&total)[1]) {
+      Pack received[1];
+      if (!receive(a, call, owner, gather() + owner * a.capacity + offset(row, i), received)) return false;
+      total[0] = received[0];
+      return true;
+    });
+  }
 
   // Calls `visit` with each row of group g and the distance to its owner.
   template <class Visit>
@@ -36,71 +76,59 @@ struct Rows {
     }
   }
 
-  // The offset of pack i of a row in its owner's part of a slot: of what is gathered, or with `sums` packs for each.
-  template <int Count = 1>
-  __device__ __forceinline__ u32 offset(u32 row, u32 i) const {
-    return row / N * (Count * packs) + i;
+  // By the threads of a block that is a team.
+  __device__ __forceinline__ void send_group(u32 g) {
+    visit_group(g, [&](u32 row, u32 hop) { send(row, hop); });
   }
 
-  __device__ __forceinline__ void send(u32 g) {
-    visit_group(g, [&](u32 row, u32 hop) {
-      for (u32 i = norm.thread; norm.comes && i < sums * packs; i += norm.threads)
-        push(a, hop, scatter + a.rank * a.capacity + offset<sums>(row, i), input.load(u64(row) * (sums * packs) + i));
-    });
-  }
-
-  __device__ __forceinline__ void sum(u32 g) {
-    visit_group(g, [&](u32 row, u32 hop) {
-      if (hop != 0) return;
-      const auto push_to_peers = [&](u32 i, const Pack& pack) {
-        for (int peer = 1; peer < N; ++peer) push(a, peer, gather() + a.rank * a.capacity + offset(row, i), pack);
-      };
-      if constexpr (is_tree<Order>)
-        norm.take(
-            row,
-            [&](u32 i, Pack(&total)[Norm::together]) {
-              return receive_sums<T, N, Order>(a, call, scatter + offset<sums>(row, i), total);
-            },
-            push_to_peers);
-      else
-        norm.take(row, [&](u32 i, Pack(&total)[1]) {
-          Pack part[N];
-          if (!receive(a, call, 0, scatter + offset(row, i), part)) return false;
-          push_to_peers(i, total[0] = sum_in_rank_order<T, N>(part));
-          return true;
-        });
-    });
-  }
-
-  __device__ __forceinline__ void collect(u32 g) {
-    visit_group(g, [&](u32 row, u32 hop) {
-      if (hop == 0) return;
-      const u32 owner = (a.rank + hop) % N;
-      norm.template take<is_tree<Order>>(row, [&](u32 i, Pack(&total)[1]) {
-        Pack received[1];
-        if (!receive(a, call, owner, gather() + owner * a.capacity + offset(row, i), received)) return false;
-        total[0] = received[0];
-        return true;
+  __device__ __forceinline__ void finish_groups() {
+    for (u32 g = 0; g == 0 || norm.team + (g - 1) * N * norm.teams < norm.rows; ++g) {
+      send_group(g + 1);
+      visit_group(g, [&](u32 row, u32 hop) {
+        if (hop == 0) sum(row);
       });
-    });
+      if (g == 0) continue;
+      visit_group(g - 1, [&](u32 row, u32 hop) {
+        if (hop != 0) collect(row, hop);
+      });
+    }
   }
 };
 
 template <class T, int N, int C, NormOutput O, class Order = RankOrder, class Out = T>
 __global__ void __launch_bounds__(C > 1 ? 1024 / C : 512, 2)
     allreduce_rmsnorm_two_shot(const __grid_constant__ NormArguments a) {
-  wait_for_previous_kernel(a);
-  if constexpr (C == 1) release_next_kernel();
-  Call call = begin_call(a);
-  read_epoch(a, call);
-  Rows<T, N, C, O, Order, Out> rows{a, call};
-  rows.send(0);
-  advance_epoch(a, call);
-  rows.norm.start();
-  for (u32 g = 0; g == 0 || rows.has_group(g - 1); ++g) {
-    rows.send(g + 1);
-    rows.sum(g);
-    if (g > 0) rows.collect(g - 1);
+  using OfRows = Rows<T, N, C, O, Order, Out>;
+  using Norm = typename OfRows::Norm;
+  if constexpr (C == 1) {
+    wait_for_previous_kernel(a);
+    release_next_kernel();
+    Call call = begin_call(a);
+    read_epoch(a, call);
+    OfRows rows{a, call, Norm(a, call.aborted != 0, a.numel)};
+    rows.send_group(0);
+    advance_epoch(a, call);
+    rows.norm.start();
+    rows.finish_groups();
+    end_call(a, call);
+  } else {  // the cluster has one row
+    Norm norm(a, false, a.numel);
+    u32 row = norm.team, hop = (row + N - a.rank) % N;
+    const u32 packs = OfRows::sums * norm.packs, first = row * packs;
+    const bool whole = row < norm.rows && WholePacks<T>(a.input).aligned();
+    Outgoing<1, 1> outgoing(a.input, first + norm.thread, whole ? first + packs : 0, norm.threads);
+    outgoing.to[0] = slot(a, hop, a.rank * a.capacity + row / N * packs + norm.thread);
+
+    HeldCall call = begin_call(a, row, hop, outgoing);
+    outgoing.load();
+    read_epoch(a, call);
+    norm.comes = !call.aborted && row < norm.rows;
+    OfRows rows{a, call, norm};
+    if (norm.comes && whole) outgoing.push_all(rows.scatter);
+    if (!whole) rows.send(row, hop);
+    advance_epoch(a, call);
+    rows.norm.start();
+    if (row < norm.rows) hop == 0 ? rows.sum(row) : rows.collect(row, hop);
+    end_call(a, call);
   }
-  end_call(a, call);
 }

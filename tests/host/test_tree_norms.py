@@ -77,10 +77,11 @@ def draw_call(algorithm: Algorithm, world_size: int, choices: random.Random, clu
     weight, numbers = normal(21, columns, dtype), choices.choice([(1e-6, 0.0), (1e-5, 1.0)])
     sums_at = most * columns * dtype.itemsize
     nbytes = sums_at + (skipped + most) * columns * dtype.itemsize
-    teams = [1, 2, 3] if algorithm is not Algorithm.ALLREDUCE_RMSNORM_TWO_SHOT else [world_size, 2 * world_size]
+    few = [1, 2, 3] if algorithm is not Algorithm.ALLREDUCE_RMSNORM_TWO_SHOT else [world_size, 2 * world_size]
+    teams = min(most, choices.choice(few)) if cluster == 1 else most  # a cluster has one row
     call = Call(
         kernel=clusters.index(cluster) * len(KINDS) + KINDS.index(kind),
-        shape=Config(algorithm, min(most, choices.choice(teams)) * cluster, slots // max(2, cluster)),
+        shape=Config(algorithm, teams * cluster, slots // max(2, cluster)),
         cluster=cluster,
         inputs=[x.reshape(-1) for x in xs],
         counts=tuple(one * columns for one in rows),

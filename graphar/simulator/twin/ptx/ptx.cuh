@@ -159,7 +159,7 @@ inline int __all_sync(u32, int vote) { return !twin::warp_vote(!vote); }
 // ---- warps, clusters ------------------------------------------------------------------------------------------------
 
 namespace twin {
-constexpr u32 most_blocks = 256;  // of all ranks, where a kernel has clusters or warpgroups
+constexpr u32 most_blocks = 1024;  // of all ranks, where a kernel has clusters or warpgroups
 inline u32 cluster_size() { return simulator::launched().cluster; }
 inline std::atomic<char*> shared_of_blocks[most_blocks];
 
