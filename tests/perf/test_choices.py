@@ -22,6 +22,7 @@ SAME = "auto takes the fastest variant: these are two timings of the same kernel
 OF_H200 = "an H100 goes by the shapes that were timed on an H200"
 WAVES = "from a wave of tiles on graphar's matmul is taken, and these tiles leave the last wave half empty"
 ONE_THRESHOLD = "the table has one threshold for all K, and with another K tiles are faster, or as fast"
+ANY_N = "the table has one threshold for all N, and at 2048 rows of wider weights chunks are slower"
 ONE_SIZE = "chunks win at these rows alone: tiles do with half and twice as many, and with another N"
 KNOWN = {
     ("h100x1", "matmul", "256 x 2560 x 8192"): OF_H200,
@@ -35,13 +36,8 @@ KNOWN = {
     ("h200x2", "fused", "graphar_int8, M = 16384, K = 14336, 2 ranks"): SAME,
     ("h200x2", "fused_fp8", "graphar, M = 64, K = 4096, scales of blocks, 2 ranks"): ONE_THRESHOLD,
     ("h200x2", "gathered", "graphar, M = 2048, N = 5120, 2 ranks"): ONE_SIZE,
-    ("h200x4", "fused", "graphar, M = 512, K = 2048, 4 ranks"): SINCE,
-    ("h200x4", "fused", "graphar, M = 512, K = 7168, 4 ranks"): SINCE,
-    ("h200x4", "fused", "graphar_int8, M = 2048, K = 2048, 4 ranks"): SINCE,
-    ("h200x4", "fused", "graphar_int8, M = 4096, K = 2048, 4 ranks"): SINCE,
-    ("h200x4", "fused", "graphar_int8, M = 8192, K = 2048, 4 ranks"): SINCE,
-    ("h200x4", "fused", "graphar_int8, M = 16384, K = 2048, 4 ranks"): SINCE,
-    ("h200x4", "fused", "graphar_int8, M = 16384, K = 7168, 4 ranks"): SINCE,
+    ("h200x4", "fused", "graphar, M = 512, K = 7168, 4 ranks"): ONE_THRESHOLD,
+    ("h200x4", "gathered", "graphar, M = 2048, N = 2560, 4 ranks"): ANY_N,
     ("h200x4", "fused_fp8", "graphar, M = 16, K = 2048, scales of blocks, 4 ranks"): SAME,
     ("h200x4", "fused_fp8", "graphar, M = 512, K = 7168, scales of blocks, 4 ranks"): ONE_THRESHOLD,
     ("h200x4", "fused_fp8", "graphar, M = 512, K = 7168, scales of rows, 4 ranks"): ONE_THRESHOLD,

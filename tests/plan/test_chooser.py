@@ -98,8 +98,8 @@ def norm(rows, columns):
     [
         (1, 8, ONE_SHOT_NORM, 1, 32, 1),
         (1, 4104, ONE_SHOT_NORM, 8, 128, 8),
-        (8, 8192, ONE_SHOT_NORM, 64, 128, 8),  # of 3 times 128 KB
-        (9, 8192, TWO_SHOT_NORM, 72, 128, 8),
+        (10, 8192, ONE_SHOT_NORM, 80, 128, 8),  # of 3 times 160 KB
+        (11, 8192, TWO_SHOT_NORM, 88, 128, 8),
         (65, 8192, TWO_SHOT_NORM, 130, 512, 2),
         (66, 8192, TWO_SHOT_NORM, 66, 512, 1),
         (4096, 8192, TWO_SHOT_NORM, 128, 512, 1),
@@ -111,6 +111,13 @@ def test_as_many_blocks_share_a_row_as_leave_an_sm_free_and_take_half_of_one_eac
     rows, columns, algorithm, blocks, threads, cluster
 ):
     assert config_of(norm(rows, columns), 4) == Config(algorithm, blocks, threads, cluster=cluster)
+
+
+@pytest.mark.parametrize("world_size", range(2, 9))
+def test_a_cluster_of_blocks_has_one_row(world_size):
+    chosen = {rows: config_of(norm(rows, 8192), world_size) for rows in range(1, 200)}
+
+    assert all(config.cluster == 1 or config.blocks == rows * config.cluster for rows, config in chosen.items())
 
 
 @pytest.mark.parametrize(
