@@ -25,7 +25,7 @@ from graphar.runtime.side_stream import SideStream
 Hook = Callable[[object, GradBucket], torch.futures.Future]
 
 
-def exact_hook(group: Group = None, *, algorithm: AllReduceAlgorithm = "auto") -> Hook:
+def exact_hook(group: Group = None, *, algorithm: AllReduceAlgorithm = "auto", overlap: bool = True) -> Hook:
     """Returns a DDP communication hook that averages gradients with :func:`graphar.allreduce`, exactly.
 
     Use: ``model.register_comm_hook(None, graphar.ddp.exact_hook())``.
@@ -35,12 +35,14 @@ def exact_hook(group: Group = None, *, algorithm: AllReduceAlgorithm = "auto") -
             default group.
         algorithm: "auto", or one of :class:`graphar.Algorithm`. "two_shot_copies" sums by copy engines. With several
             hosts, "hierarchical" sends less data between them.
+        overlap: whether buckets are summed beside the backward pass, in few blocks on GPUs. False: all after it, by the
+            whole GPU, which is faster where the sums take less time than they would cost the backward pass.
 
     Raises:
         ValueError: there is no such algorithm.
     """
     call_checks.check_call("exact_hook", algorithm, None)
-    return _Hook(group, _Exact(algorithm))
+    return _Hook(group, _Exact(algorithm, overlap), overlap)
 
 
 def has_one_dimension(parameter: Tensor) -> bool:
@@ -83,30 +85,39 @@ def quantized_hook(
 class _Hook:
     """A hook that calls ``average(engine, bucket, gradients)``; on GPUs, on a side stream.
 
+    Without ``overlap`` it calls this for all buckets of a backward pass in the hook of the last one.
+
     A model is pickled with its hook, which needs a group that can be pickled, as None can.
     """
 
-    def __init__(self, group: Group, average: _Exact | _Quantized) -> None:
+    def __init__(self, group: Group, average: _Exact | _Quantized, overlap: bool = True) -> None:
         engine_name(group, "hook")  # raises its errors here, not in the first step
-        self._group, self._average = group, average
+        self._group, self._average, self._overlap = group, average, overlap
+        self._waiting: list[tuple[torch.futures.Future, Tensor]] = []
         self._sides: dict[torch.device, SideStream] = {}
         self.__name__ = self.__qualname__ = f"graphar{type(average).__name__}"  # torch asks a hook for them
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"_sides": {}}  # streams are a process's own
+        return vars(self) | {"_sides": {}, "_waiting": []}  # streams are a process's own
 
     def __call__(self, state, bucket):  # no annotations: torch compares them with types, and here they would be strings
         gradients, engine = bucket.buffer(), engine_of(self._group)
         device = gradients.device
+        # The future records the current stream's work; a stream that waits for the future waits for that work.
+        future = torch.futures.Future(devices=[device] if device.type == "cuda" else None)
+        if not self._overlap:
+            if bucket.index() == 0:
+                self._waiting.clear()  # of a pass that an error ended
+            self._waiting.append((future, gradients))
+            for waiting, of_bucket in self._waiting if bucket.is_last() else ():
+                waiting.set_result(self._average(engine, bucket, of_bucket))
+            return future
         if device.type != "cuda":
-            future = torch.futures.Future()
             future.set_result(self._average(engine, bucket, gradients))
             return future
         side = self._sides.get(device)
         if side is None:
             side = self._sides.setdefault(device, SideStream(device, self._average.priority))
-        # The future records the side stream's work; a stream that waits for the future waits for that work.
-        future = torch.futures.Future(devices=[device])
         with side.behind_the_caller():
             future.set_result(self._average(engine, bucket, gradients))
         return future
@@ -122,13 +133,14 @@ class _Exact:
     """
 
     algorithm: str
+    overlap: bool = True
     priority: ClassVar[int] = -1
 
     def __post_init__(self) -> None:
         self._calls: dict[Hashable, tuple[Call, str]] = {}  # what `_call` has returned
 
     def __reduce__(self):
-        return type(self), (self.algorithm,)  # names of engines are a process's own
+        return type(self), (self.algorithm, self.overlap)  # names of engines are a process's own
 
     def __call__(self, engine: Engine, bucket: GradBucket, x: Tensor) -> Tensor:
         key = engine.name, x.numel(), x.dtype, x.get_device(), engine.symmetric_sides(x, x)
@@ -155,7 +167,8 @@ class _Exact:
             work = work._replace(beside="divided by the number of ranks")
         elif divided == "sum":
             work = work._replace(epilogue=bind("allreduce", "v * scale", x, [], (1 / ranks,))[0])
-        blocks = engine.table.chip.sms if by_copies else engine.table.training.most_blocks(ranks)
+        few = engine.table.training.most_blocks(ranks) if self.overlap else None
+        blocks = engine.table.chip.sms if by_copies else few
         sides = engine.symmetric_sides(x, x)
         return Call.of(work, x, algorithm=self.algorithm, blocks=blocks, symmetric=sides), divided
 

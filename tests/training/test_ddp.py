@@ -58,16 +58,35 @@ def exact_mean(world_size: int) -> list[torch.Tensor]:
     return [reference.allreduce([one / world_size for one in of_one]) for of_one in zip(*by_rank, strict=True)]
 
 
-def with_exact_hook(rank, world_size, options):
-    ((*gradients,),) = gradients_with(rank, graphar.ddp.exact_hook(), **options)
-    return all(torch.equal(*pair) for pair in zip(gradients, exact_mean(world_size), strict=True))
+def with_exact_hook(rank, world_size, overlap, options):
+    """Whether the gradients of two steps are the specification's; the second has torch's final buckets."""
+    steps = gradients_with(rank, graphar.ddp.exact_hook(overlap=overlap), steps=2, **options)
+    expected = exact_mean(world_size)
+    return all(torch.equal(*pair) for gradients in steps for pair in zip(gradients, expected, strict=True))
 
 
+@pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize(
     ("ranks", "options"), [(3, {}), (3, {"gradient_as_bucket_view": True}), (2, {"bucket_cap_mb": 0.002})], ids=str
 )
-def test_exact_gradients_are_the_specifications_bit_for_bit(ranks, options):
-    assert run_ranks(with_exact_hook, ranks, options) == [True] * ranks
+def test_exact_gradients_are_the_specifications_bit_for_bit(ranks, options, overlap):
+    assert run_ranks(with_exact_hook, ranks, overlap, options) == [True] * ranks
+
+
+def sums_of_two_passes(rank, world_size):
+    """How many buckets are summed after each hook, of a pass that ended early and of the next, and their means."""
+    hook, sums = graphar.ddp.exact_hook(overlap=False), []
+    bucket = SimpleNamespace(buffer=lambda: torch.full((64,), 1.0 + rank))
+    futures = []
+    for index, last in ((0, False), (0, False), (1, False), (2, True)):
+        bucket.index, bucket.is_last = (lambda at=index: at), (lambda is_last=last: is_last)
+        futures.append(hook(None, bucket))
+        sums.append(sum(future.done() for future in futures))
+    return sums, [future.wait().mean().item() for future in futures[1:]]
+
+
+def test_without_overlap_all_buckets_of_a_pass_are_summed_in_its_last_hook():
+    assert run_ranks(sums_of_two_passes, 2) == [([0, 0, 0, 3], [1.5] * 3)] * 2
 
 
 def mean_of_a_pair(rank, world_size):

@@ -58,23 +58,20 @@ def steps_with(rank, hook) -> list[list[Tensor]]:
     return found
 
 
-def exactly(rank, world_size, algorithm="auto"):
-    expected = exact_means(rank, world_size)
-    return [
-        torch.equal(*pair)
-        for found, wanted in zip(steps_with(rank, graphar.ddp.exact_hook(algorithm=algorithm)), expected, strict=True)
-        for pair in zip(found, wanted, strict=True)
-    ]
+def exactly(rank, world_size, options):
+    expected, found = exact_means(rank, world_size), steps_with(rank, graphar.ddp.exact_hook(**options))
+    return [torch.equal(*pair) for step in zip(found, expected, strict=True) for pair in zip(*step, strict=True)]
 
 
+@pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_exact_gradients_are_the_specifications_bit_for_bit(world_size):
-    assert all(map(all, run_on_gpus(exactly, world_size)))
+def test_exact_gradients_are_the_specifications_bit_for_bit(world_size, overlap):
+    assert all(map(all, run_on_gpus(exactly, world_size, {"overlap": overlap})))
 
 
 @pytest.mark.parametrize("world_size", SHARED_WORLD_SIZES)
 def test_gradients_that_copy_engines_bring_are_the_specifications(world_size):
-    assert all(map(all, run_on_gpus(exactly, world_size, "two_shot_copies")))
+    assert all(map(all, run_on_gpus(exactly, world_size, {"algorithm": "two_shot_copies"})))
 
 
 def with_a_codec(rank, world_size, feedback):
