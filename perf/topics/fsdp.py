@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import hashlib
 import os
 import statistics
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import ClassVar
@@ -30,6 +30,7 @@ from perf.models.decoder import SIZES, TINY, Size
 from perf.models.llama import Llama, fill, fitting_layers
 from perf.ratios import group
 from perf.report import Arguments, Glance, Section
+from perf.training_steps import Trainer
 
 MODEL = "llama-3-8b"
 TOKENS, CPU_TOKENS = (2048, 8192), (64,)
@@ -227,57 +228,45 @@ def compressed_by(communicator: graphar.Communicator | None) -> list[str]:
     return sorted(one.value for one, (calls,) in begun.items() if one.row.compresses and calls)
 
 
-class Training:
-    """Trains a model under fully_shard. Each rank uses the same random sequence in every step."""
+def trainer_of(plan: FsdpPlan, layers: int, ranks: ProcessRanks) -> Trainer:
+    """Returns the trainer of a model under fully_shard. Collective."""
+    on_gpu = ranks.device.type == "cuda"
+    # FlashAttention's backward pass can be deterministic. The CPU has only one kernel.
+    attention = partial(sdpa_kernel, SDPBackend.FLASH_ATTENTION) if on_gpu else nullcontext
+    return Trainer(sharded(SIZES[plan.model], layers, ranks, plan.reduce_dtype), fused=on_gpu, around=attention)
 
-    def __init__(self, plan: FsdpPlan, layers: int, ranks: ProcessRanks) -> None:
-        self._ranks, self._size = ranks, SIZES[plan.model]
-        self.model = sharded(self._size, layers, ranks, plan.reduce_dtype)
-        self._begin()
 
-    def _begin(self) -> None:
-        self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=self._ranks.device.type == "cuda")
+def random_batch(size: Size, tokens: int, ranks: ProcessRanks) -> tuple[Tensor, Tensor]:
+    """Returns a random sequence and its random next tokens. They differ from rank to rank."""
+    generator = torch.Generator(ranks.device).manual_seed(ranks.rank)
+    x, y = torch.randint(size.vocabulary, (2, 1, tokens), generator=generator, device=ranks.device)
+    return x, y
 
-    def use_tokens(self, tokens: int) -> None:
-        generator = torch.Generator(self._ranks.device).manual_seed(self._ranks.rank)
-        shape = (2, 1, tokens)
-        self._x, self._y = torch.randint(self._size.vocabulary, shape, generator=generator, device=self._ranks.device)
 
-    def make_steps(self, kind: Kind | None, count: int, seed: int = 0) -> list[Tensor]:
-        """Enqueues ``count`` steps with one kind of collectives. Returns their losses.
+def make_steps(trainer: Trainer, kind: Kind | None, batch: tuple[Tensor, Tensor], count: int, seed: int) -> None:
+    """Enqueues ``count`` steps with one kind of collectives. None: the collectives that the model has."""
+    if kind:
+        kind.use_in(trainer.model)
+    trainer.make_steps(batch, count, seed)
 
-        Args:
-            kind: None: as the model has them.
-            seed: has no effect, because nothing is random.
-        """
-        losses = []
-        if kind:
-            kind.use_in(self.model)
-        # FlashAttention's backward pass can be deterministic. The CPU has only one kernel.
-        flash = sdpa_kernel(SDPBackend.FLASH_ATTENTION) if self._x.is_cuda else contextlib.nullcontext()
-        with flash:
-            for _ in range(count):
-                self._optimizer.zero_grad()
-                loss = training_steps.loss_of(self.model(self._x).float(), self._y)
-                loss.backward()
-                self._optimizer.step()
-                losses.append(loss.detach())
-        return losses
 
-    def check(self, kind: Kind | None) -> tuple[list[float], str]:
-        """Trains the initial model for CHECKED_STEPS deterministic steps. Collective.
+def check(
+    trainer: Trainer, kind: Kind | None, batch: tuple[Tensor, Tensor], ranks: ProcessRanks
+) -> tuple[list[float], str]:
+    """Trains the initial model for CHECKED_STEPS deterministic steps. Collective.
 
-        Returns the mean losses, and a hash of losses and parameters.
-        """
-        fill(self.model, self._ranks.rank)
-        self._begin()
-        torch.use_deterministic_algorithms(True)  # with warn_only, FlashAttention's backward pass would not be
-        mine = torch.stack(self.make_steps(kind, CHECKED_STEPS)).tolist()
-        torch.use_deterministic_algorithms(False)
-        by_rank: list = [None] * self._ranks.size
-        dist.all_gather_object(by_rank, (mine, [checksum(p.to_local()) for p in self.model.parameters()]))
-        means = [statistics.fmean(of_step) for of_step in zip(*(losses for losses, _ in by_rank), strict=True)]
-        return means, hashlib.sha256(repr(by_rank).encode()).hexdigest()[:16]
+    Returns the mean losses, and a hash of losses and parameters.
+    """
+    fill(trainer.model, ranks.rank)
+    trainer.forget()
+    torch.use_deterministic_algorithms(True)  # with warn_only, FlashAttention's backward pass would not be
+    make_steps(trainer, kind, batch, CHECKED_STEPS, seed=0)
+    torch.use_deterministic_algorithms(False)
+    mine = torch.stack(trainer.losses).tolist()
+    by_rank: list = [None] * ranks.size
+    dist.all_gather_object(by_rank, (mine, [checksum(p.to_local()) for p in trainer.model.parameters()]))
+    means = [statistics.fmean(of_step) for of_step in zip(*(losses for losses, _ in by_rank), strict=True)]
+    return means, hashlib.sha256(repr(by_rank).encode()).hexdigest()[:16]
 
 
 def checksum(x: Tensor) -> int:
@@ -303,10 +292,9 @@ def run_rank(plan: FsdpPlan, rank: int, port: int) -> Iterator[FsdpRow]:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # makes cuBLAS deterministic
     ranks = ranks_of.join(rank, plan.world_size, plan.device, port)
     ranks.warm_up()
-    training, kinds = Training(plan, plan.layers or layers_that_fit(plan), ranks), make_kinds(plan)
+    trainer, kinds = trainer_of(plan, plan.layers or layers_that_fit(plan), ranks), make_kinds(plan)
     for tokens in plan.tokens:
-        training.use_tokens(tokens)
-        yield from rows_of(plan, tokens, training, kinds, ranks)
+        yield from rows_of(plan, tokens, trainer, kinds, ranks)
     for communicator in dict.fromkeys(kind.communicator for kind in kinds if kind.communicator):
         communicator.close()  # in one order on all ranks
     ranks.barrier()
@@ -321,26 +309,27 @@ def layers_that_fit(plan: FsdpPlan) -> int:
 
 
 def rows_of(
-    plan: FsdpPlan, tokens: int, training: Training, kinds: Sequence[Kind], ranks: ProcessRanks
+    plan: FsdpPlan, tokens: int, trainer: Trainer, kinds: Sequence[Kind], ranks: ProcessRanks
 ) -> Iterator[FsdpRow]:
     """Yields a row for each kind. Kinds take turns in one model, block by block. Collective."""
-    checked, turns = [], [partial(training.make_steps, kind) for kind in kinds]
-    for kind, make_steps in zip(kinds, turns, strict=True):
-        checked.append(training.check(kind))
-        make_steps(training_steps.WARM_UP_STEPS)
+    batch = random_batch(SIZES[plan.model], tokens, ranks)
+    checked, turns = [], [partial(make_steps, trainer, kind, batch) for kind in kinds]
+    for kind, make_turn in zip(kinds, turns, strict=True):
+        checked.append(check(trainer, kind, batch, ranks))
+        make_turn(training_steps.WARM_UP_STEPS, seed=0)
     times = training_steps.time_blocks(turns, plan, ranks, time.perf_counter())
     for kind, (losses, digest), blocks_us in zip(kinds, checked, times, strict=True):
         yield FsdpRow(
             method=kind.method,
             model=plan.model,
-            layers=len(training.model.layers),
-            parameters=sum(parameter.numel() for parameter in training.model.parameters()),
+            layers=len(trainer.model.layers),
+            parameters=sum(parameter.numel() for parameter in trainer.model.parameters()),
             world_size=plan.world_size,
             tokens=tokens,
             reduce_dtype=plan.reduce_dtype,
             blocks=kind.blocks,
             compressed=compressed_by(kind.communicator),
-            step_ms=statistics.median(blocks_us) / training_steps.BLOCK / 1e3,
+            step_ms=training_steps.step_ms_of(blocks_us),
             losses=losses,
             digest=digest,
         )

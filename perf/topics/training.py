@@ -16,7 +16,6 @@ from typing import ClassVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 import graphar
 from graphar.numerics.codecs import Codec
@@ -26,7 +25,7 @@ from perf.md import NOT_SERVED, columns
 from perf.models.tasks import TASKS, Data, Task
 from perf.ratios import group
 from perf.report import Arguments, Glance, Section
-from perf.training_steps import TrainingReport, loss_of, same_on_all_ranks
+from perf.training_steps import Trainer, TrainingReport, data_parallel, loss_of, same_on_all_ranks
 
 SEEDS, CPU_SEEDS = 3, 1
 WARM_UP_STEPS = 5  # the first steps, which are not timed
@@ -50,6 +49,15 @@ class Run:
     error_feedback: bool
     seed: int
     steps: int
+
+    @property
+    def hook(self) -> Callable | None:
+        """graphar's hook; None for torch's all-reduce."""
+        if self.backend == "torch":
+            return None
+        if self.codec is None:
+            return graphar.ddp.exact_hook()
+        return graphar.ddp.quantized_hook(replace(self.codec, seed=self.seed), error_feedback=self.error_feedback)
 
 
 @dataclass(frozen=True)
@@ -157,29 +165,21 @@ def rows_of(plan: TrainingPlan, ranks: ProcessRanks) -> Iterator[TrainingRow]:
         task = TASKS[name]
         data = task.load()
         epochs = plan.steps * task.batch_size / len(data.train[0])
-        for one in plan.runs():
-            outcome = train(task, data, one, ranks.device)
-            yield TrainingRow(name, data.digest(), one.backend, plan.world_size, task.batch_size, epochs, one, outcome)
+        for run in plan.runs():
+            outcome = train(task, data, run, ranks.device)
+            yield TrainingRow(name, data.digest(), run.backend, plan.world_size, task.batch_size, epochs, run, outcome)
 
 
 def train(task: Task, data: Data, run: Run, device: torch.device) -> Outcome:
     torch.manual_seed(run.seed)
     model = task.model().to(device)
-    ranks = DistributedDataParallel(model, device_ids=[device] if device.type == "cuda" else None)
-    if run.backend == "graphar":
-        hook = graphar.ddp.exact_hook()
-        if run.codec:
-            hook = graphar.ddp.quantized_hook(replace(run.codec, seed=run.seed), error_feedback=run.error_feedback)
-        ranks.register_comm_hook(None, hook)
-    optimizer = torch.optim.AdamW(ranks.parameters(), lr=task.learning_rate)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, run.steps)
+    trainer = Trainer(data_parallel(model, run.hook), task.learning_rate)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(trainer.optimizer, run.steps)
     begin = time.perf_counter()
     for step, (x, y) in enumerate(batches(task, data, run)):
         if step == WARM_UP_STEPS:
             settled = finished(device)
-        optimizer.zero_grad()
-        loss_of(ranks(x.to(device)), y.to(device)).backward()
-        optimizer.step()
+        trainer.step(x.to(device), y.to(device))
         schedule.step()
     end = finished(device)
     for buffer in model.buffers():  # batch norms have different statistics on each rank

@@ -19,9 +19,12 @@ from perf.topics.fsdp import (
     Kind,
     LocalAllGather,
     LocalReduceScatter,
-    Training,
+    check,
     checksum,
     make_kinds,
+    make_steps,
+    random_batch,
+    trainer_of,
 )
 from perf.training_steps import ALONE
 from tests.perf.samples import fsdp_row
@@ -95,12 +98,12 @@ def test_a_short_run_is_reported(tmp_path):
 def checks_around_steps_as_rank(rank, world_size):
     ranks = ProcessRanks(torch.device("cpu"), dist.HashStore())
     plan = FsdpPlan("cpu", world_size, TINY, 1, (8,), 10, "bf16", (), None, None)
-    training, (torchs, plain, lossless, copies, alone) = Training(plan, 1, ranks), make_kinds(plan)
-    training.use_tokens(8)
-    before = training.check(plain)
+    trainer, (torchs, plain, lossless, copies, alone) = trainer_of(plan, 1, ranks), make_kinds(plan)
+    batch = random_batch(SIZES[TINY], 8, ranks)
+    before = check(trainer, plain, batch, ranks)
     for kind in (torchs, lossless, alone):
-        training.make_steps(kind, 3)
-    after = training.check(plain)
+        make_steps(trainer, kind, batch, 3, seed=0)
+    after = check(trainer, plain, batch, ranks)
     for kind in (plain, lossless, copies):
         kind.communicator.close()
     return before == after
@@ -112,11 +115,11 @@ def test_steps_that_are_timed_change_no_later_check():
 
 def torchs_own_as_rank(rank, world_size):
     ranks = ProcessRanks(torch.device("cpu"), dist.HashStore())
-    training = Training(FsdpPlan("cpu", world_size, TINY, 1, (8,), 10, "bf16", (), None, None), 1, ranks)
-    training.use_tokens(8)
-    never_set = training.check(None)
-    training.make_steps(Kind(ALONE), 1)
-    return never_set == training.check(Kind("gloo")) != training.check(Kind(ALONE))
+    trainer = trainer_of(FsdpPlan("cpu", world_size, TINY, 1, (8,), 10, "bf16", (), None, None), 1, ranks)
+    batch = random_batch(SIZES[TINY], 8, ranks)
+    never_set = check(trainer, None, batch, ranks)
+    make_steps(trainer, Kind(ALONE), batch, 1, seed=0)
+    return never_set == check(trainer, Kind("gloo"), batch, ranks) != check(trainer, Kind(ALONE), batch, ranks)
 
 
 def test_torchs_own_collectives_come_back_after_others():

@@ -119,9 +119,9 @@ def train_where_one_copy_fits(rank, world_size):
     plan = runs.ThroughputPlan("cpu", world_size, ("tiny",), steps=10, batch_size=2, budget_s=None)
     alive, at_once = [], runs.train_and_time
 
-    def train_and_time(trainings, *more):
-        alive.append(len(trainings))
-        return at_once(trainings, *more)
+    def train_and_time(trainers, *more):
+        alive.append(len(trainers))
+        return at_once(trainers, *more)
 
     some = runs.reductions("gloo")[:3]
     runs.train_and_time, runs.reductions = train_and_time, lambda backend: some
