@@ -82,7 +82,7 @@ def codec_ratios(report: quantized.Quantized) -> Plot:
 def matmul_ratios(report: fused.Fused) -> Plot:
     world_size, n, k = max((row.world_size, row.n, row.k) for row in report.rows)
     mine = [row for row in report.rows if (row.world_size, row.n, row.k) == (world_size, n, k)]
-    drawn = fused.Fused.comparison.ratios_plot(by_method(mine, lambda row: row.m))
+    drawn = fused.Fused.ratios_plot(by_method(mine, lambda row: row.m))
     return replace(drawn, title=f"Matmul + all-reduce: time / best peer's time, N = {n}, K = {k}")
 
 

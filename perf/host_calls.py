@@ -24,6 +24,7 @@ from perf.harness import ranks as ranks_of
 from perf.harness.cases import Plan
 from perf.harness.ranks import ProcessRanks, agreed
 from perf.harness.timing import WARM_UP, deciles, time_in_turn
+from perf.harness.verify import differs
 from perf.peers import catalogue
 from perf.report import Deciles, Timing
 
@@ -139,8 +140,7 @@ def differing(found: Tensor, expected: Tensor) -> int:
     """Returns the number of elements whose bits differ; all of them if shape or dtype differ."""
     if found.shape != expected.shape or found.dtype != expected.dtype:
         return max(1, expected.numel())
-    one, other = (x.cpu().reshape(-1, 1).view(torch.uint8) for x in (found, expected))
-    return int((one != other).any(-1).sum())
+    return int(differs(found.cpu(), expected.cpu()).sum())
 
 
 def whole_numbers(seed: int, shape: tuple[int, ...], largest: int) -> Tensor:

@@ -168,11 +168,6 @@ def limit_of(k: int, value: Tensor, magnitude: Tensor, may_split: bool) -> Tenso
     return limit + half * magnitude if may_split else limit
 
 
-def is_far(found: Tensor, value: Tensor, limit: Tensor) -> Tensor:
-    """Returns a mask of the elements whose error exceeds the limit or is NaN."""
-    return ~((found.double() - value).abs() <= limit)
-
-
 def run_with(some: str, few: str) -> Arguments:
     """Returns the arguments of a run of all topics: ``some`` shapes, or ``few`` in a quick run, with any GPUs."""
     return Arguments(*[f"--shapes {shapes}" for shapes in (some, few, some, few)])

@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 import graphar
-from graphar import reference
 from graphar.plan.algorithms import COPYING
 from graphar.plan.call import Call, Operands
 from graphar.plan.sizes import MB
@@ -25,8 +24,8 @@ from graphar.plan.work import Parts
 from perf.between_ranks import BetweenRanks
 from perf.harness import ranks as ranks_of
 from perf.harness.beside_one_gpu import SharedCalls, Sharing
+from perf.harness.collectives import count_wrong
 from perf.harness.ranks import ProcessRanks
-from perf.harness.verify import differs
 from perf.md import NOT_SERVED, columns, plural
 from perf.ratios import group
 from perf.report import Arguments, Glance, Section, Timing
@@ -104,19 +103,12 @@ class Collectives:
 
     def wrong(self, method: str) -> int:
         """Returns how many elements of all ranks differ from the specification's. Collective."""
-        inputs = []
-        for rank in range(self._ranks.size):
-            generator = torch.Generator(self._ranks.device).manual_seed(rank)
-            inputs.append(torch.randn(len(self._x), generator=generator, device=self._x.device).to(self._x.dtype))
-        self._x.copy_(inputs[self._ranks.rank])
+        generator = torch.Generator(self._ranks.device).manual_seed(self._ranks.rank)
+        self._x.copy_(torch.randn(len(self._x), generator=generator, device=self._x.device))
         self._out.fill_(7)
         self.of(method)()
         torch.cuda.synchronize()
-        if self._op == "allgather":
-            expected = torch.cat(inputs)
-        else:
-            expected = reference.allreduce([x.chunk(self._ranks.size)[self._ranks.rank] for x in inputs])
-        return self._ranks.total([int(differs(self._out, expected).sum())])[0]
+        return self._ranks.total([count_wrong(self._op, self._x, self._out, self._ranks, exact=True)])[0]
 
 
 def sms_of(run: Callable[[], object], device: torch.device) -> float:

@@ -14,6 +14,7 @@ from graphar.numerics.fp8_products import BLOCK, FP8
 from graphar.plan.trials import WEIGHTS
 from graphar.product import gemm
 from perf import products
+from perf.harness import verify
 from perf.models.decoder import normal
 from perf.report import Arguments
 
@@ -133,7 +134,7 @@ class Scaled(products.Products):
         def is_wrong(method: str) -> Tensor:
             value, magnitude = products.exact(*scaled(method, operands, call))
             limit = LOST * magnitude + torch.finfo(operands.out.dtype).eps * value.abs()
-            return products.is_far(operands.out, value, limit)
+            return verify.exceeds(operands.out, value, limit)
 
         return is_wrong
 

@@ -7,7 +7,7 @@ import hashlib
 import os
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -120,23 +120,27 @@ _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tenso
 _scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-class TorchAllGather:
-    """The all-gather that fully_shard uses by default. It has no call that would bring its own back after another."""
+class Collective:
+    """A collective of fully_shard, made by a function as torch.distributed's are called."""
+
+    def __init__(self, run: Callable) -> None:
+        self._run = run
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False):
-        return _gather(output_tensor, input_tensor, group=group, async_op=async_op)
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, **how):
+        return self._run(output_tensor, input_tensor, group=group, **how)
 
 
-class ZeroCtaAllGather(TorchAllGather):
+class ZeroCtaAllGather(Collective):
     """NCCL's all-gather by copy engines: with the policy that takes no SM, into memory that its group has registered.
 
     Making it is collective. Multicast stays off: see NO_MULTICAST of perf.harness.ranks.
     """
 
     def __init__(self) -> None:
+        super().__init__(_gather)
         options = dist.ProcessGroupNCCL.Options()
         options.config.cta_policy = dist.ProcessGroupNCCL.NCCL_CTA_POLICY_ZERO
         self._group = dist.new_group(backend="nccl", pg_options=options)
@@ -150,31 +154,20 @@ class ZeroCtaAllGather(TorchAllGather):
         with torch.cuda.use_mem_pool(self._pool):
             return super().allocate(size, dtype=dtype, device=device)
 
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False):
-        return super().__call__(output_tensor, input_tensor, self._group, async_op)
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, **how):
+        return super().__call__(output_tensor, input_tensor, self._group, **how)
 
 
-class TorchReduceScatter(TorchAllGather):
-    """The reduce-scatter that fully_shard uses by default."""
-
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op, async_op=False):
-        return _scatter(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
-
-
-class LocalAllGather(TorchAllGather):
-    """An all-gather without communication. Each rank copies its own shard into the place of every other shard."""
-
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False):
-        for rank, part in enumerate(output_tensor.chunk(group.size())):
-            if rank != group.rank():
-                part.copy_(input_tensor)
+def local_gather(output: Tensor, shard: Tensor, group: dist.ProcessGroup, **how) -> None:
+    """Gathers without communication. Each rank copies its own shard into the place of every other shard."""
+    for rank, part in enumerate(output.chunk(group.size())):
+        if rank != group.rank():
+            part.copy_(shard)
 
 
-class LocalReduceScatter(TorchAllGather):
-    """A reduce-scatter without communication. Each rank copies its shard of its own gradients."""
-
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op, async_op=False):
-        output_tensor.copy_(input_tensor.chunk(group.size())[group.rank()])
+def local_scatter(output: Tensor, gradients: Tensor, group: dist.ProcessGroup, **how) -> None:
+    """Reduces and scatters without communication. Each rank copies its shard of its own gradients."""
+    output.copy_(gradients.chunk(group.size())[group.rank()])
 
 
 @dataclass(frozen=True)
@@ -192,11 +185,12 @@ class Kind:
             algorithm = "copies" if self.method == COPIES else "kernels"
             graphar.fsdp.set_collectives(model, self.communicator, blocks=self.blocks, algorithm=algorithm)
             return
+        # fully_shard has no call that would bring its own collectives back after others, so torch's are set too.
         local = self.method == training_steps.ALONE
-        gather, scatter = (LocalAllGather, LocalReduceScatter) if local else (TorchAllGather, TorchReduceScatter)
+        gather, scatter = (local_gather, local_scatter) if local else (_gather, _scatter)
         for module in (*model.layers, model):
-            module.set_custom_all_gather(self.gather or gather())
-            module.set_custom_reduce_scatter(scatter())
+            module.set_custom_all_gather(self.gather or Collective(gather))
+            module.set_custom_reduce_scatter(Collective(scatter))
 
 
 def make_kinds(plan: FsdpPlan) -> list[Kind]:

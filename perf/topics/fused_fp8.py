@@ -32,7 +32,6 @@ class FusedFp8Row(fusion.FusionRow):
     """The measured and verified time of one method on one layer. ``scales`` is one of SCALES."""
 
     scales: str = peers.OF_ROWS
-    floors: ClassVar = peers.FLOORS
 
     @property
     def more(self) -> tuple[str, ...]:
@@ -51,7 +50,8 @@ class FusedFp8(fusion.RowParallelReport):
     make_variants: ClassVar = staticmethod(peers.make_variants)
     row_of: ClassVar = staticmethod(lambda layer: partial(FusedFp8Row, scales=layer.scales))
     count_wrong: ClassVar = staticmethod(count_wrong)
-    comparison: ClassVar = fusion.Comparison(peers.FLOORS, f"{peers.AFTER}graphar")
+    floors: ClassVar = peers.FLOORS
+    sequence: ClassVar = f"{peers.AFTER}graphar"
     # of "graphar", which uses the partition "auto"
     variants: ClassVar = {"graphar": lambda name: name.startswith("graphar:")}
     plans: ClassVar = peers.Fp8Plan

@@ -10,7 +10,7 @@ from typing import ClassVar
 
 import torch
 
-from perf.fusion import Comparison, FusionReport, FusionRow, Trial, is_far
+from perf.fusion import FusionReport, FusionRow, Trial, is_far
 from perf.harness import verify
 from perf.harness.ranks import Ranks
 from perf.peers import gathered as peers
@@ -34,17 +34,13 @@ def count_wrong(trial: Trial, launch: Callable[[], None], ranks: Ranks) -> int:
     return wrong
 
 
-class GatheredRow(FusionRow):
-    floors: ClassVar = peers.FLOORS
-
-
 # For "graphar", which uses the partition "auto": whether another method uses a fixed partition or two ops instead.
 VARIANTS = {peers.AUTO: lambda name: name == peers.SEQUENCE or name.startswith(f"{peers.AUTO}:")}
 
 
 @dataclass
 class Gathered(FusionReport):
-    rows: list[GatheredRow] = field(default_factory=list)
+    rows: list[FusionRow] = field(default_factory=list)
 
     order: ClassVar[int] = 11
     arguments: ClassVar[Arguments] = Arguments(
@@ -52,9 +48,9 @@ class Gathered(FusionReport):
     )
     methods: ClassVar = (peers.CUDA_METHODS, peers.CPU_METHODS)
     make_variants: ClassVar = staticmethod(lambda plan, ranks: (peers.make_variants(plan), []))
-    row_of: ClassVar = staticmethod(lambda layer: GatheredRow)
     count_wrong: ClassVar = staticmethod(count_wrong)
-    comparison: ClassVar = Comparison(peers.FLOORS, peers.SEQUENCE)
+    floors: ClassVar = peers.FLOORS
+    sequence: ClassVar = peers.SEQUENCE
     width: ClassVar[str] = "n"
     variants: ClassVar = VARIANTS
     of_rows: ClassVar[str] = "gathered rows (default: 64 to 16384)"

@@ -18,9 +18,9 @@ from graphar.plan.call import Operands
 from graphar.plan.work import Loss
 from graphar.runtime.bind import loss
 from perf import passes
+from perf.harness.verify import count_differing, count_far
 from perf.passes import BOTH, COMPILED, ITEMSIZE, OWN, TORCH, PassesPlan, Shape, compiled
 from perf.report import Arguments
-from perf.topics.norms import count_far, count_wrong
 
 # rows, the columns of all ranks, ranks
 SHAPES: tuple[Shape, ...] = (
@@ -158,13 +158,13 @@ def wrong_of_own(own: Own, results: tuple[Tensor, ...]) -> int:
     of_rows = Own(own.x, own.target, (len(own.x), own.work.terms.vocab_size, own.ranks), "none")
     (each,) = of_rows(FORWARD)
     mean = softmax.tree_sum(each) / torch.tensor(float(len(own.x)), device=each.device)
-    wrong = count_wrong((each[rows], loss_of_all.view(1)), (losses, mean.view(1)))
+    wrong = count_differing((each[rows], loss_of_all.view(1)), (losses, mean.view(1)))
     if gradient:
         wanted, count = torch.empty_like(x), own.results[1][-1:]
         upstream = own.upstream
         terms = terms._replace(result="mean")
         softmax.gradient(x, target, torch.cat([state[:-1], count]), upstream, 0, terms, wanted)
-        wrong += count_wrong((gradient[0][rows],), (wanted,))
+        wrong += count_differing((gradient[0][rows],), (wanted,))
     return wrong
 
 

@@ -15,7 +15,7 @@ from typing import ClassVar
 
 import torch
 from numpy import ndarray
-from torch import Tensor, nn
+from torch import Tensor
 
 import graphar
 from graphar import Communicator, UnsupportedError
@@ -39,6 +39,7 @@ from perf.ratios import group, ratio
 from perf.report import Arguments, Glance, Result, Section
 from perf.topics import quantized
 from perf.topics.allreduce import SIZE
+from perf.training_steps import Trainer, loss_of
 
 OPS = {"allreduce": "All-reduce", "reducescatter": "Reduce-scatter", "allgather": "All-gather"}
 METHODS = ("plain", "lossless", "nccl")
@@ -64,7 +65,7 @@ def gradients(world_size: int, device: torch.device) -> list[Tensor]:
     found = []
     for x, y in zip(xs[: 8 * world_size].split(8), ys[: 8 * world_size].split(8), strict=True):
         model.zero_grad()
-        nn.functional.cross_entropy(model(x).flatten(0, -2), y.flatten()).backward()
+        loss_of(model(x), y).backward()
         found.append(torch.cat([p.grad.flatten() for p in model.parameters()]).to(device, torch.bfloat16))
     return found
 
@@ -73,12 +74,10 @@ def weights(world_size: int, device: torch.device) -> list[Tensor]:
     """Returns equal shards of a transformer's weights after some training steps."""
     torch.manual_seed(0)
     model, (xs, ys) = ByteTransformer(), load_bytes().train
-    optimizer = torch.optim.AdamW(model.parameters(), LEARNING_RATE)
-    for step in range(STEPS):
-        batch = slice(step * BATCH_SIZE, (step + 1) * BATCH_SIZE)
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(model(xs[batch]).flatten(0, -2), ys[batch].flatten()).backward()
-        optimizer.step()
+    trainer = Trainer(model, LEARNING_RATE)
+    count = STEPS * BATCH_SIZE
+    for batch in zip(xs[:count].split(BATCH_SIZE), ys[:count].split(BATCH_SIZE), strict=True):
+        trainer.step(*batch)
     every = torch.cat([p.detach().flatten() for p in model.parameters()]).to(device, torch.bfloat16)
     share = len(every) // (world_size * TILE_NUMEL) * TILE_NUMEL
     return list(every[: world_size * share].split(share))

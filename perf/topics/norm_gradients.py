@@ -16,9 +16,10 @@ from graphar.numerics import norms as norm_numerics
 from graphar.runtime.availability import missing_software
 from graphar.runtime.bind import residual_norm
 from perf import passes
+from perf.harness.verify import count_differing, count_far
 from perf.passes import BOTH, COMPILED, ITEMSIZE, OWN, TORCH, PassesPlan, Shape, compiled
 from perf.report import Arguments
-from perf.topics.norms import EPS, OFFSET, add_and_norm, count_far, count_wrong
+from perf.topics.norms import EPS, OFFSET, add_and_norm
 
 # rows, columns
 SHAPES: tuple[Shape, ...] = ((16, 8192), (128, 8192), (512, 2048), (2048, 5120), (2048, 16384), (4096, 8192))
@@ -198,7 +199,7 @@ class Trial(passes.Trial):
 
     def wrong(self, results: tuple[Tensor, ...]) -> int:
         if self.name == OWN:
-            return count_wrong(results, specified(self.operands)[-len(results) :])
+            return count_differing(results, specified(self.operands)[-len(results) :])
         values, limits = exact(self.operands)
         return count_far(results, values[-len(results) :], limits[-len(results) :])
 

@@ -183,22 +183,15 @@ def rows_of(plan: NormPlan, tokens: int, methods: dict[str, Call], ranks: Proces
     for trial, launch, _ in timed:
         found, drift = trial.results_of(launch, xs[ranks.rank], ranks)
         if trial.name in expected:
-            mine.append(count_wrong(found, expected[trial.name]))
+            mine.append(verify.count_differing(found, expected[trial.name]))
         else:
-            mine.append(count_far(found, expected[OWN], [drift * one for one in limits]))
+            mine.append(verify.count_far(found, expected[OWN], [drift * limit for limit in limits]))
     for (trial, _, times), wrong in zip(timed, ranks.total(mine), strict=True):
         yield NormRow(trial.name, plan.world_size, tokens, plan.hidden, deciles(times), wrong)
 
 
 def normal(seed: int, shape: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device, torch.bfloat16)
-
-
-def count_wrong(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> int:
-    """Returns how many elements do not have the expected bits."""
-    kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32}
-    bits = [[one.view(kinds[one.element_size()]) for one in ones] for ones in (found, expected)]
-    return sum(int((a != b).sum()) for a, b in zip(*bits, strict=True))
 
 
 def bounds(xs: Sequence[Tensor], residual: Tensor, weight: Tensor, expected: tuple[Tensor, Tensor]) -> list[Tensor]:
@@ -212,12 +205,6 @@ def bounds(xs: Sequence[Tensor], residual: Tensor, weight: Tensor, expected: tup
     of_sum = magnitude * verify.tolerance(residual.dtype)
     rms = (summed.square().mean(-1, keepdim=True) + EPS).sqrt()
     return [of_sum * weight.float().abs() / rms + normed.abs() * torch.finfo(residual.dtype).eps, of_sum]
-
-
-def count_far(found: tuple[Tensor, ...], expected: tuple[Tensor, ...], limits: Sequence[Tensor]) -> int:
-    """Returns how many elements have an error above their limit. A NaN counts as an error."""
-    errors = [(one.float() - right.float()).abs() for one, right in zip(found, expected, strict=True)]
-    return sum(int((~(error <= limit)).sum()) for error, limit in zip(errors, limits, strict=True))
 
 
 class Trial(Repeated):

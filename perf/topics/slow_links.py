@@ -22,6 +22,7 @@ from perf.harness import ranks as ranks_of
 from perf.harness.ranks import ProcessRanks
 from perf.harness.slow_network import join, slow_network, why_not
 from perf.harness.timing import spread, time_in_turn
+from perf.harness.verify import differs
 from perf.md import columns, ratio_cell, table
 from perf.models.tasks import residual_network
 from perf.models.workloads import Decoder, Workload
@@ -105,7 +106,7 @@ def sums(nbytes: int, rate: str, repeats: int, ranks: ProcessRanks) -> Iterator[
         call()
         if ranks.rank == 0 and name != GLOO:
             expected = reference.allreduce(inputs) if name == EXACT else reference.quantized_allreduce(inputs, name)
-            wrong[name] = int((expected.view(torch.int32) != x.view(torch.int32)).sum())
+            wrong[name] = int(differs(x, expected).sum())
     yield from rows(methods, [refill] * len(methods), wrong, rate, format_nbytes(nbytes), repeats, ranks)
 
 

@@ -320,16 +320,16 @@ PACKAGES = {
 
 
 def title(rows: Sequence[TrainingRow]) -> str:
-    one = rows[0]
-    return f"{one.task}: {one.outcome.parameters:,} parameters, {one.run.steps} steps, data hash {one.data}"
+    first = rows[0]
+    return f"{first.task}: {first.outcome.parameters:,} parameters, {first.run.steps} steps, data hash {first.data}"
 
 
 def conclusion(rows: Sequence[TrainingRow]) -> str:
     exact = [row for row in rows if row.run.codec is None]
     base, noise = mean(exact, "test_loss"), _spread(exact, "test_loss")
     near, far = ([f"{runs[0].bits:g} bits ({runs[0].mode})" for runs in of] for of in near_and_far(rows))
-    deviation = f" (standard deviation {noise:.3f})" if len(exact) > 1 else ""
-    sentences = [f"With exact gradients the test loss is {base:.3f}{deviation}."]
+    more = f" (standard deviation {noise:.3f})" if len(exact) > 1 else ""
+    sentences = [f"With exact gradients the test loss is {base:.3f}{more}."]
     if near:
         sentences.append(f"No more than 2 % or two standard deviations above it: {', '.join(near)}.")
     if far:
@@ -385,7 +385,11 @@ def mean(rows: Sequence[TrainingRow], name: str) -> float:
 
 
 def _spread(rows: Sequence[TrainingRow], name: str) -> float:
-    values = [getattr(row.outcome, name) for row in rows]
+    return deviation([getattr(row.outcome, name) for row in rows])
+
+
+def deviation(values: Sequence[float]) -> float:
+    """Returns the standard deviation; 0 for one value, and where a training has diverged."""
     return statistics.stdev(values) if len(values) > 1 and all(map(math.isfinite, values)) else 0.0
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from graphar.numerics.codecs import codec
+from perf.fusion import FusionRow
 from perf.harness.cases import Case, make_row
 from perf.harness.links import utilisation
 from perf.host_calls import SHARED, HostRow
@@ -21,9 +22,9 @@ from perf.topics.convergence import Convergence
 from perf.topics.fp8 import METHODS as SCALED_METHODS
 from perf.topics.fp8 import Scaled
 from perf.topics.fsdp import Fsdp, FsdpRow
-from perf.topics.fused import Fused, FusedRow
+from perf.topics.fused import Fused
 from perf.topics.fused_fp8 import FusedFp8, FusedFp8Row
-from perf.topics.gathered import Gathered, GatheredRow
+from perf.topics.gathered import Gathered
 from perf.topics.host import Host
 from perf.topics.latency import Latency, LatencyRow
 from perf.topics.leaves import METHODS as LEAF_METHODS
@@ -69,7 +70,7 @@ def spread(median, last="p99"):
 
 
 def fused_row(method, time_us, wrong=0, m=4096):
-    return FusedRow(method, 4, m, 8192, 2048, spread(time_us), wrong)
+    return FusionRow(method, 4, m, 8192, 2048, spread(time_us), wrong)
 
 
 def fused_fp8_row(method, time_us, wrong=0, m=4096, scales="rows"):
@@ -77,7 +78,7 @@ def fused_fp8_row(method, time_us, wrong=0, m=4096, scales="rows"):
 
 
 def gathered_row(method, time_us, wrong=0, m=4096):
-    return GatheredRow(method, 4, m, 2560, 8192, spread(time_us), wrong)
+    return FusionRow(method, 4, m, 2560, 8192, spread(time_us), wrong)
 
 
 def norm_row(method, tokens, time_us, wrong=0):

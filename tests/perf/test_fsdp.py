@@ -17,10 +17,10 @@ from perf.topics.fsdp import (
     Fsdp,
     FsdpPlan,
     Kind,
-    LocalAllGather,
-    LocalReduceScatter,
     check,
     checksum,
+    local_gather,
+    local_scatter,
     make_kinds,
     make_steps,
     random_batch,
@@ -130,8 +130,8 @@ def without_communication_as_rank(rank, world_size):
     x = torch.arange(4.0) + 10 * rank
     gathered, scattered = torch.empty(8), torch.empty(2)
     gathered[4 * rank : 4 * rank + 4] = x
-    LocalAllGather()(gathered, gathered[4 * rank : 4 * rank + 4], dist.group.WORLD)
-    LocalReduceScatter()(scattered, x, dist.group.WORLD, dist.ReduceOp.AVG)
+    local_gather(gathered, gathered[4 * rank : 4 * rank + 4], dist.group.WORLD)
+    local_scatter(scattered, x, dist.group.WORLD, op=dist.ReduceOp.AVG)
     return gathered.tolist(), scattered.tolist()
 
 

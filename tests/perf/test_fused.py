@@ -20,7 +20,7 @@ from perf.peers.matmuls import (
     make_variants,
     own_product,
 )
-from perf.topics.fused import Fused, FusedRow, count_wrong
+from perf.topics.fused import Fused, count_wrong
 from tests.perf.samples import fused_row as row
 
 A_LAYER = Layer(2, 16, 32, 64)
@@ -157,4 +157,6 @@ def test_one_answer_is_compared_with_auto_and_with_torchs_matmul_and_nccl():
 def test_where_no_method_serves_a_layer_there_is_no_row(group_of):
     group_of(2)
 
-    assert list(fusion.measure(A_LAYER, [], ProcessRanks(torch.device("cpu"), None), FusedRow, count_wrong)) == []
+    assert (
+        list(fusion.measure(A_LAYER, [], ProcessRanks(torch.device("cpu"), None), fusion.FusionRow, count_wrong)) == []
+    )

@@ -15,6 +15,7 @@ from graphar.errors import UnsupportedError
 from perf import machine
 from perf import passes as common
 from perf.compare import identity
+from perf.harness.verify import count_far
 from perf.passes import BOTH, COMPILED, CPU_METHODS, PassesPlan
 from perf.topics import norm_gradients as topic
 from perf.topics.norm_gradients import (
@@ -32,7 +33,6 @@ from perf.topics.norm_gradients import (
     make_operands,
     specified,
 )
-from perf.topics.norms import count_far
 from tests.perf.samples import norm_gradient_row as row
 
 SHAPE = (24, 264)

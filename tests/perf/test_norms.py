@@ -11,9 +11,10 @@ import graphar
 from perf import __main__ as program
 from perf.harness import verify
 from perf.harness.ranks import InProcessRanks
+from perf.harness.verify import count_differing, count_far
 from perf.report import read
 from perf.topics import norms
-from perf.topics.norms import Norms, add_and_norm, bounds, compiled, count_far, count_wrong
+from perf.topics.norms import Norms, add_and_norm, bounds, compiled
 from tests.perf.samples import norm_row as row
 
 
@@ -48,7 +49,7 @@ def test_graphar_is_held_to_the_bit_and_peers_to_their_rounding():
     found = expected[0].clone(), expected[1].clone()
     found[1].view(torch.int16)[2, 3] ^= 1
 
-    assert count_wrong(found, expected) == 1
+    assert count_differing(found, expected) == 1
     assert count_far(found, expected, limits) == 0
     assert count_far((expected[0] + 1, expected[1]), expected, limits) > 0.9 * residual.numel()
     assert count_far((expected[0] * torch.nan, expected[1]), expected, limits) == residual.numel()
@@ -158,7 +159,7 @@ def test_what_a_timed_launch_computes_is_known_even_where_sums_take_the_place_of
 
     found, drift = trial.results_of(trial.make_launch(), x, InProcessRanks(2))
 
-    assert count_wrong(found, expected) == 0
+    assert count_differing(found, expected) == 0
     assert drift == 1
 
 

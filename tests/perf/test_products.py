@@ -11,7 +11,8 @@ import torch
 from graphar.numerics import fp8_products, leaf_tree
 from perf import __main__ as program
 from perf import machine, products
-from perf.products import NEEDED, bf16_operands, calls_of, exact, is_far, limit_of, shape_of
+from perf.harness.verify import exceeds
+from perf.products import NEEDED, bf16_operands, calls_of, exact, limit_of, shape_of
 from perf.report import read
 from perf.topics import fp8, leaves, matmul
 from tests.perf.samples import MACHINE, product_row
@@ -133,7 +134,7 @@ def operands():
 def far(result, operands, may_split):
     """Which elements of a product with the first weight are wrong."""
     value, magnitude = exact(operands.a, operands.weight(0))
-    return is_far(result, value, limit_of(operands.a.shape[1], value, magnitude, may_split))
+    return exceeds(result, value, limit_of(operands.a.shape[1], value, magnitude, may_split))
 
 
 def test_a_product_is_compared_with_the_sum_of_its_terms_and_of_their_magnitudes(operands):
