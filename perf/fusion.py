@@ -147,12 +147,12 @@ def count_wrong(
 
     wrong = 0
     for window in verify.windows(whole.numel()):
-        found, parts = result[window], summands(whole, window)
+        output, parts = result[window], summands(whole, window)
         expected = verify.reference(parts, 1, variant.codec)
         if variant.exact:
-            bad = verify.differs(found, expected)
+            bad = verify.differs(output, expected)
         else:
-            bad = is_far(found, expected, parts, () if lost is None else summands(lost, window))
+            bad = is_far(output, expected, parts, () if lost is None else summands(lost, window))
         wrong += int(bad.sum())
     return wrong
 
@@ -218,32 +218,32 @@ class FusionReport(BetweenRanks):
         if unknown := [name for name in methods if name not in cls.methods[at]]:
             sys.exit(f"{', '.join(unknown)}: not on this machine, which has {', '.join(cls.methods[at])}")
         named = options.rows, options.columns, options.features
-        sizes = [one or default for one, default in zip(named, cls.sizes[at], strict=True)]
+        sizes = [chosen or default for chosen, default in zip(named, cls.sizes[at], strict=True)]
         return [cls.plans(device, world_size, *sizes, methods, **more) for world_size in world_sizes]
 
     def sections(self) -> list[Section]:
-        found = []
+        sections = []
         for title, of_layer in group(self.rows, lambda row: row.layer).items():
             cases = by_method(of_layer, lambda row: row.m)
             every = time_table("M", {str(m): rows for m, rows in cases.items()})
             body = [*self.tables_of(cases), "Times of all methods:", every]
-            found.append(Section(title[:1].upper() + title[1:], body, [self.ratios_plot(cases)]))
-        return found
+            sections.append(Section(title[:1].upper() + title[1:], body, [self.ratios_plot(cases)]))
+        return sections
 
     def table_of(self, cases: Cases) -> str:
         """Returns the table of one layer."""
-        own, peer = (lambda rows: rows.get("graphar")), (lambda rows: best_peer(rows.values()))
+        ours, peer = (lambda rows: rows.get("graphar")), (lambda rows: best_peer(rows.values()))
         cells = {
             "M": lambda rows: next(iter(rows.values())).m,
             **{f"{name} (us)": lambda rows, name=name: time_cell(rows.get(name)) for name in self.floors},
             f"{self.sequence} (us)": lambda rows: time_cell(rows.get(self.sequence)),
             "best peer": lambda rows: name_cell(peer(rows)),
             "best peer (us)": lambda rows: time_cell(peer(rows)),
-            "graphar (us)": lambda rows: time_cell(own(rows)),
+            "graphar (us)": lambda rows: time_cell(ours(rows)),
             "best graphar": lambda rows: name_cell(best_own(rows)),
             "best graphar (us)": lambda rows: time_cell(best_own(rows)),
-            "of_best_peer": lambda rows: ratio_cell(ratio(own(rows), peer(rows))),
-            "of_sequence": lambda rows: ratio_cell(ratio(own(rows), rows.get(self.sequence))),
+            "of_best_peer": lambda rows: ratio_cell(ratio(ours(rows), peer(rows))),
+            "of_sequence": lambda rows: ratio_cell(ratio(ours(rows), rows.get(self.sequence))),
             "hidden (%)": lambda rows: self.hidden(rows, best_own(rows)),
         }
         return columns(cases.values(), cells)
@@ -288,10 +288,10 @@ class FusionReport(BetweenRanks):
         return [f"The time of `auto` / the fastest variant's time is at most {loss}."] if loss else []
 
     def losses(self) -> list[tuple[str, Choice]]:
-        return [(self.in_words(case), one) for (case, _), one in choices(self.cases(), self.variants).items()]
+        return [(self.in_words(case), choice) for (case, _), choice in choices(self.cases(), self.variants).items()]
 
     def glance(self) -> Glance:
-        named = {self.in_words(case): one for case, one in of_best_peer(self.cases()).items()}
+        named = {self.in_words(case): value for case, value in of_best_peer(self.cases()).items()}
         over = words_for([row.method for row in self.rows if row.is_peer], FAMILIES)
         return Glance(f"graphar's time / the time of {over}, by number of rows", named)
 

@@ -294,12 +294,12 @@ class Products(Report):
         }
 
     def findings(self) -> list[str]:
-        found = []
+        sentences = []
         for name in self.told or self.ratios:
             for words, cases in self.grouped().items():
                 ratios = self.ratios_of(name, cases)
-                found.append(sentence(name, f"{plural(len(ratios), 'shape')}{words}", ratios))
-        return [one for one in found if one]
+                sentences.append(sentence(name, f"{plural(len(ratios), 'shape')}{words}", ratios))
+        return list(filter(None, sentences))
 
     def sections(self) -> list[Section]:
         return [Section(self.heading, [self.comparison()])] if self.rows else []
@@ -313,7 +313,7 @@ class Products(Report):
     def ratios_of(cls, name: str, cases: Mapping[Shape, Case]) -> dict[str, float]:
         """Returns a ratio by shape. Shapes without correct results of both are left out."""
         ratios = {words_of(shape): ratio(*cls.ratios[name](case)) for shape, case in cases.items()}
-        return {shape: one for shape, one in ratios.items() if one is not None}
+        return {shape: value for shape, value in ratios.items() if value is not None}
 
     def comparison(self) -> str:
         """Returns a table with a row for each shape: the time of each method, and the ratios."""

@@ -40,10 +40,10 @@ def geometric_mean(ratios: Iterable[float]) -> float:
 
 
 def group(rows: Iterable, key: Callable) -> dict[object, list]:
-    found: dict[object, list] = {}
+    groups: dict[object, list] = {}
     for row in rows:
-        found.setdefault(key(row), []).append(row)
-    return found
+        groups.setdefault(key(row), []).append(row)
+    return groups
 
 
 def by_method(rows: Iterable, key: Callable) -> dict[object, dict[str, object]]:

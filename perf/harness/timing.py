@@ -70,9 +70,9 @@ def time_in_turn(
         for at, launch in enumerate(launches):
             if prepare:
                 prepare[at]()
-            one = time_us(launch)
+            spent_us = time_us(launch)
             if repeat >= 0:
-                times[at].append(one)
+                times[at].append(spent_us)
     return times
 
 

@@ -113,9 +113,9 @@ def logit_errors(logits: Tensor, expected: Tensor) -> tuple[Tensor, Tensor]:
     return error, differs(logits, firsts).any(-1)
 
 
-def compare_logits(found: Tensor, expected: Tensor, head: Tensor) -> tuple[Tensor, Tensor]:
+def compare_logits(hidden: Tensor, expected: Tensor, head: Tensor) -> tuple[Tensor, Tensor]:
     """Returns :func:`logit_errors` of ``found @ head.T`` and ``expected @ head.T``. Collective."""
-    windows = zip(found.split(TOKENS_AT_ONCE), expected.split(TOKENS_AT_ONCE), strict=True)
+    windows = zip(hidden.split(TOKENS_AT_ONCE), expected.split(TOKENS_AT_ONCE), strict=True)
     of_windows = [logit_errors(mine @ head.t(), theirs @ head.t()) for mine, theirs in windows]
     errors, apart = zip(*of_windows, strict=True)
     return torch.cat(errors), torch.cat(apart)

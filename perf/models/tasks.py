@@ -62,9 +62,9 @@ class Task:
 def load_digits() -> Data:
     from sklearn.datasets import load_digits
 
-    found = load_digits()
-    images = torch.from_numpy(found.images).float().sub(8).div(8).unsqueeze(1)
-    classes = torch.from_numpy(found.target).long()
+    digits = load_digits()
+    images = torch.from_numpy(digits.images).float().sub(8).div(8).unsqueeze(1)
+    classes = torch.from_numpy(digits.target).long()
     return _split(images, classes)
 
 
@@ -109,7 +109,7 @@ def load_animals() -> Data:
 
 def _byte_strings(file: Path) -> list[bytes]:
     with gzip.open(file) as opened:
-        return [given for _, given, _ in pickletools.genops(opened.read()) if isinstance(given, bytes)]
+        return [argument for _, argument, _ in pickletools.genops(opened.read()) if isinstance(argument, bytes)]
 
 
 def convolutional_network() -> nn.Module:

@@ -44,7 +44,7 @@ class ScaledOperands(products.ProductOperands):
     @cached_property
     def in_bf16(self) -> products.ProductOperands:
         """The same values and the same result."""
-        return products.ProductOperands(self.a.bfloat16(), [one.bfloat16() for one in self.weights], self.out)
+        return products.ProductOperands(self.a.bfloat16(), [weight.bfloat16() for weight in self.weights], self.out)
 
 
 def make_operands(shape: products.Shape, device: torch.device) -> ScaledOperands:
@@ -52,7 +52,7 @@ def make_operands(shape: products.Shape, device: torch.device) -> ScaledOperands
     weights = [normal(1 + at, (n, k), device).to(FP8) for at in range(products.weight_count(shape, 1))]
     blocks = -(-k // BLOCK)
     shapes = ((m, 1), (1, n), (blocks, m), (-(-n // BLOCK), blocks))
-    scales = [normal(100 + at, one, device).float().abs().add_(0.5).div_(k**0.25) for at, one in enumerate(shapes)]
+    scales = [normal(100 + at, size, device).float().abs().add_(0.5).div_(k**0.25) for at, size in enumerate(shapes)]
     out = torch.empty(m, n, dtype=torch.bfloat16, device=device)
     a = normal(0, (m, k), device).to(FP8)
     return ScaledOperands(a, weights, out, (scales[0], scales[1]), (scales[2].t(), scales[3]))

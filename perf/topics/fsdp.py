@@ -196,30 +196,30 @@ class Kind:
 def make_kinds(plan: FsdpPlan) -> list[Kind]:
     plain, lossless, copies = (communicator_of(plan, method) for method in OWN)
     limited = [Kind(PLAIN, blocks, plain) for blocks in plan.blocks]  # calls with a limit are not compressed
-    own = [Kind(PLAIN, communicator=plain), *limited, Kind(LOSSLESS, communicator=lossless)]
-    own.append(Kind(COPIES, communicator=copies))
+    of_graphar = [Kind(PLAIN, communicator=plain), *limited, Kind(LOSSLESS, communicator=lossless)]
+    of_graphar.append(Kind(COPIES, communicator=copies))
     peer = [Kind(ZERO_CTA, gather=ZeroCtaAllGather())] if plan.zero_cta else []
-    return [Kind(dist.get_backend()), *peer, *own, Kind(training_steps.ALONE)]
+    return [Kind(dist.get_backend()), *peer, *of_graphar, Kind(training_steps.ALONE)]
 
 
 def communicator_of(plan: FsdpPlan, method: str) -> graphar.Communicator:
     """Returns a communicator with or without lossless compression. Collective."""
-    found = graphar.Communicator(lossless=method == LOSSLESS)
-    found.prepare([torch.bfloat16, torch.float32], ops=["allgather", "reducescatter"])  # finds its tuning table
-    engine = found.engine
+    communicator = graphar.Communicator(lossless=method == LOSSLESS)
+    communicator.prepare([torch.bfloat16, torch.float32], ops=["allgather", "reducescatter"])  # finds its tuning table
+    engine = communicator.engine
     if method == LOSSLESS:
         policy = engine.table.lossless
         least = {op: plan.compressed_from or policy.least(op, plan.world_size) for op in ("allgather", "reducescatter")}
         sizes = {f"{op}_from_nbytes": {plan.world_size: size or COMPRESSED_MB * MB} for op, size in least.items()}
         allreduce = {"allreduce_from_nbytes": policy.allreduce_from_nbytes}
         engine.use_table(replace(engine.table, lossless=LosslessPolicy(**sizes, **allreduce)))
-    return found
+    return communicator
 
 
 def compressed_by(communicator: graphar.Communicator | None) -> list[str]:
     runner = communicator.engine.runner if communicator else None
     begun = runner.calls_begun() if runner else {}
-    return sorted(one.value for one, (calls,) in begun.items() if one.row.compresses and calls)
+    return sorted(algorithm.value for algorithm, (calls,) in begun.items() if algorithm.row.compresses and calls)
 
 
 def trainer_of(plan: FsdpPlan, layers: int, ranks: ProcessRanks) -> Trainer:
@@ -391,15 +391,15 @@ class Fsdp(training_steps.TrainingReport):
     def is_wrong(self, row: FsdpRow) -> bool:
         if not row.is_own:
             return False
-        of_case = [one for one in self.rows if one.case == row.case]
-        plain = next((one for one in of_case if one.method == PLAIN), row)
-        torchs = next((one for one in of_case if one.is_baseline), row)
+        of_case = [other for other in self.rows if other.case == row.case]
+        plain = next((other for other in of_case if other.method == PLAIN), row)
+        torchs = next((other for other in of_case if other.is_baseline), row)
         pairs = zip(row.losses, torchs.losses, strict=True)
         near = all(abs(mine - theirs) <= TOLERANCE * abs(theirs) for mine, theirs in pairs)
         return not near or (row.losses, row.digest) != (plain.losses, plain.digest)
 
     def findings(self) -> list[str]:
-        return [one for rows in by_case(self.rows) if (one := self._finding(rows))]
+        return [sentence for rows in by_case(self.rows) if (sentence := self._finding(rows))]
 
     def _finding(self, rows: Sequence[FsdpRow]) -> str:
         """Returns a sentence on the fastest of graphar's methods; empty if there is nothing to compare it with."""

@@ -54,11 +54,11 @@ class Fused(fusion.RowParallelReport):
         return [*super().tables_of(cases), *invariance_table(cases)]
 
     def findings(self) -> list[str]:
-        found, cases = super().findings(), self.cases()
+        sentences, cases = super().findings(), self.cases()
         for name, over in OF_INVARIANT.items():
-            ratios = {self.in_words(case): one for case, rows in cases.items() if (one := of_invariant(rows, over))}
-            found += [sentence(f"`tp_invariant` / {name}", plural(len(ratios), "case"), ratios)] if ratios else []
-        return found
+            ratios = {self.in_words(case): value for case, rows in cases.items() if (value := of_invariant(rows, over))}
+            sentences += [sentence(f"`tp_invariant` / {name}", plural(len(ratios), "case"), ratios)] if ratios else []
+        return sentences
 
 
 # By name, the methods that "tp_invariant" is compared with: the first that was measured.

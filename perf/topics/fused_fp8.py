@@ -68,10 +68,10 @@ class FusedFp8(fusion.RowParallelReport):
         return super().plan(options, gpu_count, scales=options.scales or known)
 
     def findings(self) -> list[str]:
-        found = []
-        for scales in (f"scales of {one}" for one in peers.SCALES):
-            ratios = {case: one for case, one in of_best_peer(self.cases()).items() if scales in case}
-            named = {self.in_words(case): one for case, one in ratios.items()}
+        sentences = []
+        for scales in (f"scales of {name}" for name in peers.SCALES):
+            ratios = {case: value for case, value in of_best_peer(self.cases()).items() if scales in case}
+            named = {self.in_words(case): value for case, value in ratios.items()}
             where = f"{plural(len(named), 'case')} of {scales}"
-            found += [sentence("graphar / best peer", where, named)] if named else []
-        return [*found, *super().findings()]
+            sentences += [sentence("graphar / best peer", where, named)] if named else []
+        return [*sentences, *super().findings()]

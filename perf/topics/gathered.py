@@ -26,10 +26,10 @@ def count_wrong(trial: Trial, launch: Callable[[], None], ranks: Ranks) -> int:
     bits = peers.promised(trial.variant, a, w, rows)
     wrong = 0
     for window in verify.windows(result.numel()):
-        found, near = result[window], expected.view(-1)[window]
-        bad = is_far(found, near, [near])
+        output, near = result[window], expected.view(-1)[window]
+        bad = is_far(output, near, [near])
         if bits is not None:
-            bad |= verify.differs(found, bits.view(-1)[window])
+            bad |= verify.differs(output, bits.view(-1)[window])
         wrong += int(bad.sum())
     return wrong
 
@@ -66,7 +66,7 @@ class Gathered(FusionReport):
     @classmethod
     def plan(cls, options: argparse.Namespace, gpu_count: int) -> list[peers.GatheredPlan]:
         plans = super().plan(options, gpu_count)
-        most = max(one.world_size for one in plans)
+        most = max(world_plan.world_size for world_plan in plans)
         if (least := min(plans[0].rows)) < most:
             sys.exit(f"--rows must be at least the number of ranks, {most}, got {least}")
         return plans

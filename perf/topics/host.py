@@ -70,8 +70,8 @@ class Host(Report):
         peer = min((row for row in correct if row.op == PEERS_OP), key=lambda row: row.median, default=None)
         if plain is None or peer is None:
             return []
-        own, other = number(plain.median), number(peer.median)
-        return [f"An all-reduce takes the host {own} us; with {peer.method}, the fastest peer, it takes {other} us."]
+        ours, other = number(plain.median), number(peer.median)
+        return [f"An all-reduce takes the host {ours} us; with {peer.method}, the fastest peer, it takes {other} us."]
 
     def glance(self) -> Glance:
         ratios = {named(row): row.of_allreduce for row in self.rows if row.limit is not None and not row.wrong}

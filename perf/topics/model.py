@@ -88,7 +88,7 @@ def make_variants(plan: ModelPlan, ranks: Ranks, add_and_norm: Callable) -> tupl
     names = CUDA_METHODS if plan.device == "cuda" else CPU_METHODS
     largest = max(case.tokens for case in plan.cases()) * decoding.SIZES[plan.size].hidden * 2
     sums = tuple(name for name in names if name not in (UNSHARDED, ALONE, MATMUL, NORM, BOTH))
-    found, skipped = catalogue.make_methods(
+    sums_made, skipped = catalogue.make_methods(
         Plan(plan.device, plan.world_size, "process", ("bfloat16",), sums, largest), ranks
     )
     product = partial(bench.after_linear, torch.nn.functional.linear, add_and_norm)
@@ -99,9 +99,9 @@ def make_variants(plan: ModelPlan, ranks: Ranks, add_and_norm: Callable) -> tupl
         Variant(MATMUL, own_product, same_bits=True),
         Variant(NORM, normed_in_kernel, same_bits=True),
         Variant(BOTH, partial(graphar.fused_matmul_allreduce_residual_rmsnorm, eps=decoding.EPS), same_bits=True),
-        *(after_sum(method, add_and_norm) for method in found),
+        *(after_sum(method, add_and_norm) for method in sums_made),
     ]
-    return sorted(variants, key=lambda one: names.index(one.name)), skipped
+    return sorted(variants, key=lambda variant: names.index(variant.name)), skipped
 
 
 def normed_in_kernel(a: Tensor, weight: Tensor, residual: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
@@ -278,10 +278,10 @@ class Model(BetweenRanks):
                 (GenerationPlan, GENERATING_SIZE, (generate,) if generate else ()),
                 (SequencePlan, SIZE, (in_sequence,) if in_sequence else ()),
             ]
-            for kind, size, given in wanted:
-                if given:
+            for kind, size, fields in wanted:
+                if fields:
                     shape = shape_of(options, size if on_gpus else decoding.TINY, world_size)
-                    plans.append(kind("cuda" if on_gpus else "cpu", world_size, *shape, *given))
+                    plans.append(kind("cuda" if on_gpus else "cpu", world_size, *shape, *fields))
         return plans
 
     def verified(self) -> Sequence[Timing]:
@@ -291,21 +291,21 @@ class Model(BetweenRanks):
         return [*self.rows, *self.generations, *self.sequences]
 
     def sections(self) -> list[Section]:
-        found = [Section(title, [step_table(rows)]) for title, rows in by_title(self.rows).items()]
+        sections = [Section(title, [step_table(rows)]) for title, rows in by_title(self.rows).items()]
         for what, part, rows in (
             ("generation", generation, self.generations),
             ("sequence parallelism", sequence, self.sequences),
         ):
-            found += [Section(title, [part.table_of(of_title)]) for title, of_title in by_title(rows).items()]
-            found += [Section(f"How {what} was measured", [part.NOTES])] if rows else []
-        return found
+            sections += [Section(title, [part.table_of(of_title)]) for title, of_title in by_title(rows).items()]
+            sections += [Section(f"How {what} was measured", [part.NOTES])] if rows else []
+        return sections
 
     def glance(self) -> Glance:
         measured = by_title([*self.rows, *self.generations, *self.sequences])
         ratios = {title: ratio(best_own(rows), best_peer(rows.values())) for title, rows in measured.items()}
         over = words_for([row.method for rows in measured.values() for row in rows.values() if row.is_peer], FAMILIES)
         timed = "a step or of generation" if self.generations else "a step"
-        known = {title: one for title, one in ratios.items() if one}
+        known = {title: value for title, value in ratios.items() if value}
         return Glance(f"time of {timed} with graphar's fastest exact method / with {over}", known)
 
 

@@ -95,8 +95,8 @@ def make_operands(shape: Shape, summed: bool, device: str) -> Operands:
     generator = torch.Generator(device).manual_seed(0)
     shapes = (shape, shape, shape[1:], shape, shape)
     draw = partial(torch.randn, dtype=torch.bfloat16, device=device, generator=generator)
-    x, residual, weight, noise, of_summed = (draw(one) for one in shapes)
-    leaves = [one.requires_grad_() for one in (x, residual, 1 + weight / 4)]
+    x, residual, weight, noise, of_summed = (draw(size) for size in shapes)
+    leaves = [tensor.requires_grad_() for tensor in (x, residual, 1 + weight / 4)]
     return Operands(*leaves, noise + x.detach(), of_summed if summed else None)
 
 
@@ -135,7 +135,7 @@ def add_and_norm_detached(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[
 
 def autograd(normed: Tensor, summed: Tensor, operands: Operands, retain: bool) -> tuple[Tensor, ...]:
     outputs = [(normed, operands.of_normed), (summed, operands.of_summed)]
-    used, gradients = zip(*[one for one in outputs if one[1] is not None], strict=True)
+    used, gradients = zip(*[pair for pair in outputs if pair[1] is not None], strict=True)
     return torch.autograd.grad(used, operands[:3], gradients, retain_graph=retain)
 
 
@@ -161,7 +161,7 @@ def exact(operands: Operands) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     times ROUNDINGS of the sum of the terms' magnitudes. Sums in fp32 add much less: the errors of s average out.
     """
     x, residual, weight, of_normed, more = operands
-    r, w, g = (one.double() for one in (x + residual, weight + OFFSET, of_normed))
+    r, w, g = (tensor.double() for tensor in (x + residual, weight + OFFSET, of_normed))
     s = (r.square().mean(-1, keepdim=True) + EPS).rsqrt()
     u, scaled = r * s, g * w
     second = s * u * (scaled * u).mean(-1, keepdim=True)
@@ -171,7 +171,7 @@ def exact(operands: Operands) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     normed, terms = u * w, g * u
     values = normed, r, of_rows, of_rows, terms.sum(0)
     share = ROUNDINGS * torch.finfo(x.dtype).eps / 2
-    limits = [share * one for one in (normed.abs(), r.abs(), magnitude, magnitude, terms.abs().sum(0))]
+    limits = [share * size for size in (normed.abs(), r.abs(), magnitude, magnitude, terms.abs().sum(0))]
     return values, tuple(limits)
 
 
@@ -207,15 +207,16 @@ class Trial(passes.Trial):
 def rows_of(plan: PassesPlan, shape: Shape) -> Iterator[NormGradientRow | str]:
     for summed in (True, False):
         trials, more = trials_of(plan, shape, summed), (*shape, summed)
-        yield from passes.measure(plan.device, trials, lambda *found, more=more: NormGradientRow(*found, *more))
+        yield from passes.measure(plan.device, trials, lambda *measured, more=more: NormGradientRow(*measured, *more))
 
 
 def trials_of(plan: PassesPlan, shape: Shape, summed: bool) -> Iterator[tuple[str, Callable[[], Trial]]]:
     operands = make_operands(shape, summed, plan.device)
     for name in plan.methods:
         method = make_method(name, summed)
-        for one in PASSES:
-            yield ", ".join((name, one, words_of(shape), with_sum(summed))), partial(Trial, name, one, method, operands)
+        for of_passes in PASSES:
+            words = ", ".join((name, of_passes, words_of(shape), with_sum(summed)))
+            yield words, partial(Trial, name, of_passes, method, operands)
 
 
 @dataclass

@@ -296,7 +296,8 @@ def average(model: nn.Module, *, flattened: bool) -> None:
     dist.all_reduce(flat)
     flat /= world_size
     parts = flat.split([gradient.numel() for gradient in gradients])
-    torch._foreach_copy_(gradients, [part.view(one.shape) for part, one in zip(parts, gradients, strict=True)])
+    means = [part.view_as(gradient) for part, gradient in zip(parts, gradients, strict=True)]
+    torch._foreach_copy_(gradients, means)
 
 
 # ---- the topic ------------------------------------------------------------------------------------------------------
@@ -355,13 +356,13 @@ class Throughput(training_steps.TrainingReport):
         by_model = list(group(self.rows, lambda row: row.model).values())
         if not by_model:
             return []
-        found = [Section("All models", [overview(by_model)])]
+        sections = [Section("All models", [overview(by_model)])]
         for rows in by_model:
-            one = rows[0]
-            ranks = f"{one.world_size} ranks, batch of {one.batch_size} per rank"
-            title = f"{one.model}: {one.parameters:,} parameters, {ranks}"
-            found.append(Section(title, [details(rows)]))
-        return found
+            first = rows[0]
+            ranks = f"{first.world_size} ranks, batch of {first.batch_size} per rank"
+            title = f"{first.model}: {first.parameters:,} parameters, {ranks}"
+            sections.append(Section(title, [details(rows)]))
+        return sections
 
     def glance(self) -> Glance:
         ratios, base = {}, "torch's own reduction"

@@ -14,8 +14,8 @@ TALL = [(1, 1.0), (100, 10.0)]
 
 def marks(drawn):
     """The place and the colour of each dot."""
-    found = re.findall(r'<use xlink:href="#\w+" x="([\d.]+)" y="([\d.]+)" style="fill: (#\w+)', drawn)
-    return [(float(x), float(y), colour) for x, y, colour in found]
+    dots = re.findall(r'<use xlink:href="#\w+" x="([\d.]+)" y="([\d.]+)" style="fill: (#\w+)', drawn)
+    return [(float(x), float(y), colour) for x, y, colour in dots]
 
 
 def texts(drawn):
