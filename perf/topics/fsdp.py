@@ -223,11 +223,19 @@ def compressed_by(communicator: graphar.Communicator | None) -> list[str]:
 
 
 def trainer_of(plan: FsdpPlan, layers: int, ranks: ProcessRanks) -> Trainer:
-    """Returns the trainer of a model under fully_shard. Collective."""
+    """Returns the trainer of a model under fully_shard. Parameters are fp32 and are gathered in bf16. Collective."""
     on_gpu = ranks.device.type == "cuda"
     # FlashAttention's backward pass can be deterministic. The CPU has only one kernel.
     attention = partial(sdpa_kernel, SDPBackend.FLASH_ATTENTION) if on_gpu else nullcontext
-    return Trainer(sharded(SIZES[plan.model], layers, ranks, plan.reduce_dtype), fused=on_gpu, around=attention)
+    with torch.device("meta"):
+        model = Llama(SIZES[plan.model], layers)
+    # RoPE's angles stay fp32.
+    policy = MixedPrecisionPolicy(torch.bfloat16, DTYPES[plan.reduce_dtype], cast_forward_inputs=False)
+    for module in (*model.layers, model):
+        fully_shard(module, mp_policy=policy)
+    model.to_empty(device=ranks.device)
+    fill(model, ranks.rank)
+    return Trainer(model, fused=on_gpu, around=attention)
 
 
 def random_batch(size: Size, tokens: int, ranks: ProcessRanks) -> tuple[Tensor, Tensor]:
@@ -267,19 +275,6 @@ def checksum(x: Tensor) -> int:
     """Returns a checksum of an fp32 tensor. It depends on the position of every bit."""
     bits = x.detach().flatten().view(torch.int32).long()
     return int((bits * (2 * torch.arange(len(bits), device=x.device) + 1)).sum())
-
-
-def sharded(size: Size, layers: int, ranks: ProcessRanks, reduce_dtype: str) -> nn.Module:
-    """Returns the model under fully_shard. Its parameters are fp32 and are gathered in bf16."""
-    with torch.device("meta"):
-        model = Llama(size, layers)
-    # RoPE's angles stay fp32.
-    policy = MixedPrecisionPolicy(torch.bfloat16, DTYPES[reduce_dtype], cast_forward_inputs=False)
-    for module in (*model.layers, model):
-        fully_shard(module, mp_policy=policy)
-    model.to_empty(device=ranks.device)
-    fill(model, ranks.rank)
-    return model
 
 
 def run_rank(plan: FsdpPlan, rank: int, port: int) -> Iterator[FsdpRow]:

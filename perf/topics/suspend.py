@@ -20,7 +20,7 @@ from graphar.plan.sizes import MB, format_nbytes
 from perf.between_ranks import BetweenRanks
 from perf.harness import ranks as ranks_of
 from perf.harness.ranks import ProcessRanks, first_line, host_time_us
-from perf.harness.timing import WARM_UP, capture, deciles, spread, time_in_turn
+from perf.harness.timing import Repeated, deciles, spread, time_in_turn
 from perf.harness.verify import differs
 from perf.md import NOT_SERVED, columns, plural
 from perf.models import decoder as decoding
@@ -146,31 +146,26 @@ def run_rank(plan: SuspendPlan, rank: int, port: int) -> Iterator[SuspendRow | s
     ranks.barrier()
 
 
-class Step:
-    """A step of the decoder behind a vocabulary-parallel embedding. ``result`` is the output of the last call."""
+class Step(Repeated):
+    """A step of the decoder behind a vocabulary-parallel embedding. A launch replays one."""
 
     def __init__(
         self, decoder: decoding.Decoder, case: decoding.Case, shard: decoding.Shard, communicator: graphar.Communicator
     ) -> None:
+        super().__init__(self._step, calls=1, on_gpu=True)
         self.case, self.communicator = case, communicator
         self._decoder = decoder
         self._inputs = decoding.make_inputs(decoder.size, len(decoder.layers), case, shard)
         self._embedded = partly_embedded(self._inputs.x, shard)
         fused = graphar.fused_matmul_allreduce_residual_rmsnorm
         self._row_parallel_and_norm = partial(fused, eps=decoding.EPS, group=communicator)
-        self.result: Tensor | None = None
 
-    def run(self) -> None:
+    def _step(self) -> Tensor:
         inputs = replace(self._inputs, x=graphar.allreduce(self._embedded, self.communicator))
         # cuDNN's attention of one query for each sequence gives other bits in every other replay.
         same_bits = sdpa_kernel(SDPBackend.FLASH_ATTENTION) if inputs.x.is_cuda else contextlib.nullcontext()
         with same_bits:
-            self.result = self._decoder.step(inputs, decoding.PLAIN, self._row_parallel_and_norm)
-
-    def make_launch(self) -> Callable[[], None]:
-        for _ in range(WARM_UP):
-            self.run()
-        return capture(self.run)
+            return self._decoder.step(inputs, decoding.PLAIN, self._row_parallel_and_norm)
 
 
 def partly_embedded(x: Tensor, shard: decoding.Shard) -> Tensor:

@@ -114,7 +114,7 @@ def test_peers_get_the_input_where_they_take_it(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("found", "wrong"),
+    ("result", "wrong"),
     [
         (torch.tensor([1.0, 2.0]), 0),
         (torch.tensor([1.0, -2.0]), 1),

@@ -15,6 +15,7 @@ from graphar.runtime.engine import open_engines
 from graphar.runtime.watch.stats import Memory, MemoryUse
 from perf import __main__ as program
 from perf import machine
+from perf.harness import timing
 from perf.harness.ranks import ProcessRanks
 from perf.models.decoder import DECODE, PREFILL, SIZES, TINY, Case, Shard
 from perf.report import read
@@ -67,7 +68,7 @@ def gpu(monkeypatch):
     times = iter(range(1000, 10**6, 1000))
     scratch = {"one_shot_push": MemoryUse(SCRATCH_NBYTES, SCRATCH_NBYTES)}
     monkeypatch.setattr(graphar.Communicator, "memory", lambda self: Memory(scratch, MemoryUse(0, 0)))
-    monkeypatch.setattr(topic, "capture", lambda run: run)
+    monkeypatch.setattr(timing, "capture", lambda run: run)
     monkeypatch.setattr(topic, "free_nbytes", lambda: 10**9 + SCRATCH_NBYTES * is_suspended())
     monkeypatch.setattr(topic, "host_time_us", lambda call: call() or next(times))
     monkeypatch.setattr(topic.ranks_of, "join", OneRank)
@@ -127,11 +128,11 @@ def test_a_bit_that_differs_after_a_resumption_is_wrong_in_every_replay(gpu, mon
     def captured(run):
         def replay():
             run()
-            run.__self__.result.view(torch.int16)[1, 5] ^= len(flips[:1])
+            run.func.__self__.result.view(torch.int16)[1, 5] ^= len(flips[:1])
 
         return replay
 
-    monkeypatch.setattr(topic, "capture", captured)
+    monkeypatch.setattr(timing, "capture", captured)
 
     assert [row.wrong for row in measured(DECODED)] == [REPLAYS * CYCLES]
 
@@ -139,7 +140,7 @@ def test_a_bit_that_differs_after_a_resumption_is_wrong_in_every_replay(gpu, mon
 def test_a_replay_that_computes_nothing_leaves_nothing_right(gpu, monkeypatch):
     ended = []
     after_resumption(monkeypatch, lambda: ended.append(1))
-    monkeypatch.setattr(topic, "capture", lambda run: lambda: None if ended else run())
+    monkeypatch.setattr(timing, "capture", lambda run: lambda: None if ended else run())
 
     (result,) = measured(DECODED)
 
