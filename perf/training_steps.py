@@ -32,6 +32,8 @@ ALONE = "alone"  # the method without communication
 TORCHS = ("nccl", "gloo")  # the methods with torch's own collectives
 LEARNING_RATE = 1e-4
 
+Batch = tuple[Tensor, Tensor]  # inputs, and the classes to predict
+
 
 class Trainer:
     """Trains a model with AdamW. The model itself reduces gradients: it is under DistributedDataParallel or FSDP.
@@ -70,11 +72,12 @@ class Trainer:
         with torch.autocast(x.device.type, torch.bfloat16, enabled=self._autocast and x.is_cuda):
             logits = self.model(x)
         loss = loss_of(logits.float(), y)
+        del logits  # their memory is free in the backward pass
         loss.backward()
         self.optimizer.step()
         return loss.detach()
 
-    def make_steps(self, batch: tuple[Tensor, Tensor], count: int, seed: int) -> None:
+    def make_steps(self, batch: Batch, count: int, seed: int) -> None:
         """Enqueues ``count`` steps with one batch. ``seed`` determines dropout."""
         torch.manual_seed(seed)
         with self._around():

@@ -30,7 +30,7 @@ from perf.models.decoder import SIZES, TINY, Size
 from perf.models.llama import Llama, fill, fitting_layers
 from perf.ratios import group
 from perf.report import Arguments, Glance, Section
-from perf.training_steps import Trainer
+from perf.training_steps import Batch, Trainer
 
 MODEL = "llama-3-8b"
 TOKENS, CPU_TOKENS = (2048, 8192), (64,)
@@ -238,23 +238,21 @@ def trainer_of(plan: FsdpPlan, layers: int, ranks: ProcessRanks) -> Trainer:
     return Trainer(model, fused=on_gpu, around=attention)
 
 
-def random_batch(size: Size, tokens: int, ranks: ProcessRanks) -> tuple[Tensor, Tensor]:
+def random_batch(size: Size, tokens: int, ranks: ProcessRanks) -> Batch:
     """Returns a random sequence and its random next tokens. They differ from rank to rank."""
     generator = torch.Generator(ranks.device).manual_seed(ranks.rank)
     x, y = torch.randint(size.vocabulary, (2, 1, tokens), generator=generator, device=ranks.device)
     return x, y
 
 
-def make_steps(trainer: Trainer, kind: Kind | None, batch: tuple[Tensor, Tensor], count: int, seed: int) -> None:
+def make_steps(trainer: Trainer, kind: Kind | None, batch: Batch, count: int, seed: int) -> None:
     """Enqueues ``count`` steps with one kind of collectives. None: the collectives that the model has."""
     if kind:
         kind.use_in(trainer.model)
     trainer.make_steps(batch, count, seed)
 
 
-def check(
-    trainer: Trainer, kind: Kind | None, batch: tuple[Tensor, Tensor], ranks: ProcessRanks
-) -> tuple[list[float], str]:
+def check(trainer: Trainer, kind: Kind | None, batch: Batch, ranks: ProcessRanks) -> tuple[list[float], str]:
     """Trains the initial model for CHECKED_STEPS deterministic steps. Collective.
 
     Returns the mean losses, and a hash of losses and parameters.

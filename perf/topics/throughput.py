@@ -14,7 +14,7 @@ from typing import ClassVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 import graphar
 from graphar.numerics.codecs import Codec, codec
@@ -28,7 +28,7 @@ from perf.models.workloads import TINY, WORKLOADS, Workload
 from perf.ratios import group
 from perf.report import Arguments, Glance, Section
 from perf.topics.allreduce import FAMILIES
-from perf.training_steps import Trainer, data_parallel
+from perf.training_steps import Batch, Trainer, data_parallel
 
 BITS, BUCKET_SIZE = (8, 6, 5, 4, 2), 128
 NAIVE = ("one by one", "flattened")
@@ -220,11 +220,7 @@ def trainer_with(reduction: Reduction, model: nn.Module) -> Trainer:
 
 
 def train_and_time(
-    trainers: Mapping[Reduction, Trainer],
-    batch: tuple[Tensor, Tensor],
-    plan: ThroughputPlan,
-    ranks: ProcessRanks,
-    begin: float,
+    trainers: Mapping[Reduction, Trainer], batch: Batch, plan: ThroughputPlan, ranks: ProcessRanks, begin: float
 ) -> list[list[float]]:
     """Times blocks of steps of all trainers in turn. Returns their times. Collective."""
     turns = [partial(trainer.make_steps, batch) for trainer in trainers.values()]
@@ -234,12 +230,7 @@ def train_and_time(
 
 
 def row_of(
-    reduction: Reduction,
-    trainer: Trainer,
-    blocks: list[float],
-    workload: Workload,
-    batch_size: int,
-    world_size: int,
+    reduction: Reduction, trainer: Trainer, blocks: list[float], workload: Workload, batch_size: int, world_size: int
 ) -> ThroughputRow:
     parameters = list(trainer.model.parameters())
     return ThroughputRow(
