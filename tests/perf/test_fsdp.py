@@ -13,19 +13,8 @@ from perf import __main__ as program
 from perf.harness.ranks import ProcessRanks
 from perf.models.decoder import SIZES, TINY
 from perf.models.llama import Llama, fill, fitting_layers
-from perf.topics.fsdp import (
-    Fsdp,
-    FsdpPlan,
-    Kind,
-    check,
-    checksum,
-    local_gather,
-    local_scatter,
-    make_kinds,
-    make_steps,
-    random_batch,
-    trainer_of,
-)
+from perf.topics import fsdp
+from perf.topics.fsdp import Fsdp, FsdpPlan, Kind, check, make_kinds, make_steps, random_batch, trainer_of
 from perf.training_steps import ALONE
 from tests.perf.samples import fsdp_row
 from tests.processes import run_ranks
@@ -130,8 +119,8 @@ def without_communication_as_rank(rank, world_size):
     x = torch.arange(4.0) + 10 * rank
     gathered, scattered = torch.empty(8), torch.empty(2)
     gathered[4 * rank : 4 * rank + 4] = x
-    local_gather(gathered, gathered[4 * rank : 4 * rank + 4], dist.group.WORLD)
-    local_scatter(scattered, x, dist.group.WORLD, op=dist.ReduceOp.AVG)
+    fsdp.local_gather(gathered, gathered[4 * rank : 4 * rank + 4], dist.group.WORLD)
+    fsdp.local_scatter(scattered, x, dist.group.WORLD, op=dist.ReduceOp.AVG)
     return gathered.tolist(), scattered.tolist()
 
 
@@ -145,9 +134,9 @@ def test_without_communication_each_rank_takes_its_own_parts():
 def test_a_tensors_number_depends_on_each_bit_and_place():
     x = torch.tensor([0.0, 1.0, 2.0])
 
-    assert checksum(x) == checksum(x.clone())
-    assert len({checksum(changed) for changed in (x, x.flip(0), torch.tensor([-0.0, 1.0, 2.0]))}) == 3
-    assert checksum(torch.empty(0)) == 0
+    assert fsdp.checksum(x) == fsdp.checksum(x.clone())
+    assert len({fsdp.checksum(changed) for changed in (x, x.flip(0), torch.tensor([-0.0, 1.0, 2.0]))}) == 3
+    assert fsdp.checksum(torch.empty(0)) == 0
 
 
 def rows(**lossless):

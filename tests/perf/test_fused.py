@@ -157,6 +157,5 @@ def test_one_answer_is_compared_with_auto_and_with_torchs_matmul_and_nccl():
 def test_where_no_method_serves_a_layer_there_is_no_row(group_of):
     group_of(2)
 
-    assert (
-        list(fusion.measure(A_LAYER, [], ProcessRanks(torch.device("cpu"), None), fusion.FusionRow, count_wrong)) == []
-    )
+    ranks = ProcessRanks(torch.device("cpu"), None)
+    assert list(fusion.measure(A_LAYER, [], ranks, fusion.FusionRow, count_wrong)) == []

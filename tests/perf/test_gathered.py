@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -143,9 +142,3 @@ def test_what_auto_loses_is_said():
     assert report.loss_of_auto() == "1.20 (graphar, M = 4096, N = 2560, 4 ranks: `graphar:tiles` is fastest)"
     assert f"is at most {report.loss_of_auto()}." in report.markdown(MACHINE, "a command")
     assert report.glance().headline == "0.92"
-
-
-def test_wrong_results_are_named_and_win_nothing():
-    assert "**WRONG RESULTS OF PEERS: 1 of 8 (symm_fused at 4096 x 2560 x 8192).**" in Gathered(ROWS).verdict()
-    wrong_rows = [replace(row, wrong=int(row.method == "graphar")) for row in ROWS]
-    assert Gathered(wrong_rows).verdict().startswith("**WRONG RESULTS: ")
