@@ -84,31 +84,6 @@ class FusionRow(Timing):
         return not self.is_own and self.method not in FLOORS
 
 
-CountWrong = Callable[[Trial, Callable[[], None], Ranks], int]
-
-
-def measure(
-    layer: Layer, variants: list[Variant], ranks: Ranks, row: Callable[..., FusionRow], count_wrong: CountWrong
-) -> Iterator[FusionRow | str]:
-    """Yields a row for each method that can run the layer, and a message for each that cannot. Collective.
-
-    Args:
-        row: makes a row.
-        count_wrong: runs a launch once more, and returns how many elements of this process's result are wrong.
-    """
-    operands = layer.operands(ranks.rank, ranks.device)
-    trials = ((f"{variant.name}, {layer}", Trial(variant, layer, operands)) for variant in variants)
-    how = ("graph", layer.iterations) if ranks.device.type == "cuda" else ("cpu", 1)
-    timed, refused = timed_in_turn(ranks, trials, layer.repeats, *how)
-    yield from refused
-    if not timed:
-        return
-    wrong = ranks.total([count_wrong(trial, launch, ranks) for trial, launch, _ in timed])
-    for (trial, _, times), bad in zip(timed, wrong, strict=True):
-        sizes = (layer.world_size, layer.m, layer.n, layer.k)
-        yield row(trial.variant.name, *sizes, spread(times), bad)
-
-
 Cases = Mapping[int, Mapping[str, FusionRow]]  # by rows and method
 
 
@@ -164,8 +139,9 @@ class FusionReport(BetweenRanks):
     Class attributes:
         methods: the names of the methods on GPUs, and on the CPU.
         make_variants: ``make_variants(plan, ranks)`` returns a plan's methods, and why some are missing. Collective.
-        row_of: ``row_of(layer)`` returns a function that makes a row, as :func:`measure` calls it.
-        count_wrong: as :func:`measure` takes it.
+        row_of: ``row_of(layer)`` returns a function that makes a row, with the fields of :class:`FusionRow`.
+        count_wrong: ``count_wrong(trial, launch, ranks)`` runs a launch once more, and returns how many elements of
+            this process's result are wrong.
         floors: the methods that run only the matmul, and only the collective.
         sequence: the method that runs torch's matmul and graphar's collective as two ops.
         plans: makes a plan of a device, a number of ranks, rows, columns, features and methods.
@@ -179,7 +155,7 @@ class FusionReport(BetweenRanks):
     methods: ClassVar[tuple[Sequence[str], Sequence[str]]]
     make_variants: ClassVar[Callable[..., tuple[list[Variant], list[str]]]]
     row_of: ClassVar[Callable[[Layer], Callable[..., FusionRow]]] = staticmethod(lambda layer: FusionRow)
-    count_wrong: ClassVar[CountWrong] = staticmethod(count_wrong)
+    count_wrong: ClassVar[Callable[[Trial, Callable[[], None], Ranks], int]] = staticmethod(count_wrong)
     floors: ClassVar[tuple[str, str]]
     sequence: ClassVar[str]
     width: ClassVar[str] = "k"
@@ -195,11 +171,23 @@ class FusionReport(BetweenRanks):
         yield from skipped
         ranks.warm_up()
 
-        def rows_of(layer: Layer) -> Iterator[FusionRow | str]:
-            serving = [variant for variant in variants if variant.serves(layer)]
-            return measure(layer, serving, ranks, cls.row_of(layer), cls.count_wrong)
+        yield from case_by_case(ranks, (cls.rows_of(layer, variants, ranks) for layer in plan.layers()))
 
-        yield from case_by_case(ranks, map(rows_of, plan.layers()))
+    @classmethod
+    def rows_of(cls, layer: Layer, variants: Sequence[Variant], ranks: Ranks) -> Iterator[FusionRow | str]:
+        """Yields a row for each method that can run the layer, and a message for each that cannot. Collective."""
+        operands = layer.operands(ranks.rank, ranks.device)
+        serving = [variant for variant in variants if variant.serves(layer)]
+        trials = ((f"{variant.name}, {layer}", Trial(variant, layer, operands)) for variant in serving)
+        how = ("graph", layer.iterations) if ranks.device.type == "cuda" else ("cpu", 1)
+        timed, refused = timed_in_turn(ranks, trials, layer.repeats, *how)
+        yield from refused
+        if not timed:
+            return
+        wrong = ranks.total([cls.count_wrong(trial, launch, ranks) for trial, launch, _ in timed])
+        for (trial, _, times), bad in zip(timed, wrong, strict=True):
+            sizes = (layer.world_size, layer.m, layer.n, layer.k)
+            yield cls.row_of(layer)(trial.variant.name, *sizes, spread(times), bad)
 
     @classmethod
     def add_options(cls, parser: argparse.ArgumentParser) -> None:

@@ -117,9 +117,10 @@ class Trial:
 def measure(
     device: str, trials: Iterable[tuple[str, Callable[[], Trial]]], row: Callable[..., PassRow]
 ) -> Iterator[PassRow | str]:
-    """Yields the rows of all trials, timed in turn. A trial is what makes it, and words for the message if it fails.
+    """Yields the rows of all trials, timed in turn.
 
-    ``row`` takes the fields of :class:`PassRow`.
+    ``trials`` are pairs: words for the message if a trial fails, and a function that makes the trial. ``row`` takes the
+    fields of :class:`PassRow`.
     """
     ready, rate = [], memory_rate() if device == "cuda" else None
     for words, make in trials:

@@ -1,7 +1,7 @@
 """Gathers and reduce-scatters between ranks of this process that share its GPU, each with its memory and stream.
 
-The ranks are those of `perf latency`: kernels of several processes would take turns on the GPU. What ranks of a
-communicator launch one after another on a GPU's current stream is launched here on each rank's stream.
+The ranks are those of `perf latency`: kernels of several processes would take turns on the GPU. A communicator launches
+the kernels of its ranks one after another on the current stream. Here each rank launches on its own stream.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
 """Times one call of graphar between ranks that share a GPU: a process of `python -m perf latency`.
 
-Ranks of one GPU exchange data through its memory. This measures what a call takes beside the time on links. Each rank
-has its own memory, counters and stream, in one process: kernels of several processes would take turns.
+Ranks of one GPU exchange data through its memory, so this measures the time of a call without the time on links. Each
+rank has its own memory, counters and stream. All are in one process: kernels of several processes would take turns.
 
-On one GPU the kernels of all ranks must be resident at once, with the next one of each rank, which starts early. So a
-rank has the blocks of a GPU with a share of the SMs, and as much data as these blocks have in the whole call: a thread
-does what it does between whole GPUs.
+The kernels of all ranks must be resident on the GPU at once, and so must the next kernel of each rank, which starts
+early. So each rank has a share of the SMs, and launches only the blocks that fit there. Its tensors have the data that
+these blocks have in the whole call. Each thread then does what it does between whole GPUs.
 
 This file imports graphar and torch only, so that it can run with the graphar of another checkout, whose folder is
-PYTHONPATH. It reads a request a line, and prints an answer a line, both JSON.
+PYTHONPATH. It reads one request per line, and prints one answer per line, both in JSON.
 """
 
 from __future__ import annotations
@@ -124,9 +124,9 @@ def work_of(case: Case, amount: int) -> Work:
 
 
 def fit(case: Case, whole: Chip, amount: int | None = None) -> Fitted:
-    """Returns what `auto` takes on whole GPUs, in as many blocks as a share of one has room for.
+    """Returns the algorithm that `auto` takes between whole GPUs, with the blocks that fit into a share of one GPU.
 
-    ``amount`` is given where another checkout has found it already.
+    ``amount``: as another checkout has computed it. None: it is computed here.
     """
     if case.op == MATMUL_ALLREDUCE:
         return _fit_skinny(case, whole, amount)

@@ -47,7 +47,7 @@ class LossRow(passes.PassRow):
 
     Attributes:
         rows, columns: the shape of the bf16 logits of all ranks.
-        ranks: that divide the columns; one of them is measured.
+        ranks: the number of ranks that divide the columns. One of them is measured.
     """
 
     rows: int
@@ -73,7 +73,7 @@ def least_nbytes(passes: str, shape: Shape) -> int:
 
 
 class Own:
-    """graphar's kernels of the first of some ranks. The others' partials count as equal to its own."""
+    """graphar's kernels on the first of several ranks. The other ranks are assumed to have the same partials."""
 
     def __init__(self, x: Tensor, target: Tensor, shape: Shape, result: str = "mean") -> None:
         rows, columns, self.ranks = shape
@@ -112,7 +112,7 @@ class Peer:
 
 
 class Liger:
-    """Its forward pass writes the gradient over the logits: a copy of them, which is made anew to be verified."""
+    """Liger's loss. It overwrites its logits with their gradient, so it gets a copy, and a new one to be verified."""
 
     def __init__(self, x: Tensor, target: Tensor) -> None:
         from liger_kernel.transformers.functional import liger_cross_entropy

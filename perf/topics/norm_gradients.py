@@ -152,13 +152,14 @@ def specified(operands: Operands) -> tuple[Tensor, ...]:
 def exact(operands: Operands) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     """Returns the results of :func:`specified` in fp64, and the errors that a peer may have.
 
-    With r the rounded sum, s = 1 / root mean square, u = r s and g w the gradient times the weight, a row's gradient is
-    s (g w) - s u mean(g w u) + of_summed. A rounding to bf16 changes a factor by at most half a machine epsilon. A peer
-    may round as often as this: the second term has s once, u twice, g w once, and u holds r and s. A peer that does not
-    round the sum, as a compiled norm, differs by half an epsilon in each r and so in each s. That makes 1 + 2 + 2
-    changes, one more if g w is rounded, one for the rounding of the result and one for that of its sum with of_summed:
-    ROUNDINGS. The first term, the normed rows and a weight's gradient have fewer. So an error may be half an epsilon
-    times ROUNDINGS of the sum of the terms' magnitudes. Sums in fp32 add much less: the errors of s average out.
+    Let r be the rounded sum, s = 1 / its root mean square, u = r s, and g w the gradient times the weight. A row's
+    gradient is s (g w) - s u mean(g w u) + of_summed.
+
+    A rounding to bf16 changes a number by at most half a machine epsilon. A peer that does not round the sum, such as a
+    compiled norm, differs by half an epsilon in each r, and so in each s. The second term has s once and u twice, and
+    each u has an r and an s: 1 + 2 + 2 changes. Rounding g w, the result, and its sum with of_summed makes three more:
+    ROUNDINGS. The other terms and results have fewer. So an error may be ROUNDINGS times half an epsilon of the sum of
+    the terms' magnitudes. Sums in fp32 add much less, because the errors of s average out.
     """
     x, residual, weight, of_normed, more = operands
     r, w, g = (tensor.double() for tensor in (x + residual, weight + OFFSET, of_normed))

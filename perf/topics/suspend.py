@@ -203,7 +203,7 @@ def row_of(plan: SuspendPlan, case: SuspendCase, step: Step, ranks: ProcessRanks
     suspends, resumes, freed, grown, wrongs = zip(*cycles, strict=True)
     after_us = step_us(launch, step.case, ranks)
     suspend_us, resume_us = ranks.slowest([suspends, resumes])
-    # Ranks find the largest of numbers: the least that was freed is the largest of what was freed, negated.
+    # ranks.slowest returns maxima, so the minimum is a negated maximum.
     least, most_grown = ranks.slowest([-min(freed), max(grown)])
     (wrong,) = ranks.total([sum(wrongs)])
     return SuspendRow(

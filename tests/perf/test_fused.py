@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import graphar
-from perf import fusion
 from perf.fusion import Trial
 from perf.harness.ranks import InProcessRanks, ProcessRanks
 from perf.peers.matmuls import (
@@ -157,5 +156,4 @@ def test_one_answer_is_compared_with_auto_and_with_torchs_matmul_and_nccl():
 def test_where_no_method_serves_a_layer_there_is_no_row(group_of):
     group_of(2)
 
-    ranks = ProcessRanks(torch.device("cpu"), None)
-    assert list(fusion.measure(A_LAYER, [], ranks, fusion.FusionRow, count_wrong)) == []
+    assert list(Fused.rows_of(A_LAYER, [], ProcessRanks(torch.device("cpu"), None))) == []
