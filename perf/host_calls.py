@@ -315,26 +315,15 @@ def matmul_sums(operands: Operands) -> Iterator[Trial]:
     yield trial("codec=", partial(call, codec="int8"), [scattered(codec="int8")[operands.rank]])
 
     first, parts = operands.features_residual[:1], operands.rows(operands.features_residual)
-    yield Trial(
-        OWN,
-        "fused_matmul_allreduce_residual_rmsnorm",
-        PLAIN,
-        partial(graphar.fused_matmul_allreduce_residual_rmsnorm, row, w, operands.here(first), weight),
-        reference.fused_matmul_allreduce_residual_rmsnorm(
-            operands.one_row, operands.w, first, operands.features_weight
-        ),
-        MATMUL_LIMIT,
-    )
-    yield Trial(
-        OWN,
-        "fused_matmul_reducescatter_residual_rmsnorm",
-        PLAIN,
-        partial(graphar.fused_matmul_reducescatter_residual_rmsnorm, each, w, operands.own(parts), weight),
-        reference.fused_matmul_reducescatter_residual_rmsnorm(
-            operands.row_each, operands.w, parts, operands.features_weight
-        )[operands.rank],
-        MATMUL_LIMIT,
-    )
+    trial = partial(Trial, OWN, "fused_matmul_allreduce_residual_rmsnorm", PLAIN, limit=MATMUL_LIMIT)
+    call = partial(graphar.fused_matmul_allreduce_residual_rmsnorm, row, w, operands.here(first), weight)
+    summed = reference.fused_matmul_allreduce_residual_rmsnorm
+    yield trial(call, summed(operands.one_row, operands.w, first, operands.features_weight))
+
+    trial = partial(Trial, OWN, "fused_matmul_reducescatter_residual_rmsnorm", PLAIN, limit=MATMUL_LIMIT)
+    call = partial(graphar.fused_matmul_reducescatter_residual_rmsnorm, each, w, operands.own(parts), weight)
+    summed = reference.fused_matmul_reducescatter_residual_rmsnorm
+    yield trial(call, summed(operands.row_each, operands.w, parts, operands.features_weight)[operands.rank])
 
 
 def gathered_matmuls(operands: Operands) -> Iterator[Trial]:

@@ -36,7 +36,7 @@ Batch = tuple[Tensor, Tensor]  # inputs, and the classes to predict
 
 
 class Trainer:
-    """Trains a model with AdamW. The model itself reduces gradients: it is under DistributedDataParallel or FSDP.
+    """Trains a model with AdamW. Ranks reduce gradients in its backward pass: by DistributedDataParallel or fully_shard.
 
     Args:
         fused: whether the optimizer has one kernel for all parameters. Otherwise torch chooses.
@@ -138,11 +138,6 @@ def time_blocks(trainings: Sequence[Callable], plan, ranks: ProcessRanks, begin:
 @dataclass(frozen=True)
 class StepRow(Timing):
     """The base of rows. A subclass adds ``step_ms``, the median time of a step."""
-
-    @property
-    def label(self) -> str:
-        """The method, with what else tells it apart."""
-        return self.method
 
     @property
     def is_baseline(self) -> bool:

@@ -17,7 +17,7 @@ from perf.choices import choice_table, choices
 from perf.harness import cases, sweep
 from perf.harness.cases import ITEMSIZES, SIZES, LinkCeiling, Plan, Row, SizesPlan
 from perf.machine import check_world_sizes
-from perf.md import NOT_SERVED, method_table, name_cell, rate, ratio_cell, table, time_cell, time_table
+from perf.md import NOT_SERVED, columns, method_table, name_cell, rate, ratio_cell, time_cell, time_table
 from perf.peers.catalogue import CPU_METHODS, CUDA_METHODS, FIXED_ALGORITHM, LIST_METHODS, why_no_method
 from perf.ratios import NOISE, best_peer, by_method, extent, group, of_best_peer, ratio, words_for
 from perf.report import Arguments, Choice, Glance, Report, Section
@@ -146,7 +146,7 @@ class AllReduce(Report):
             super().take(message)
 
     def findings(self) -> list[str]:
-        """Returns one or two told for each table. They say how graphar compares with its peers."""
+        """Returns one or two sentences for each table. They say how graphar compares with its peers."""
         told = []
         for key in groups(self.rows):
             ratios = of_best_peer(by_method(members(self.rows, key), _nbytes))
@@ -278,26 +278,27 @@ IS_VARIANT = {"graphar": lambda name: name.startswith("graphar:") and name != "g
 
 def size_table(rows: Sequence[Row], link_ceiling: float | None = None) -> str:
     """Returns a table of graphar and its best peer. It has a row for each size."""
-    header = ["size", "graphar (us)", "algbw (GB/s)", "busbw (GB/s)", "best peer", "best peer (us)", "of_best_peer"]
-    any_bits = ["any bits (us)"] if any(row.method == "graphar_any_bits" for row in rows) else []
-    lines = []
-    for nbytes, mine in by_method(rows, _nbytes).items():
-        ours, peer = mine.get("graphar"), best_peer(mine.values())
-        lines.append(
-            [
-                format_nbytes(nbytes),
-                time_cell(ours),
-                rate(ours.algbw) if ours else NOT_SERVED,
-                rate(ours.busbw) if ours else NOT_SERVED,
-                name_cell(peer),
-                time_cell(peer),
-                ratio_cell(ratio(ours, peer)),
-                f"{ours.busbw / link_ceiling:.2f}" if ours and link_ceiling else NOT_SERVED,
-                (ours and ours.algorithm) or NOT_SERVED,
-                *(time_cell(mine.get("graphar_any_bits")) for _ in any_bits),
-            ]
-        )
-    return table([*header, "of_link", "algorithm", *any_bits], lines)
+    cases = by_method(rows, _nbytes)
+    ours = {nbytes: mine.get("graphar") for nbytes, mine in cases.items()}
+    peers = {nbytes: best_peer(mine.values()) for nbytes, mine in cases.items()}
+
+    def known(cell: Callable[[Row], str | None]) -> Callable[[int], str]:
+        return lambda nbytes: (ours[nbytes] and cell(ours[nbytes])) or NOT_SERVED
+
+    cells = {
+        "size": format_nbytes,
+        "graphar (us)": lambda nbytes: time_cell(ours[nbytes]),
+        "algbw (GB/s)": known(lambda row: rate(row.algbw)),
+        "busbw (GB/s)": known(lambda row: rate(row.busbw)),
+        "best peer": lambda nbytes: name_cell(peers[nbytes]),
+        "best peer (us)": lambda nbytes: time_cell(peers[nbytes]),
+        "of_best_peer": lambda nbytes: ratio_cell(ratio(ours[nbytes], peers[nbytes])),
+        "of_link": known(lambda row: f"{row.busbw / link_ceiling:.2f}" if link_ceiling else None),
+        "algorithm": known(lambda row: row.algorithm),
+    }
+    if any("graphar_any_bits" in mine for mine in cases.values()):
+        cells["any bits (us)"] = lambda nbytes: time_cell(cases[nbytes].get("graphar_any_bits"))
+    return columns(cases, cells)
 
 
 def backend_section(rows: Sequence[Row]) -> list[Section]:
@@ -312,14 +313,14 @@ def backend_section(rows: Sequence[Row]) -> list[Section]:
     if all(row.nbytes in SIZES for row in compared):
         return []
     order = ("gloo", "nccl", "graphar")
-    columns = sorted({(row.world_size, row.method) for row in compared}, key=lambda key: (key[0], order.index(key[1])))
-    lines = lines_by_size(compared, lambda row: (row.world_size, row.method), columns)
-    header = ["size", *(f"{world_size} ranks: {method} (us)" for world_size, method in columns)]
+    keys = sorted({(row.world_size, row.method) for row in compared}, key=lambda key: (key[0], order.index(key[1])))
+    titles = {key: f"{key[0]} ranks: {key[1]}" for key in keys}
+    times = times_by_size(compared, lambda row: (row.world_size, row.method), titles)
     text = "Times on GPUs are measured in CUDA graphs. gloo sums CPU tensors."
     if any(row.mode == "graph" for row in compared) and any(row.method == "gloo" for row in compared):
         text += " Sizes above 100 MB are measured with gloo if `--max-nbytes 1G` is given."
     names = ", ".join(name for name in order if any(row.method == name for row in compared))
-    return [Section(f"{names} by number of ranks, {span(compared)}", [text, table(header, lines)])]
+    return [Section(f"{names} by number of ranks, {span(compared)}", [text, times])]
 
 
 def token_section(rows: Sequence[Row]) -> list[Section]:
@@ -345,10 +346,9 @@ def dtype_section(rows: Sequence[Row]) -> list[Section]:
         return []
     like = {(row.world_size, row.mode, row.form, row.method, row.nbytes) for row in others}
     mine = [row for row in rows if (row.world_size, row.mode, row.form, row.method, row.nbytes) in like]
-    columns = list(itertools.product(*(dict.fromkeys(getattr(row, of) for row in mine) for of in ("method", "dtype"))))
-    lines = lines_by_size(mine, lambda row: (row.method, row.dtype), columns)
-    title = f"{mine[0].world_size} ranks, by dtype, {MODES[mine[0].mode]}"
-    return [Section(title, [table(["size", *(f"{method} {dtype} (us)" for method, dtype in columns)], lines)])]
+    keys = itertools.product(*(dict.fromkeys(getattr(row, of) for row in mine) for of in ("method", "dtype")))
+    times = times_by_size(mine, lambda row: (row.method, row.dtype), {key: " ".join(key) for key in keys})
+    return [Section(f"{mine[0].world_size} ranks, by dtype, {MODES[mine[0].mode]}", [times])]
 
 
 def nvlink_sections(rows: Sequence[Row]) -> list[Section]:
@@ -361,10 +361,11 @@ def span(rows: Sequence[Row]) -> str:
     return " to ".join(format_nbytes(nbytes) for nbytes in dict.fromkeys([min(sizes), max(sizes)]))
 
 
-def lines_by_size(rows: Iterable[Row], column_of: Callable[[Row], object], columns: Sequence) -> list[list[str]]:
-    """Returns the lines of a table of times, with a cell for each of ``columns``."""
+def times_by_size(rows: Iterable[Row], column_of: Callable[[Row], object], titles: Mapping[object, str]) -> str:
+    """Returns a table of times. ``titles`` has its columns, by what ``column_of`` returns for their rows."""
     by_size = {size: {column_of(row): row for row in mine} for size, mine in sorted(group(rows, _nbytes).items())}
-    return [[format_nbytes(size), *(time_cell(cells.get(key)) for key in columns)] for size, cells in by_size.items()]
+    named = {format_nbytes(size): {titles[key]: cells.get(key) for key in titles} for size, cells in by_size.items()}
+    return time_table("size", named)
 
 
 def families(rows: Sequence[Row]) -> dict[str, list[Row]]:
