@@ -36,7 +36,7 @@ Batch = tuple[Tensor, Tensor]  # inputs, and the classes to predict
 
 
 class Trainer:
-    """Trains a model with AdamW. Ranks reduce gradients in its backward pass: by DistributedDataParallel or fully_shard.
+    """Trains a model with AdamW. The model reduces its gradients itself, under DistributedDataParallel or fully_shard.
 
     Args:
         fused: whether the optimizer has one kernel for all parameters. Otherwise torch chooses.
