@@ -6,6 +6,7 @@ import argparse
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
@@ -20,7 +21,7 @@ from perf.between_ranks import BetweenRanks
 from perf.charts import Axis, Line, Plot
 from perf.harness import sweep
 from perf.harness.cases import SIZES, LinkCeiling, Row, SizesPlan
-from perf.md import ratio_cell, table, time_table
+from perf.md import columns, ratio_cell, table, time_table
 from perf.peers.catalogue import CODEC_METHODS
 from perf.ratios import best_peer, by_method, geometric_mean, group, ratio, words_for
 from perf.report import Arguments, Glance, Section
@@ -223,14 +224,12 @@ class Quantized(BetweenRanks):
 
 def ratio_table(cases: Mapping[str, Mapping[str, Row]]) -> str:
     """Returns a table of time / best peer's time. It has a row for each size and a column for each method."""
-    methods = [
-        name for name in dict.fromkeys(name for rows in cases.values() for name in rows) if name not in ("nccl", "gloo")
-    ]
-    lines = []
-    for case, rows in cases.items():
-        peer = best_peer(rows.values())
-        lines.append([case, *(ratio_cell(ratio(rows.get(name), peer)) for name in methods)])
-    return table(["size", *methods], lines)
+
+    def cell(case: str, name: str) -> str:
+        return ratio_cell(ratio(cases[case].get(name), best_peer(cases[case].values())))
+
+    methods = dict.fromkeys(name for rows in cases.values() for name in rows if name not in ("nccl", "gloo"))
+    return columns(cases, {"size": str, **{name: partial(cell, name=name) for name in methods}})
 
 
 def error_table(rows: Sequence[ErrorRow]) -> str:
