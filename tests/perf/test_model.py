@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from graphar.numerics.codecs import codec
 from perf import __main__ as program
 from perf.harness.ranks import InProcessRanks
 from perf.models.bench import after_linear
@@ -28,8 +29,9 @@ from perf.models.decoder import (
     make_inputs,
     rope_cos_sin,
 )
+from perf.peers.matmuls import Variant
 from perf.topics import model
-from perf.topics.model import ALONE, NORM, UNSHARDED, Model, ModelPlan, Variant
+from perf.topics.model import ALONE, NORM, UNSHARDED, Model, ModelPlan
 from perf.topics.norms import add_and_norm
 from tests.perf.samples import model_row as row
 
@@ -138,7 +140,7 @@ def test_a_model_without_its_sums_is_wrong_in_every_token(group_of):
     errors, apart = model.compare_logits(outputs, expected, make_head(SIZE, CPU))
 
     assert not apart.any()
-    assert model.wrong_tokens(errors, apart, Variant(ALONE, without_sum, quantised=True), LAYERS).all()
+    assert model.wrong_tokens(errors, apart, Variant(ALONE, without_sum, codec=codec("int8")), LAYERS).all()
 
 
 def test_a_token_whose_logits_are_not_the_first_ranks_is_apart(monkeypatch):
@@ -156,11 +158,11 @@ def test_a_token_whose_logits_are_not_the_first_ranks_is_apart(monkeypatch):
     [
         (0.03, False, {}, False),
         (0.04, False, {}, True),
-        (0.04, False, {"quantised": True}, False),
-        (0.2, False, {"quantised": True}, True),
+        (0.04, False, {"codec": codec("int8")}, False),
+        (0.2, False, {"codec": codec("int8")}, True),
         (float("nan"), False, {}, True),
         (0.0, True, {}, False),
-        (0.0, True, {"same_bits": True}, True),
+        (0.0, True, {"exact": True}, True),
     ],
 )
 def test_a_token_is_wrong_that_is_too_far_off_or_has_not_the_bits_it_promises(error, apart, kind, wrong):
@@ -181,7 +183,7 @@ def test_without_the_unsharded_model_no_row_is_taken_for_right_and_the_next_case
         raise RuntimeError("out of memory")
 
     bench = model.Bench(ModelPlan("cpu", 1, TINY, 1, (1,), ()), One(1), PLAIN)
-    variants = [Variant(UNSHARDED, too_large, sharded=False), Variant("graphar", without_sum)]
+    variants = [Variant(UNSHARDED, too_large), Variant("graphar", without_sum)]
 
     rows = list(bench.measure(Case(DECODE, 1, 4), variants))
 
