@@ -64,8 +64,8 @@ CPU_METHODS = (UNSHARDED, ALONE, "gloo", "graphar", MATMUL, NORM, BOTH, CODEC)
 def make_variants(plan: ModelPlan, ranks: Ranks, add_and_norm: Callable) -> tuple[list[Variant], list[str]]:
     """Returns the methods that this machine can run, and why others are missing. Allocates all memory. Collective.
 
-    The ``call`` of each is a RowParallelAndNorm of perf.models.decoder: a row-parallel linear layer, its all-reduce, the
-    residual addition and the norm.
+    The ``call`` of each is a RowParallelAndNorm of perf.models.decoder: a row-parallel linear layer, its all-reduce,
+    the residual addition and the norm.
     """
     names = CUDA_METHODS if plan.device == "cuda" else CPU_METHODS
     largest = max(case.tokens for case in plan.cases()) * decoding.SIZES[plan.size].hidden * 2
