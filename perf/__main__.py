@@ -83,9 +83,9 @@ def tell_regressions(before: list[Timing] | None, folder: Path, topic: type[Repo
     """Prints regressions. Returns the exit status: 1 if there are any, or if no times could be compared."""
     if before is None:
         return 0
-    found = compare(before, read(folder, topic).report.timed())
-    print(f"\n{found}")
-    return int(bool(found.regressions) or not found.compared)
+    comparison = compare(before, read(folder, topic).report.timed())
+    print(f"\n{comparison}")
+    return int(bool(comparison.regressions) or not comparison.compared)
 
 
 def make_pages(folder: Path) -> int:

@@ -41,5 +41,5 @@ class BetweenRanks(Report):
         return chosen
 
     def measure(self, plan) -> Iterator:
-        for one in plan if isinstance(plan, list) else [plan]:
-            yield from ranks_of.run(one.world_size, partial(type(self).work, one))
+        for world_plan in plan if isinstance(plan, list) else [plan]:
+            yield from ranks_of.run(world_plan.world_size, partial(type(self).work, world_plan))

@@ -66,7 +66,6 @@ class Mark:
     row: str
     name: str
     value: float
-    wrong: bool = False
 
 
 @dataclass(frozen=True)
@@ -75,7 +74,6 @@ class Rows:
 
     Attributes:
         rule: the value of a vertical reference line; None for no line.
-        order: the order of the rows. Empty: the order of the marks.
     """
 
     title: str
@@ -83,7 +81,6 @@ class Rows:
     x: Axis
     rule: float | None = None
     note: str = ""
-    order: Sequence[str] = ()
 
 
 Figure = Plot | Rows
@@ -104,7 +101,7 @@ def svg(figure: Figure | None) -> str:
     from matplotlib import rc_context
 
     if isinstance(figure, Plot):
-        figure = replace(figure, lines=[line for one in figure.lines if (line := _drawable(one, figure)).points])
+        figure = replace(figure, lines=[drawn for line in figure.lines if (drawn := _drawable(line, figure)).points])
     if figure is None or not (figure.lines if isinstance(figure, Plot) else figure.marks):
         return ""
     # Text stays text, and ids do not change from run to run.
@@ -138,13 +135,13 @@ def _draw_plot(plot: Plot, drawing, axes) -> None:
 
 
 def _draw_rows(chart: Rows, drawing, axes) -> None:
-    rows = list(dict.fromkeys(chart.order or [mark.row for mark in chart.marks]))
+    rows = list(dict.fromkeys(mark.row for mark in chart.marks))
     drawing.set_figheight(1 + ROW * max(4, len(rows)))
     for name in dict.fromkeys(mark.name for mark in chart.marks):
         mine = [mark for mark in chart.marks if mark.name == name]
         (drawn,) = axes.plot([], [], "o", label=name)
-        colours = [WRONG if mark.wrong else drawn.get_color() for mark in mine]
-        axes.scatter([mark.value for mark in mine], [rows.index(mark.row) for mark in mine], color=colours, zorder=2)
+        places = [mark.value for mark in mine], [rows.index(mark.row) for mark in mine]
+        axes.scatter(*places, color=[drawn.get_color()] * len(mine), zorder=2)
     axes.set_yticks(range(len(rows)), rows)
     axes.set_ylim(len(rows) - 0.5, -0.5)
     if chart.rule is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from perf.md import ratio_cell, table, time_cell
+from perf.md import columns, ratio_cell, time_cell
 from perf.ratios import best, ratio
 from perf.report import Choice, Timing
 
@@ -17,22 +17,25 @@ def choices(
     Args:
         is_variant: for each method that uses "auto", a function that says whether another method is its variant.
     """
-    found = {}
+    chosen = {}
     for case, rows in by_case.items():
         for method, is_one in is_variant.items():
             auto, fastest = rows.get(method), best(row for name, row in rows.items() if is_one(name))
             if ratio(auto, fastest) is not None:
-                found[case, method] = Choice(auto, fastest)
-    return found
+                chosen[case, method] = Choice(auto, fastest)
+    return chosen
 
 
-def choice_table(first: str, found: Mapping[tuple[object, str], Choice]) -> list[str]:
+def choice_table(first: str, chosen: Mapping[tuple[object, str], Choice]) -> list[str]:
     """Returns a caption and a table with a row for each choice; an empty list if there are none."""
-    if not found:
+    if not chosen:
         return []
-    header = [first, "method", "time (us)", "fastest variant", "its time (us)", "of_best_variant"]
-    lines = [
-        [str(case), method, time_cell(one.auto), one.variant.method, time_cell(one.variant), ratio_cell(one.loss)]
-        for (case, method), one in found.items()
-    ]
-    return ["The time of `auto`, and the fastest variant:", table(header, lines)]
+    cells = {
+        first: lambda key: key[0],
+        "method": lambda key: key[1],
+        "time (us)": lambda key: time_cell(chosen[key].auto),
+        "fastest variant": lambda key: chosen[key].variant.method,
+        "its time (us)": lambda key: time_cell(chosen[key].variant),
+        "of_best_variant": lambda key: ratio_cell(chosen[key].loss),
+    }
+    return ["The time of `auto`, and the fastest variant:", columns(chosen, cells)]

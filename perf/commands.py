@@ -35,14 +35,14 @@ def add(commands) -> None:
 def run(options: argparse.Namespace) -> int:
     """Runs `report` and returns the exit status."""
     try:
-        found = read(options.folder, options.compare)
+        results = read(options.folder, options.compare)
         page = write(options.folder) if options.write else None
     except (OSError, ValueError) as error:
         print(f"no report: {error}", file=sys.stderr)
         return 1
-    print(json.dumps(found, indent=1)) if options.json else show(found, page)
-    slower = any(each["regressions"] or not each["compared"] for each in found["comparisons"])
-    return int(slower or any(report["wrong"] for report in found["reports"]))
+    print(json.dumps(results, indent=1)) if options.json else show(results, page)
+    slower = any(each["regressions"] or not each["compared"] for each in results["comparisons"])
+    return int(slower or any(report["wrong"] for report in results["reports"]))
 
 
 def write(folder: Path) -> Path:
@@ -88,14 +88,14 @@ def read(folder: Path, earlier: Path | None) -> dict[str, object]:
     return {"folder": str(folder), "machine": written[0].machine, "reports": reports, "comparisons": comparisons}
 
 
-def show(found: dict, page: Path | None) -> None:
+def show(results: dict, page: Path | None) -> None:
     """Prints the results as text. Wrong results and regressions are red."""
     console = Console(soft_wrap=True, markup=False, highlight=False)
-    console.print(f"# {one_line(found['machine'])}")
-    for report in found["reports"]:
+    console.print(f"# {one_line(results['machine'])}")
+    for report in results["reports"]:
         console.print(f"\n{report['title']}", style="bold")
         console.print(report["verdict"], style="red" if report["wrong"] or report["wrong_peers"] else None)
-    for comparison in found["comparisons"]:
+    for comparison in results["comparisons"]:
         console.print(f"\n{comparison['topic']}, compared", style="bold")
         console.print(comparison["summary"], style="red" if comparison["regressions"] else None)
     if page:

@@ -28,11 +28,11 @@ class Comparison:
     slower_peers: int
 
     def __str__(self) -> str:
-        found = "\n".join(f"- {line}" for line in self.regressions)
-        head = f"{len(self.regressions)} of {self.compared} rows are regressions of graphar's" if found else ""
+        listed = "\n".join(f"- {line}" for line in self.regressions)
+        head = f"{len(self.regressions)} of {self.compared} rows are regressions of graphar's" if listed else ""
         head = head or f"No regression of graphar's in {self.compared} rows"
         peers = f" (and {self.slower_peers} rows of peers are slower)" if self.slower_peers else ""
-        return f"{head}{peers}{':' if found else '.'}\n{found}".strip()
+        return f"{head}{peers}{':' if listed else '.'}\n{listed}".strip()
 
 
 def times_of(folder: Path, topic: type[Report], machine: dict[str, object]) -> list[Timing]:
@@ -57,8 +57,8 @@ def compare(before: Sequence[Timing], now: Sequence[Timing]) -> Comparison:
     older = {identity(row): row for row in before if not row.wrong}
     pairs = [(older[identity(row)], row) for row in now if identity(row) in older and not row.wrong]
     slower = [(old, new) for old, new in pairs if _is_slower(old, new)]
-    own = [pair for pair in slower if pair[1].is_own]
-    return Comparison(len(pairs), [_in_words(*pair) for pair in own], len(slower) - len(own))
+    of_graphar = [pair for pair in slower if pair[1].is_own]
+    return Comparison(len(pairs), [_in_words(*pair) for pair in of_graphar], len(slower) - len(of_graphar))
 
 
 def identity(row: Timing) -> tuple[str, ...]:

@@ -82,7 +82,7 @@ def codec_ratios(report: quantized.Quantized) -> Plot:
 def matmul_ratios(report: fused.Fused) -> Plot:
     world_size, n, k = max((row.world_size, row.n, row.k) for row in report.rows)
     mine = [row for row in report.rows if (row.world_size, row.n, row.k) == (world_size, n, k)]
-    drawn = fused.Fused.comparison.ratios_plot(by_method(mine, lambda row: row.m))
+    drawn = fused.Fused.ratios_plot(by_method(mine, lambda row: row.m))
     return replace(drawn, title=f"Matmul + all-reduce: time / best peer's time, N = {n}, K = {k}")
 
 
@@ -111,10 +111,10 @@ def only_largest_world(rows: Sequence) -> list:
 FIGURES: Mapping[str, Source] = {
     "allreduce": Source("h200x4", allreduce.AllReduce, time_by_size),
     "allreduce-ratio": Source("h200x4", allreduce.AllReduce, lambda report: allreduce.ratios_by_world(report.rows)),
-    "codec-error": Source("h200x4", quantized.Quantized, lambda found: quantized.error_plot(replace(found, times=[]))),
+    "codec-error": Source("h200x4", quantized.Quantized, lambda made: quantized.error_plot(replace(made, times=[]))),
     "codec-time": Source("h200x4", quantized.Quantized, codec_ratios),
     "lossless": Source("h200x4", lossless.Lossless, lossless_ratios),
-    "norms": Source("h200x4", norms.Norms, lambda found: norms.times(only_largest_world(found.rows))),
+    "norms": Source("h200x4", norms.Norms, lambda report: norms.times(only_largest_world(report.rows))),
     "matmul": Source("h200x4", fused.Fused, matmul_ratios),
     "model": Source("h200x2", model.Model, model_speedups),
 }

@@ -113,7 +113,7 @@ def _fields_of(kind, values: dict, where: str) -> dict:
     hints = _hints(kind)
     optional = set()
     if is_dataclass(kind):
-        optional = {one.name for one in fields(kind) if (one.default, one.default_factory) != (MISSING, MISSING)}
+        optional = {item.name for item in fields(kind) if (item.default, item.default_factory) != (MISSING, MISSING)}
     if missing := sorted(hints.keys() - values.keys() - optional):
         raise ValueError(f"{where}.{missing[0]} is missing".removeprefix("."))
     return {name: from_json(hints[name], values[name], f"{where}.{name}") for name in hints if name in values}

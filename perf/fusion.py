@@ -23,14 +23,14 @@ from perf.harness import verify
 from perf.harness.ranks import Ranks, case_by_case, timed_in_turn
 from perf.harness.timing import Repeated, spread
 from perf.md import NOT_SERVED, columns, name_cell, ratio_cell, time_cell, time_table
+from perf.peers import fp8_matmuls, gathered, matmuls
 from perf.peers.matmuls import FEATURES, HIDDEN, INT8, ROWS, FusedPlan, Layer, Variant
 from perf.ratios import best, best_peer, by_method, group, of_best_peer, ratio, words_for
 from perf.report import Choice, Glance, Section, Spread, Timing
 from perf.topics.allreduce import FAMILIES, OF_BEST_PEER
 
 CPU_ROWS, CPU_COLUMNS, CPU_FEATURES = (16, 256), 256, (256,)
-
-
+FLOORS = {*matmuls.FLOORS, *fp8_matmuls.FLOORS, *gathered.FLOORS}  # methods that run one of the two steps alone
 ROUNDED_SHARE = 2.0**-13  # tolerance for sums with cancellation, relative to the largest sum of magnitudes
 
 
@@ -51,8 +51,7 @@ def is_far(result: Tensor, expected: Tensor, parts: list[Tensor], lost: Sequence
     """
     magnitude = sum(part.float().abs() for part in parts)
     share = verify.tolerance(result.dtype) + torch.finfo(result.dtype).eps
-    bound = magnitude * share + magnitude.max() * ROUNDED_SHARE + sum(lost)
-    return ~((result.float() - expected.float()).abs() <= bound)
+    return verify.exceeds(result, expected, magnitude * share + magnitude.max() * ROUNDED_SHARE + sum(lost))
 
 
 @dataclass(frozen=True)
@@ -66,8 +65,6 @@ class FusionRow(Timing):
     k: int
     time_us: Spread
     wrong: int
-
-    floors: ClassVar[tuple[str, str]]  # the matmul alone and the collective alone
 
     @property
     def more(self) -> tuple[str, ...]:
@@ -84,32 +81,7 @@ class FusionRow(Timing):
 
     @property
     def is_peer(self) -> bool:
-        return not self.is_own and self.method not in self.floors
-
-
-CountWrong = Callable[[Trial, Callable[[], None], Ranks], int]
-
-
-def measure(
-    layer: Layer, variants: list[Variant], ranks: Ranks, row: Callable[..., FusionRow], count_wrong: CountWrong
-) -> Iterator[FusionRow | str]:
-    """Yields a row for each method that can run the layer, and a message for each that cannot. Collective.
-
-    Args:
-        row: makes a row.
-        count_wrong: runs a launch once more, and returns how many elements of this process's result are wrong.
-    """
-    operands = layer.operands(ranks.rank, ranks.device)
-    trials = ((f"{variant.name}, {layer}", Trial(variant, layer, operands)) for variant in variants)
-    how = ("graph", layer.iterations) if ranks.device.type == "cuda" else ("cpu", 1)
-    timed, refused = timed_in_turn(ranks, trials, layer.repeats, *how)
-    yield from refused
-    if not timed:
-        return
-    wrong = ranks.total([count_wrong(trial, launch, ranks) for trial, launch, _ in timed])
-    for (trial, _, times), bad in zip(timed, wrong, strict=True):
-        sizes = (layer.world_size, layer.m, layer.n, layer.k)
-        yield row(trial.variant.name, *sizes, spread(times), bad)
+        return not self.is_own and self.method not in FLOORS
 
 
 Cases = Mapping[int, Mapping[str, FusionRow]]  # by rows and method
@@ -118,60 +90,6 @@ Cases = Mapping[int, Mapping[str, FusionRow]]  # by rows and method
 def best_own(rows: Mapping[str, FusionRow]) -> FusionRow | None:
     """Returns the fastest row of graphar's fused methods without a codec."""
     return best(row for name, row in rows.items() if name.split(":")[0] == "graphar" and not name.endswith(INT8))
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """The table and the plot of one layer.
-
-    Attributes:
-        floors: the methods that run only the matmul or only the collective.
-        sequence: the method that runs torch's matmul and graphar's collective as two ops.
-    """
-
-    floors: tuple[str, str]
-    sequence: str
-
-    def table(self, cases: Cases) -> str:
-        alone = {f"{name} (us)": lambda rows, name=name: time_cell(rows.get(name)) for name in self.floors}
-        return columns(
-            cases.values(),
-            {
-                "M": lambda rows: next(iter(rows.values())).m,
-                **alone,
-                f"{self.sequence} (us)": lambda rows: time_cell(rows.get(self.sequence)),
-                "best peer": lambda rows: name_cell(best_peer(rows.values())),
-                "best peer (us)": lambda rows: time_cell(best_peer(rows.values())),
-                "graphar (us)": lambda rows: time_cell(rows.get("graphar")),
-                "best graphar": lambda rows: name_cell(best_own(rows)),
-                "best graphar (us)": lambda rows: time_cell(best_own(rows)),
-                "of_best_peer": lambda rows: ratio_cell(ratio(rows.get("graphar"), best_peer(rows.values()))),
-                "of_sequence": lambda rows: ratio_cell(ratio(rows.get("graphar"), rows.get(self.sequence))),
-                "hidden (%)": lambda rows: self.hidden(rows, best_own(rows)),
-            },
-        )
-
-    def hidden(self, rows: Mapping[str, FusionRow], row: FusionRow | None) -> str:
-        """Returns the overlap of matmul and collective, as a percentage of the shorter one."""
-        floors = [rows.get(name) for name in self.floors]
-        if row is None or any(floor is None or floor.wrong for floor in floors):
-            return NOT_SERVED
-        times = [floor.median for floor in floors]
-        return f"{100 * (sum(times) - row.median) / min(times):.0f}"
-
-    def ratios_plot(self, cases: Cases) -> Plot | None:
-        """Plots the times of graphar's methods / the best peer's time."""
-        peers = {m: best_peer(rows.values()) for m, rows in cases.items()}
-        picks = {
-            "graphar": lambda rows: rows.get("graphar"),
-            "best graphar": best_own,
-            self.sequence: lambda rows: rows.get(self.sequence),
-        }
-        lines = []
-        for name, pick in picks.items():
-            rows = {m: row for m, of_m in cases.items() if peers[m] and (row := pick(of_m))}
-            lines += [_line(name, rows, peers)] if rows else []
-        return Plot("Time / best peer's time", lines, M_AXIS, OF_BEST_PEER, 1.0) if lines else None
 
 
 M_AXIS = Axis("M: rows of the activations", 2)
@@ -204,27 +122,14 @@ def count_wrong(
 
     wrong = 0
     for window in verify.windows(whole.numel()):
-        found, parts = result[window], summands(whole, window)
+        output, parts = result[window], summands(whole, window)
         expected = verify.reference(parts, 1, variant.codec)
         if variant.exact:
-            bad = verify.differs(found, expected)
+            bad = verify.differs(output, expected)
         else:
-            bad = is_far(found, expected, parts, () if lost is None else summands(lost, window))
+            bad = is_far(output, expected, parts, () if lost is None else summands(lost, window))
         wrong += int(bad.sum())
     return wrong
-
-
-def run_rank(topic: type[FusionReport], plan: FusedPlan, rank: int, port: int) -> Iterator:
-    ranks = ranks_of.join(rank, plan.world_size, plan.device, port)
-    variants, skipped = topic.make_variants(plan, ranks)
-    yield from skipped
-    ranks.warm_up()
-
-    def rows_of(layer: Layer) -> Iterator[FusionRow | str]:
-        serving = [one for one in variants if one.serves(layer)]
-        return measure(layer, serving, ranks, topic.row_of(layer), topic.count_wrong)
-
-    yield from case_by_case(ranks, map(rows_of, plan.layers()))
 
 
 @dataclass
@@ -234,9 +139,11 @@ class FusionReport(BetweenRanks):
     Class attributes:
         methods: the names of the methods on GPUs, and on the CPU.
         make_variants: ``make_variants(plan, ranks)`` returns a plan's methods, and why some are missing. Collective.
-        row_of: ``row_of(layer)`` returns what makes a row, as :func:`measure` calls it.
-        count_wrong: as :func:`measure` takes it.
-        comparison: the table and the plot of a layer.
+        row_of: ``row_of(layer)`` returns a function that makes a row, with the fields of :class:`FusionRow`.
+        count_wrong: ``count_wrong(trial, launch, ranks)`` runs a launch once more, and returns how many elements of
+            this process's result are wrong.
+        floors: the methods that run only the matmul, and only the collective.
+        sequence: the method that runs torch's matmul and graphar's collective as two ops.
         plans: makes a plan of a device, a number of ranks, rows, columns, features and methods.
         sizes: the rows, columns and features by default, on GPUs and on the CPU.
         width: the field of a row that tells the layers of a report apart: "k" or "n".
@@ -247,18 +154,40 @@ class FusionReport(BetweenRanks):
     has_spread: ClassVar[bool] = True
     methods: ClassVar[tuple[Sequence[str], Sequence[str]]]
     make_variants: ClassVar[Callable[..., tuple[list[Variant], list[str]]]]
-    row_of: ClassVar[Callable[[Layer], Callable[..., FusionRow]]]
-    count_wrong: ClassVar[CountWrong] = staticmethod(count_wrong)
-    comparison: ClassVar[Comparison]
+    row_of: ClassVar[Callable[[Layer], Callable[..., FusionRow]]] = staticmethod(lambda layer: FusionRow)
+    count_wrong: ClassVar[Callable[[Trial, Callable[[], None], Ranks], int]] = staticmethod(count_wrong)
+    floors: ClassVar[tuple[str, str]]
+    sequence: ClassVar[str]
     width: ClassVar[str] = "k"
     variants: ClassVar[Mapping[str, Callable[[str], bool]]]
     of_rows: ClassVar[str]  # the help text of --rows
     plans: ClassVar[type[FusedPlan]] = FusedPlan
     sizes: ClassVar[tuple] = ((ROWS, HIDDEN, FEATURES), (CPU_ROWS, CPU_COLUMNS, CPU_FEATURES))
 
-    def measure(self, plan: Sequence[FusedPlan]) -> Iterator:
-        for one in plan:
-            yield from ranks_of.run(one.world_size, partial(run_rank, type(self), one))
+    @classmethod
+    def work(cls, plan: FusedPlan, rank: int, port: int) -> Iterator:
+        ranks = ranks_of.join(rank, plan.world_size, plan.device, port)
+        variants, skipped = cls.make_variants(plan, ranks)
+        yield from skipped
+        ranks.warm_up()
+
+        yield from case_by_case(ranks, (cls.rows_of(layer, variants, ranks) for layer in plan.layers()))
+
+    @classmethod
+    def rows_of(cls, layer: Layer, variants: Sequence[Variant], ranks: Ranks) -> Iterator[FusionRow | str]:
+        """Yields a row for each method that can run the layer, and a message for each that cannot. Collective."""
+        operands = layer.operands(ranks.rank, ranks.device)
+        serving = [variant for variant in variants if variant.serves(layer)]
+        trials = ((f"{variant.name}, {layer}", Trial(variant, layer, operands)) for variant in serving)
+        how = ("graph", layer.iterations) if ranks.device.type == "cuda" else ("cpu", 1)
+        timed, refused = timed_in_turn(ranks, trials, layer.repeats, *how)
+        yield from refused
+        if not timed:
+            return
+        wrong = ranks.total([cls.count_wrong(trial, launch, ranks) for trial, launch, _ in timed])
+        for (trial, _, times), bad in zip(timed, wrong, strict=True):
+            sizes = (layer.world_size, layer.m, layer.n, layer.k)
+            yield cls.row_of(layer)(trial.variant.name, *sizes, spread(times), bad)
 
     @classmethod
     def add_options(cls, parser: argparse.ArgumentParser) -> None:
@@ -277,21 +206,62 @@ class FusionReport(BetweenRanks):
         if unknown := [name for name in methods if name not in cls.methods[at]]:
             sys.exit(f"{', '.join(unknown)}: not on this machine, which has {', '.join(cls.methods[at])}")
         named = options.rows, options.columns, options.features
-        sizes = [one or default for one, default in zip(named, cls.sizes[at], strict=True)]
+        sizes = [chosen or default for chosen, default in zip(named, cls.sizes[at], strict=True)]
         return [cls.plans(device, world_size, *sizes, methods, **more) for world_size in world_sizes]
 
     def sections(self) -> list[Section]:
-        found = []
+        sections = []
         for title, of_layer in group(self.rows, lambda row: row.layer).items():
             cases = by_method(of_layer, lambda row: row.m)
             every = time_table("M", {str(m): rows for m, rows in cases.items()})
             body = [*self.tables_of(cases), "Times of all methods:", every]
-            found.append(Section(title[:1].upper() + title[1:], body, [self.comparison.ratios_plot(cases)]))
-        return found
+            sections.append(Section(title[:1].upper() + title[1:], body, [self.ratios_plot(cases)]))
+        return sections
+
+    def table_of(self, cases: Cases) -> str:
+        """Returns the table of one layer."""
+        ours, peer = (lambda rows: rows.get("graphar")), (lambda rows: best_peer(rows.values()))
+        cells = {
+            "M": lambda rows: next(iter(rows.values())).m,
+            **{f"{name} (us)": lambda rows, name=name: time_cell(rows.get(name)) for name in self.floors},
+            f"{self.sequence} (us)": lambda rows: time_cell(rows.get(self.sequence)),
+            "best peer": lambda rows: name_cell(peer(rows)),
+            "best peer (us)": lambda rows: time_cell(peer(rows)),
+            "graphar (us)": lambda rows: time_cell(ours(rows)),
+            "best graphar": lambda rows: name_cell(best_own(rows)),
+            "best graphar (us)": lambda rows: time_cell(best_own(rows)),
+            "of_best_peer": lambda rows: ratio_cell(ratio(ours(rows), peer(rows))),
+            "of_sequence": lambda rows: ratio_cell(ratio(ours(rows), rows.get(self.sequence))),
+            "hidden (%)": lambda rows: self.hidden(rows, best_own(rows)),
+        }
+        return columns(cases.values(), cells)
+
+    def hidden(self, rows: Mapping[str, FusionRow], row: FusionRow | None) -> str:
+        """Returns the overlap of matmul and collective, as a percentage of the shorter one."""
+        floors = [rows.get(name) for name in self.floors]
+        if row is None or any(floor is None or floor.wrong for floor in floors):
+            return NOT_SERVED
+        times = [floor.median for floor in floors]
+        return f"{100 * (sum(times) - row.median) / min(times):.0f}"
+
+    @classmethod
+    def ratios_plot(cls, cases: Cases) -> Plot | None:
+        """Plots the times of graphar's methods / the best peer's time, for one layer."""
+        peers = {m: best_peer(rows.values()) for m, rows in cases.items()}
+        picks = {
+            "graphar": lambda rows: rows.get("graphar"),
+            "best graphar": best_own,
+            cls.sequence: lambda rows: rows.get(cls.sequence),
+        }
+        lines = []
+        for name, pick in picks.items():
+            rows = {m: row for m, of_m in cases.items() if peers[m] and (row := pick(of_m))}
+            lines += [_line(name, rows, peers)] if rows else []
+        return Plot("Time / best peer's time", lines, M_AXIS, OF_BEST_PEER, 1.0) if lines else None
 
     def tables_of(self, cases: Cases) -> list[str]:
         """Returns the tables of a layer that stand before the times of all methods."""
-        return [self.comparison.table(cases), *choice_table("M", choices(cases, self.variants))]
+        return [self.table_of(cases), *choice_table("M", choices(cases, self.variants))]
 
     def cases(self) -> dict:
         return by_method(self.rows, lambda row: (row.world_size, *row.more, getattr(row, self.width), row.m))
@@ -306,10 +276,10 @@ class FusionReport(BetweenRanks):
         return [f"The time of `auto` / the fastest variant's time is at most {loss}."] if loss else []
 
     def losses(self) -> list[tuple[str, Choice]]:
-        return [(self.in_words(case), one) for (case, _), one in choices(self.cases(), self.variants).items()]
+        return [(self.in_words(case), choice) for (case, _), choice in choices(self.cases(), self.variants).items()]
 
     def glance(self) -> Glance:
-        named = {self.in_words(case): one for case, one in of_best_peer(self.cases()).items()}
+        named = {self.in_words(case): value for case, value in of_best_peer(self.cases()).items()}
         over = words_for([row.method for row in self.rows if row.is_peer], FAMILIES)
         return Glance(f"graphar's time / the time of {over}, by number of rows", named)
 

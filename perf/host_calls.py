@@ -24,6 +24,7 @@ from perf.harness import ranks as ranks_of
 from perf.harness.cases import Plan
 from perf.harness.ranks import ProcessRanks, agreed
 from perf.harness.timing import WARM_UP, deciles, time_in_turn
+from perf.harness.verify import differs
 from perf.peers import catalogue
 from perf.report import Deciles, Timing
 
@@ -113,10 +114,10 @@ class Trial:
 
     def results(self) -> tuple[Tensor, ...]:
         self.prepare()
-        found = self.call()
+        results = self.call()
         if self.in_place is not None:
-            found = self.in_place
-        return tuple(found) if isinstance(found, (tuple, list)) else (found,)
+            results = self.in_place
+        return tuple(results) if isinstance(results, (tuple, list)) else (results,)
 
     def burst_us(self, calls: int) -> float:
         """Makes a burst of calls. Returns the host time of one call in microseconds."""
@@ -130,17 +131,16 @@ class Trial:
 
     def count_wrong(self, ranks: ProcessRanks) -> int:
         """Makes one call. Returns how many elements of this rank's results are wrong. Collective."""
-        found = self.results()
+        results = self.results()
         ranks.barrier()
-        return sum(differing(y, right) for y, right in zip(found, self.expected, strict=False))
+        return sum(differing(y, right) for y, right in zip(results, self.expected, strict=False))
 
 
-def differing(found: Tensor, expected: Tensor) -> int:
+def differing(result: Tensor, expected: Tensor) -> int:
     """Returns the number of elements whose bits differ; all of them if shape or dtype differ."""
-    if found.shape != expected.shape or found.dtype != expected.dtype:
+    if result.shape != expected.shape or result.dtype != expected.dtype:
         return max(1, expected.numel())
-    one, other = (x.cpu().reshape(-1, 1).view(torch.uint8) for x in (found, expected))
-    return int((one != other).any(-1).sum())
+    return int(differs(result.cpu(), expected.cpu()).sum())
 
 
 def whole_numbers(seed: int, shape: tuple[int, ...], largest: int) -> Tensor:
@@ -290,12 +290,12 @@ def matmul_sums(operands: Operands) -> Iterator[Trial]:
     w, weight = operands.own(operands.w), operands.here(operands.features_weight)
     bias, added = operands.features_bias, partial(graphar.Epilogue, "relu(v * scale[col])")
     followed = {"epilogue": added(scale=operands.here(bias))}
-    one, each = operands.own(operands.one_row), operands.own(operands.row_each)
+    row, each = operands.own(operands.one_row), operands.own(operands.row_each)
 
     trial = partial(Trial, OWN, "fused_matmul_allreduce", limit=MATMUL_LIMIT)
-    call = partial(graphar.fused_matmul_allreduce, one, w)
+    call = partial(graphar.fused_matmul_allreduce, row, w)
     promised = partial(reference.fused_matmul_allreduce, operands.one_row, operands.w)
-    out = torch.empty(1, FEATURES, dtype=one.dtype, device=one.device)
+    out = torch.empty(1, FEATURES, dtype=row.dtype, device=row.device)
     yield trial(PLAIN, call, [promised()])
     yield trial("out=", partial(call, out=out), [promised()])
     yield trial(GROUP, partial(call, group=operands.group), [promised()])
@@ -315,26 +315,15 @@ def matmul_sums(operands: Operands) -> Iterator[Trial]:
     yield trial("codec=", partial(call, codec="int8"), [scattered(codec="int8")[operands.rank]])
 
     first, parts = operands.features_residual[:1], operands.rows(operands.features_residual)
-    yield Trial(
-        OWN,
-        "fused_matmul_allreduce_residual_rmsnorm",
-        PLAIN,
-        partial(graphar.fused_matmul_allreduce_residual_rmsnorm, one, w, operands.here(first), weight),
-        reference.fused_matmul_allreduce_residual_rmsnorm(
-            operands.one_row, operands.w, first, operands.features_weight
-        ),
-        MATMUL_LIMIT,
-    )
-    yield Trial(
-        OWN,
-        "fused_matmul_reducescatter_residual_rmsnorm",
-        PLAIN,
-        partial(graphar.fused_matmul_reducescatter_residual_rmsnorm, each, w, operands.own(parts), weight),
-        reference.fused_matmul_reducescatter_residual_rmsnorm(
-            operands.row_each, operands.w, parts, operands.features_weight
-        )[operands.rank],
-        MATMUL_LIMIT,
-    )
+    trial = partial(Trial, OWN, "fused_matmul_allreduce_residual_rmsnorm", PLAIN, limit=MATMUL_LIMIT)
+    call = partial(graphar.fused_matmul_allreduce_residual_rmsnorm, row, w, operands.here(first), weight)
+    summed = reference.fused_matmul_allreduce_residual_rmsnorm
+    yield trial(call, summed(operands.one_row, operands.w, first, operands.features_weight))
+
+    trial = partial(Trial, OWN, "fused_matmul_reducescatter_residual_rmsnorm", PLAIN, limit=MATMUL_LIMIT)
+    call = partial(graphar.fused_matmul_reducescatter_residual_rmsnorm, each, w, operands.own(parts), weight)
+    summed = reference.fused_matmul_reducescatter_residual_rmsnorm
+    yield trial(call, summed(operands.row_each, operands.w, parts, operands.features_weight)[operands.rank])
 
 
 def gathered_matmuls(operands: Operands) -> Iterator[Trial]:
@@ -437,16 +426,16 @@ def run_rank(plan: HostPlan, rank: int, port: int) -> Iterator[HostRow | str]:
 def warm_up(trial: Trial, ranks: ProcessRanks) -> int:
     """Makes a few calls. Returns the number of their results. Collective."""
     for _ in range(WARM_UP):
-        found = trial.results()
+        results = trial.results()
     ranks.barrier()
-    return len(found)
+    return len(results)
 
 
 def rows_of(plan: HostPlan, measured: Sequence[tuple[Trial, int, Deciles, int]]) -> Iterator[HostRow]:
     """Yields the rows. ``measured`` has trials with their number of results, times and wrong elements."""
-    own = {(trial.op, trial.option): time_us["median"] for trial, _, time_us, _ in measured if trial.method == OWN}
+    medians = {(trial.op, trial.option): time_us["median"] for trial, _, time_us, _ in measured if trial.method == OWN}
     for trial, outputs, time_us, wrong in measured:
-        is_own, plain = trial.method == OWN, own["allreduce", BASELINES[outputs]]
+        is_own, plain = trial.method == OWN, medians["allreduce", BASELINES[outputs]]
         yield HostRow(
             method=trial.method,
             op=trial.op,

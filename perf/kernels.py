@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
@@ -82,8 +82,8 @@ def catalogue() -> Iterator[KernelSource]:
     yield from _norm_kernels()
     yield from map(residual_norm_source, TYPE_NAMES)
     yield from (residual_norm_source(dtype, torch.float32) for dtype in TYPE_NAMES if dtype != torch.float32)
-    for at, (one, dtype) in enumerate(zip(_ANY, itertools.cycle(TYPE_NAMES), strict=False)):
-        yield local_codec_sources(dtype, one)[(at + 2) % 3]  # of the codec with feedback the one that encodes
+    for at, (any_codec, dtype) in enumerate(_in_turn(_ANY, TYPE_NAMES)):
+        yield local_codec_sources(dtype, any_codec)[(at + 2) % 3]  # of the codec with feedback the one that encodes
     for dtype in TYPE_NAMES:
         gradients = (residual_norm_backward_sources(dtype, *staging) for staging in ((1, 4), (2, 2), (4, 1)))
         yield from dict.fromkeys(itertools.chain(*gradients))  # the weight's kernel is the same for all
@@ -98,6 +98,11 @@ def catalogue() -> Iterator[KernelSource]:
     yield from _scaled_matmul_kernels()
     yield from _fused_matmul_kernels(epilogues)
     yield from _gathered_matmul_kernels(epilogues)
+
+
+def _in_turn(kinds: Iterable, *others: Iterable) -> Iterator[tuple]:
+    """Yields each of ``kinds`` with the next of ``others``, which repeat."""
+    return zip(kinds, *map(itertools.cycle, others), strict=False)
 
 
 def softmax_kernels(dtype: torch.dtype) -> Iterator[KernelSource]:
@@ -125,8 +130,7 @@ def _partial_matmul_kernels() -> Iterator[KernelSource]:
 
 
 def _scaled_matmul_kernels() -> Iterator[KernelSource]:
-    kinds = itertools.product(FP8_TILES, SCALE_FORMATS)
-    for (tile, scales), dtype in zip(kinds, itertools.cycle(TYPE_NAMES), strict=False):
+    for (tile, scales), dtype in _in_turn(itertools.product(FP8_TILES, SCALE_FORMATS), TYPE_NAMES):
         yield scaled_matmul_source(tile, dtype, scales)
 
 
@@ -134,25 +138,25 @@ def _plain_kernels() -> Iterator[KernelSource]:
     for algorithm in KERNELS:
         can = algorithm.row
         if can.takes_codec:
-            codecs = _SPARING if can.spares_a_word else _ANY
-            variants = [one.type_name for one in codecs]
-            every = zip(itertools.cycle(can.dtypes), itertools.cycle(WORLD_SIZES), variants, strict=False)
+            variants = [codec.type_name for codec in (_SPARING if can.spares_a_word else _ANY)]
+            every = _in_turn(variants, WORLD_SIZES, can.dtypes)
         else:
-            dtypes, (first, *others) = itertools.cycle(can.dtypes), can.variants
+            first, *others = can.variants
             every = [
-                *itertools.product(can.dtypes, WORLD_SIZES, (first,)),
-                *((next(dtypes), *one) for one in itertools.product(WORLD_SIZES, others)),
+                *((first, world_size, dtype) for dtype, world_size in itertools.product(can.dtypes, WORLD_SIZES)),
+                *(
+                    (variant, world_size, dtype)
+                    for (world_size, variant), dtype in _in_turn(itertools.product(WORLD_SIZES, others), can.dtypes)
+                ),
             ]
-        for dtype, world_size, variant in every:
+        for variant, world_size, dtype in every:
             yield kernel_source(algorithm, dtype, world_size, variant)
 
 
 def _epilogue_kernels(epilogues: list[Generated]) -> Iterator[KernelSource]:
-    takers = [one for one in KERNELS if one.row.takes_epilogue]
-    types = itertools.cycle([*TYPE_NAMES, torch.bfloat16])
-    for (epilogue, algorithm), dtype, world_size in zip(
-        itertools.product(epilogues, takers), types, itertools.cycle(WORLD_SIZES), strict=False
-    ):
+    takers = [algorithm for algorithm in KERNELS if algorithm.row.takes_epilogue]
+    kinds, types = itertools.product(epilogues, takers), [*TYPE_NAMES, torch.bfloat16]
+    for (epilogue, algorithm), dtype, world_size in _in_turn(kinds, types, WORLD_SIZES):
         yield kernel_source(algorithm, dtype, world_size, generated=epilogue)
     for algorithm in takers:
         if algorithm.row.direct:
@@ -161,7 +165,7 @@ def _epilogue_kernels(epilogues: list[Generated]) -> Iterator[KernelSource]:
 
 def _tree_kernels(epilogues: list[Generated]) -> Iterator[KernelSource]:
     world_sizes = itertools.cycle(TREE_WORLD_SIZES)
-    for algorithm in [one for one in KERNELS if one.row.adds_tree]:
+    for algorithm in [algorithm for algorithm in KERNELS if algorithm.row.adds_tree]:
         for variant, order in itertools.product(algorithm.row.variants, TREES):
             yield kernel_source(algorithm, torch.float32, next(world_sizes), variant, order=order)
         yield kernel_source(algorithm, torch.float32, 4, generated=epilogues[0], order=TREES[0])
@@ -169,10 +173,7 @@ def _tree_kernels(epilogues: list[Generated]) -> Iterator[KernelSource]:
 
 def _norm_kernels() -> Iterator[KernelSource]:
     every = itertools.product(NORM_KERNELS, NORM_OUTPUTS, CLUSTERS)
-    types = itertools.cycle(TYPE_NAMES)
-    for (algorithm, output, cluster), dtype, world_size in zip(
-        every, types, itertools.cycle(WORLD_SIZES), strict=False
-    ):
+    for (algorithm, output, cluster), dtype, world_size in _in_turn(every, TYPE_NAMES, WORLD_SIZES):
         yield kernel_source(algorithm, dtype, world_size, f"{cluster}, {output}")
     trees, world_sizes = itertools.cycle(TREES), itertools.cycle(TREE_WORLD_SIZES)
     for algorithm, cluster in itertools.product(NORM_KERNELS, (*CLUSTERS[:1] * len(TREES), *CLUSTERS[1:])):
@@ -188,40 +189,31 @@ def _fused_matmul_kernels(epilogues: list[Generated]) -> Iterator[KernelSource]:
             yield fused_matmul_source(algorithm, dtype, world_size, tile, layout)
         if algorithm in SKINNY_KERNELS:
             yield from _skinny_kernels_of_partials(algorithm)
-            yield from _skinny_kernels_with_scales(algorithm)
+            yield from _kernels_with_scales(algorithm, tiles)
             continue
         # Pair the longest epilogue with the smallest tile: with a large tile NVRTC takes four times as long.
         for epilogue, tile in zip((*epilogues[::-1], epilogues[0]), (tiles[0], *tiles[3:]), strict=False):
             yield fused_matmul_source(algorithm, torch.bfloat16, 4, tile, "by_rows", epilogue)
         yield from _kernels_of_partials(algorithm, epilogues[0])
-        yield from _tile_kernels_with_scales(algorithm, epilogues[0])
-        encoded = itertools.cycle(narrow(tiles))
-        for name, tile in zip(NAMES[1:], encoded, strict=False):
+        scaled = tiles_that_serve(algorithm, Product(algorithm.op, (), 1, format=FORMATS[0]), 2).tiles
+        yield from _kernels_with_scales(algorithm, scaled)
+        how = "by_rows", epilogues[0]
+        yield fused_matmul_source(algorithm, torch.bfloat16, 4, scaled[0], *how, format=SCALE_FORMATS[0])
+        for name, tile in _in_turn(NAMES[1:], narrow(tiles)):
             world_size, dtype = next(ways)
             yield fused_matmul_source(algorithm, dtype, world_size, tile, "by_rows", codec=codec(name))
 
 
 def _skinny_kernels_of_partials(algorithm: Algorithm) -> Iterator[KernelSource]:
-    ways = itertools.cycle(itertools.product(MATMUL_TYPES, LAYOUTS))
-    for leaves, tile in itertools.product(PARTIAL_TILES, algorithm.row.tiles):
-        dtype, layout = next(ways)
+    kinds = itertools.product(PARTIAL_TILES, algorithm.row.tiles)
+    for (leaves, tile), (dtype, layout) in _in_turn(kinds, itertools.product(MATMUL_TYPES, LAYOUTS)):
         yield fused_matmul_source(algorithm, dtype, LEAVES // leaves, skinny_tile(tile.rows, leaves), layout)
 
 
-def _skinny_kernels_with_scales(algorithm: Algorithm) -> Iterator[KernelSource]:
-    ways = itertools.cycle(itertools.product(WORLD_SIZES, MATMUL_TYPES))
-    for tile, scales in itertools.product(algorithm.row.tiles, SCALE_FORMATS):
-        world_size, dtype = next(ways)
+def _kernels_with_scales(algorithm: Algorithm, tiles: Sequence) -> Iterator[KernelSource]:
+    kinds = itertools.product(tiles, SCALE_FORMATS)
+    for (tile, scales), (world_size, dtype) in _in_turn(kinds, itertools.product(WORLD_SIZES, MATMUL_TYPES)):
         yield fused_matmul_source(algorithm, dtype, world_size, tile, "by_rows", format=scales)
-
-
-def _tile_kernels_with_scales(algorithm: Algorithm, epilogue: Generated) -> Iterator[KernelSource]:
-    tiles = tiles_that_serve(algorithm, Product(algorithm.op, (), 1, format=FORMATS[0]), 2).tiles
-    ways = itertools.cycle(itertools.product(WORLD_SIZES, MATMUL_TYPES))
-    for tile, scales in itertools.product(tiles, SCALE_FORMATS):
-        world_size, dtype = next(ways)
-        yield fused_matmul_source(algorithm, dtype, world_size, tile, "by_rows", format=scales)
-    yield fused_matmul_source(algorithm, torch.bfloat16, 4, tiles[0], "by_rows", epilogue, format=SCALE_FORMATS[0])
 
 
 def _kernels_of_partials(algorithm: Algorithm, epilogue: Generated) -> Iterator[KernelSource]:
@@ -237,13 +229,13 @@ def _gathered_matmul_kernels(epilogues: list[Generated]) -> Iterator[KernelSourc
     for algorithm in GATHERING_KERNELS:
         tiles = algorithm.row.tiles
         kinds = [(tile, layout) for tile in tiles for layout in tile.layouts]
-        for (tile, layout), world_size in zip(kinds, itertools.cycle(WORLD_SIZES), strict=False):
+        for (tile, layout), world_size in _in_turn(kinds, WORLD_SIZES):
             yield fused_matmul_source(algorithm, MATMUL_TYPES[world_size % 2], world_size, tile, layout)
         placed = itertools.chain(epilogues[::-1], itertools.repeat(epilogues[0]))
         for epilogue, tile in zip(placed, tiles, strict=False):
             yield fused_matmul_source(algorithm, torch.bfloat16, 4, tile, "by_rows", epilogue)
-        ways = zip(itertools.cycle(MATMUL_TYPES), itertools.cycle(WORLD_SIZES), strict=False)
-        for (tile, scales), (dtype, world_size) in zip(itertools.product(FP8_TILES, SCALE_FORMATS), ways, strict=False):
+        kinds = itertools.product(FP8_TILES, SCALE_FORMATS)
+        for (tile, scales), dtype, world_size in _in_turn(kinds, MATMUL_TYPES, WORLD_SIZES):
             yield fused_matmul_source(algorithm, dtype, world_size, tile, "by_rows", format=scales)
         how = "by_rows", epilogues[0]
         yield fused_matmul_source(algorithm, torch.bfloat16, 4, FP8_TILES[2], *how, format=SCALE_FORMATS[0])

@@ -93,10 +93,10 @@ def commit(root: Path = ROOT) -> str | None:
     """Returns a checkout's commit, with "-dirty" if files were changed. None outside a repository."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     try:
-        found = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+        answer = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
     except FileNotFoundError:
         return None
-    return found.stdout.strip() or None
+    return answer.stdout.strip() or None
 
 
 def slug(machine: dict[str, object]) -> str:
@@ -126,8 +126,8 @@ def folder(reports: Path, machine: dict[str, object]) -> Path:
     Raises:
         OSError: the folder cannot be made or written.
     """
-    found = reports / slug(machine)
-    found.mkdir(parents=True, exist_ok=True)
-    if not os.access(found, os.W_OK):
-        raise PermissionError(f"{found} cannot be written")
-    return found
+    path = reports / slug(machine)
+    path.mkdir(parents=True, exist_ok=True)
+    if not os.access(path, os.W_OK):
+        raise PermissionError(f"{path} cannot be written")
+    return path

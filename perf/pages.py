@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from functools import partial
 from html import escape
 from pathlib import Path
 
@@ -15,8 +16,8 @@ from markdown_it import MarkdownIt
 from perf import charts
 from perf.charts import Figure
 from perf.machine import one_line
-from perf.md import NOT_SERVED, bullets, table
-from perf.report import StoredReport, markdown_of, read_all, topics
+from perf.md import NOT_SERVED, bullets, columns, table
+from perf.report import Report, StoredReport, markdown_of, read_all, topics
 from perf.topics.allreduce import AllReduce, ratios_by_world
 
 INDEX, NOTES, SUMMARY = "index.html", "notes.md", "report.md"
@@ -49,7 +50,7 @@ Document = Sequence[str | Figure | None]  # Markdown and charts
 
 def page(title: str, documents: Mapping[str, Document]) -> str:
     """Returns documents by anchor as one page. Links to other reports' Markdown become links to their pages."""
-    sections = "".join(f'<section id="{anchor}">\n{html(one)}</section>\n' for anchor, one in documents.items())
+    sections = "".join(f'<section id="{anchor}">\n{html(parts)}</section>\n' for anchor, parts in documents.items())
     head = f'<meta charset="utf-8">\n<title>{escape(title)}</title>\n<style>{STYLE}</style>'
     return f'<!doctype html>\n<html lang="en">\n<head>\n{head}\n</head>\n<body>\n{sections}</body>\n</html>\n'
 
@@ -98,13 +99,13 @@ def texts(folder: Path) -> dict[str, str]:
         FileNotFoundError: the folder holds no report.
         ValueError: a report cannot be read.
     """
-    found = read_all(folder)
-    first = summary(found)
-    documents = {one.report.name: one.report.document(one.machine, one.command) for one in found}
+    reports = read_all(folder)
+    first = summary(reports)
+    documents = {stored.report.name: stored.report.document(stored.machine, stored.command) for stored in reports}
     notes = {"notes": [(folder / NOTES).read_text()]} if (folder / NOTES).exists() else {}
-    above = [first, ratios_by_world(sweep_of(found).rows), *_others(folder)]
-    made = page(title_of(found), {"report": above, **documents, **notes})
-    return {INDEX: made, SUMMARY: first} | {f"{name}.md": markdown_of(one) for name, one in documents.items()}
+    above = [first, ratios_by_world(sweep_of(reports).rows), *_others(folder)]
+    made = page(title_of(reports), {"report": above, **documents, **notes})
+    return {INDEX: made, SUMMARY: first} | {f"{name}.md": markdown_of(parts) for name, parts in documents.items()}
 
 
 def _others(folder: Path) -> list[str]:
@@ -114,65 +115,66 @@ def _others(folder: Path) -> list[str]:
     return [f"Also in this folder: {', '.join(f'[{name}]({name})' for name in names)}."] if names else []
 
 
-def sweep_of(found: Sequence[StoredReport]) -> AllReduce:
+def sweep_of(reports: Sequence[StoredReport]) -> AllReduce:
     """Returns the report of the all-reduce sweep; an empty report if there is none."""
-    return next((one.report for one in found if one.report.name == "allreduce"), AllReduce())
+    return next((stored.report for stored in reports if stored.report.name == "allreduce"), AllReduce())
 
 
-def is_on_gpus(found: Sequence[StoredReport]) -> bool:
-    return any(one.machine["gpu_count"] >= 2 for one in found)
+def is_on_gpus(reports: Sequence[StoredReport]) -> bool:
+    return any(stored.machine["gpu_count"] >= 2 for stored in reports)
 
 
-def title_of(found: Sequence[StoredReport]) -> str:
-    machine = found[0].machine
+def title_of(reports: Sequence[StoredReport]) -> str:
+    machine = reports[0].machine
     where = f"{machine['gpu_count']}x {machine['gpu']}" if machine["gpu"] else f"CPU ({machine['cpu']})"
     return f"graphar on {where}"
 
 
-def glance(one: StoredReport) -> tuple[str, str, str]:
+def glance(stored: StoredReport) -> tuple[str, str, str]:
     """Returns a report's headline figure, caption and shortfall.
 
     With wrong results the figure is "wrong". The caption says so if the report is partial.
     """
-    if one.report.wrong():
-        return "wrong", one.report.status().replace("**", ""), ""
-    found = one.report.glance()
-    words = found.words
-    if one.report.is_partial:
+    if stored.report.wrong():
+        return "wrong", stored.report.status().replace("**", ""), ""
+    at_a_glance = stored.report.glance()
+    words = at_a_glance.words
+    if stored.report.is_partial:
         words += " (partial: the run was ended before it was done)"
-    if peers := one.report.wrong_peers():
+    if peers := stored.report.wrong_peers():
         words += f" (wrong results of peers, which are not compared: {len(peers)})"
-    return found.headline, words, found.shortfall
+    return at_a_glance.headline, words, at_a_glance.shortfall
 
 
-def missing(found: Sequence[StoredReport]) -> list[str]:
+def missing(reports: Sequence[StoredReport]) -> list[str]:
     """Returns what was not measured: topics without a report, with their commands, and what this machine cannot run."""
-    measured, sweep = {one.report.name for one in found}, sweep_of(found)
-    lines = [f"{one.title}: `python -m perf {one.command}`" for one in topics() if one.name not in measured]
-    if not is_on_gpus(found):
-        kernels = "The kernels of collectives" if found[0].machine["gpu_count"] else "graphar's kernels"
+    measured, sweep = {stored.report.name for stored in reports}, sweep_of(reports)
+    lines = [f"{topic.title}: `python -m perf {topic.command}`" for topic in topics() if topic.name not in measured]
+    if not is_on_gpus(reports):
+        kernels = "The kernels of collectives" if reports[0].machine["gpu_count"] else "graphar's kernels"
         lines.append(f"{kernels}, and NVLink traffic: at least 2 GPUs are needed.")
     elif sweep.rows and not any("multimem" in str(row.algorithm) for row in sweep.rows):
         lines.append("The multimem algorithms: NVLink multicast is off unless the user turns it on.")
     return lines
 
 
-def summary(found: Sequence[StoredReport]) -> str:
+def summary(reports: Sequence[StoredReport]) -> str:
     """Returns report.md: the text of the page's first screen, and links to the rest."""
-    sweep, where = sweep_of(found), ON_ONE_GPU if found[0].machine["gpu_count"] else ON_CPU
-    what = WHAT if is_on_gpus(found) else f"{WHAT} {where}"
-    parts = [f"# {title_of(found)}", f"{one_line(found[0].machine)}.", what]
+    sweep, where = sweep_of(reports), ON_ONE_GPU if reports[0].machine["gpu_count"] else ON_CPU
+    what = WHAT if is_on_gpus(reports) else f"{WHAT} {where}"
+    parts = [f"# {title_of(reports)}", f"{one_line(reports[0].machine)}.", what]
     if sweep.rows:
         parts += [f"## {sweep.title}", sweep.status(), bullets(sweep.findings())]
     lines = []
-    for one in found:
-        figure, words, shortfall = glance(one)
-        loss = one.report.loss_of_auto() or NOT_SERVED
-        lines.append([f"[{one.report.title}]({one.report.name}.md)", figure or NOT_SERVED, words, shortfall, loss])
+    for stored in reports:
+        figure, words, shortfall = glance(stored)
+        loss = stored.report.loss_of_auto() or NOT_SERVED
+        link = f"[{stored.report.title}]({stored.report.name}.md)"
+        lines.append([link, figure or NOT_SERVED, words, shortfall, loss])
     header = ["report", "result", "meaning", "where graphar is slower", "largest of_best_variant"]
     parts += ["## All reports", table(header, lines)]
     parts += ["`python -m perf report FOLDER --write` writes a page with the plots."]
-    if not_measured := missing(found):
+    if not_measured := missing(reports):
         parts += ["## Not measured", bullets(not_measured)]
     return markdown_of(parts)
 
@@ -200,30 +202,29 @@ def index_texts(reports: Path) -> dict[str, str]:
     folders = folders_of(reports)
     if not folders:
         raise FileNotFoundError(f"{reports} holds no folder of reports")
-    read = {folder.name: {one.report.name: one for one in read_all(folder)} for folder in folders}
-    found = dict(sorted(read.items(), key=lambda one: not any(of.machine["gpu_count"] for of in one[1].values())))
+    read = {folder.name: read_all(folder) for folder in folders}
+    by_folder = dict(sorted(read.items(), key=lambda item: not any(stored.machine["gpu_count"] for stored in item[1])))
     listed = []
-    for name, mine in found.items():
-        written = list(mine.values())
-        dates = sorted({str(one.machine["date"]) for one in written})
+    for name, mine in by_folder.items():
+        dates = sorted({str(stored.machine["date"]) for stored in mine})
         span = " to ".join(dict.fromkeys([dates[0], dates[-1]]))
-        listed.append(f"[{title_of(written)}]({name}/{SUMMARY}): {len(written)} reports, {span}")
+        listed.append(f"[{title_of(mine)}]({name}/{SUMMARY}): {len(mine)} reports, {span}")
     note = (
         "A number without a unit is graphar's time / the time that the report compares it with, usually the best"
         " peer's. Below 1 graphar is faster. Other results are explained in the reports."
     )
-    cells = [
-        [topic.title, *(_index_cell(name, mine.get(topic.name)) for name, mine in found.items())] for topic in topics()
-    ]
-    by_machine = table(["topic", *(f"[{name}]({name}/{SUMMARY})" for name in found)], cells)
+    cells = {"topic": lambda topic: topic.title}
+    cells |= {f"[{name}]({name}/{SUMMARY})": partial(_index_cell, name, mine) for name, mine in by_folder.items()}
+    by_machine = columns(topics(), cells)
     title = "Reports of graphar"
     text = markdown_of([f"# {title}", WHAT, bullets(listed), note, by_machine])
     return {INDEX: page(title, {"reports": [text]}), README: text}
 
 
-def _index_cell(folder: str, one: StoredReport | None) -> str:
-    if one is None:
+def _index_cell(folder: str, reports: Sequence[StoredReport], topic: type[Report]) -> str:
+    stored = next((stored for stored in reports if stored.report.name == topic.name), None)
+    if stored is None:
         return NOT_SERVED
-    figure = glance(one)[0]
-    marks = (" **WRONG**" if figure == "wrong" else "") + (" (partial)" if one.report.is_partial else "")
-    return f"[{figure or 'report'}]({folder}/{one.report.name}.md){marks}"
+    figure = glance(stored)[0]
+    marks = (" **WRONG**" if figure == "wrong" else "") + (" (partial)" if stored.report.is_partial else "")
+    return f"[{figure or 'report'}]({folder}/{topic.name}.md){marks}"

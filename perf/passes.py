@@ -117,9 +117,10 @@ class Trial:
 def measure(
     device: str, trials: Iterable[tuple[str, Callable[[], Trial]]], row: Callable[..., PassRow]
 ) -> Iterator[PassRow | str]:
-    """Yields the rows of all trials, timed in turn. A trial is what makes it, and words for the message if it fails.
+    """Yields the rows of all trials, timed in turn.
 
-    ``row`` takes the fields of :class:`PassRow`.
+    ``trials`` are pairs: words for the message if a trial fails, and a function that makes the trial. ``row`` takes the
+    fields of :class:`PassRow`.
     """
     ready, rate = [], memory_rate() if device == "cuda" else None
     for words, make in trials:
@@ -133,8 +134,8 @@ def measure(
     for (trial, launch), of_trial in zip(ready, times, strict=True):
         nbytes, time_us = trial.least_nbytes, deciles([time / trial.calls for time in of_trial])
         floor_us = nbytes / rate / 1e3 if rate else None
-        found = time_us, nbytes, floor_us, trial.peak_nbytes, trial.count_wrong(launch)
-        yield row(trial.name, trial.passes, *found)
+        measured = time_us, nbytes, floor_us, trial.peak_nbytes, trial.count_wrong(launch)
+        yield row(trial.name, trial.passes, *measured)
 
 
 def run_shapes(topic: type[Passes], plan: PassesPlan, rank: int, port: int) -> Iterator[PassRow | str]:
@@ -172,15 +173,15 @@ def reason(error: BaseException) -> str:
     of its own.
     """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()][:2]
-    found = f"{type(error).__name__}: {' '.join(lines)}" if lines else type(error).__name__
+    said = f"{type(error).__name__}: {' '.join(lines)}" if lines else type(error).__name__
     before = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
-    return f"{found} (after {reason(before)})" if before else found
+    return f"{said} (after {reason(before)})" if before else said
 
 
 def reason_of_process(error: ProcessException) -> str:
     """Returns the line that names the error. After errors of CUDA more lines follow."""
-    found = re.search(r"^[\w.]*(Error|Exception)\b.*", str(error), re.MULTILINE)
-    return found[0] if found else str(error).strip().splitlines()[-1]
+    line = re.search(r"^[\w.]*(Error|Exception)\b.*", str(error), re.MULTILINE)
+    return line[0] if line else str(error).strip().splitlines()[-1]
 
 
 # ---- the report -----------------------------------------------------------------------------------------------------
@@ -225,17 +226,17 @@ class Passes(Report):
                 yield f"{', '.join(map(self.words_of, shapes))}: {reason_of_process(error)}"
 
     def sections(self) -> list[Section]:
-        found = []
+        sections = []
         for passes in self.passes:
             if cases := self.cases_of(passes):
-                found.append(Section(passes.capitalize(), [self.comparison(cases)]))
+                sections.append(Section(passes.capitalize(), [self.comparison(cases)]))
         peaks = self.peak_table(self.cases_of(BOTH))
-        return [*found, Section(f"Peak memory of {BOTH}", [peaks])] if peaks else found
+        return [*sections, Section(f"Peak memory of {BOTH}", [peaks])] if peaks else sections
 
     def glance(self) -> Glance:
         ratios = of_best_peer(self.cases_of(self.compared))
         over = words_for([row.method for row in self.rows if row.is_peer], {})
-        named = {", ".join(words): one for words, one in ratios.items()}
+        named = {", ".join(words): value for words, value in ratios.items()}
         which = self.compared if self.compared == BOTH else f"the {self.compared} pass"
         return Glance(f"graphar's time of {which} / that of {over}, by shape", named, NOT_SERVED)
 
@@ -249,12 +250,12 @@ class Passes(Report):
     def comparison(self, cases: Cases) -> str:
         methods, lines = self.methods_in(cases), []
         for rows in cases.values():
-            any_row, own, peer = next(iter(rows.values())), rows.get(OWN), best_peer(rows.values())
+            any_row, ours, peer = next(iter(rows.values())), rows.get(OWN), best_peer(rows.values())
             cells = [*any_row.cells, *(time_cell(rows.get(name)) for name in methods)]
-            cells += [name_cell(peer), ratio_cell(ratio(own, peer))]
+            cells += [name_cell(peer), ratio_cell(ratio(ours, peer))]
             cells += [number(any_row.least_nbytes / MB), number(any_row.floor_us)]
-            is_known = own and own.floor_us and not own.wrong
-            lines.append([*cells, number(own.median / own.floor_us) if is_known else NOT_SERVED])
+            is_known = ours and ours.floor_us and not ours.wrong
+            lines.append([*cells, number(ours.median / ours.floor_us) if is_known else NOT_SERVED])
         header = [*self.header, *(f"{name} (us)" for name in methods)]
         return table([*header, "best peer", "of_best_peer", "least (MB)", "least (us)", "graphar / least"], lines)
 

@@ -168,11 +168,6 @@ def limit_of(k: int, value: Tensor, magnitude: Tensor, may_split: bool) -> Tenso
     return limit + half * magnitude if may_split else limit
 
 
-def is_far(found: Tensor, value: Tensor, limit: Tensor) -> Tensor:
-    """Returns a mask of the elements whose error exceeds the limit or is NaN."""
-    return ~((found.double() - value).abs() <= limit)
-
-
 def run_with(some: str, few: str) -> Arguments:
     """Returns the arguments of a run of all topics: ``some`` shapes, or ``few`` in a quick run, with any GPUs."""
     return Arguments(*[f"--shapes {shapes}" for shapes in (some, few, some, few)])
@@ -299,12 +294,12 @@ class Products(Report):
         }
 
     def findings(self) -> list[str]:
-        found = []
+        sentences = []
         for name in self.told or self.ratios:
             for words, cases in self.grouped().items():
                 ratios = self.ratios_of(name, cases)
-                found.append(sentence(name, f"{plural(len(ratios), 'shape')}{words}", ratios))
-        return [one for one in found if one]
+                sentences.append(sentence(name, f"{plural(len(ratios), 'shape')}{words}", ratios))
+        return list(filter(None, sentences))
 
     def sections(self) -> list[Section]:
         return [Section(self.heading, [self.comparison()])] if self.rows else []
@@ -318,7 +313,7 @@ class Products(Report):
     def ratios_of(cls, name: str, cases: Mapping[Shape, Case]) -> dict[str, float]:
         """Returns a ratio by shape. Shapes without correct results of both are left out."""
         ratios = {words_of(shape): ratio(*cls.ratios[name](case)) for shape, case in cases.items()}
-        return {shape: one for shape, one in ratios.items() if one is not None}
+        return {shape: value for shape, value in ratios.items() if value is not None}
 
     def comparison(self) -> str:
         """Returns a table with a row for each shape: the time of each method, and the ratios."""

@@ -23,10 +23,10 @@ def ratio(row, other) -> float | None:
     return None if row is None or other is None or row.wrong or other.wrong else row.median / other.median
 
 
-def of_best_peer(by_case: Mapping[object, Mapping[str, object]], method: str = "graphar") -> dict[object, float]:
-    """Returns the method's time / the best peer's time by case. Cases without correct results of both are left out."""
-    ratios = {case: ratio(rows.get(method), best_peer(rows.values())) for case, rows in by_case.items()}
-    return {case: one for case, one in ratios.items() if one is not None}
+def of_best_peer(by_case: Mapping[object, Mapping[str, object]]) -> dict[object, float]:
+    """Returns graphar's time / the best peer's time by case. Cases without correct results of both are left out."""
+    ratios = {case: ratio(rows.get("graphar"), best_peer(rows.values())) for case, rows in by_case.items()}
+    return {case: value for case, value in ratios.items() if value is not None}
 
 
 def extent(ratios: Mapping[object, float]) -> str:
@@ -40,10 +40,10 @@ def geometric_mean(ratios: Iterable[float]) -> float:
 
 
 def group(rows: Iterable, key: Callable) -> dict[object, list]:
-    found: dict[object, list] = {}
+    groups: dict[object, list] = {}
     for row in rows:
-        found.setdefault(key(row), []).append(row)
-    return found
+        groups.setdefault(key(row), []).append(row)
+    return groups
 
 
 def by_method(rows: Iterable, key: Callable) -> dict[object, dict[str, object]]:

@@ -269,7 +269,7 @@ class Report:
         glance = self.glance()
         title, ratios = f"{glance.words[:1].upper()}{glance.words[1:]}", glance.ratios
         rows = {case: case.rpartition(": ")[2].partition(", ")[0][:MAX_LABEL] for case in ratios}
-        marks = [Mark(rows[case], "graphar", one) for case, one in ratios.items()]
+        marks = [Mark(rows[case], "graphar", value) for case, value in ratios.items()]
         return Rows(title, marks, Axis("ratio", form="{:.2f}".format), 1.0)
 
     def losses(self) -> list[tuple[str, Choice]]:
@@ -287,7 +287,7 @@ class Report:
         named = self.losses()
         if not named:
             return ""
-        case, worst = max(named, key=lambda one: one[1].loss)
+        case, worst = max(named, key=lambda named_choice: named_choice[1].loss)
         return f"{worst.loss:.2f} ({worst.auto.method}, {case}: `{worst.variant.method}` is fastest)"
 
     def verdict(self) -> str:
@@ -341,7 +341,7 @@ class Report:
 
     def _list_of(self, kind: type) -> list:
         hints = typing.get_type_hints(type(self))
-        return next(getattr(self, one.name) for one in fields(self) if typing.get_args(hints[one.name]) == (kind,))
+        return next(getattr(self, item.name) for item in fields(self) if typing.get_args(hints[item.name]) == (kind,))
 
     @contextmanager
     def _written(self, folder: Path, machine: dict, command: str) -> Iterator[None]:
@@ -366,12 +366,12 @@ class Report:
 
     def _rows(self) -> list[list]:
         """Returns the non-empty lists of rows."""
-        lists = (getattr(self, one.name) for one in fields(self) if one.name != "skipped")
+        lists = (getattr(self, item.name) for item in fields(self) if item.name != "skipped")
         return [rows for rows in lists if isinstance(rows, list) and rows]
 
     def _content(self) -> dict[str, object]:
         """Returns the fields for JSON."""
-        names = [one.name for one in fields(self) if one.name != "skipped"] + ["skipped"]
+        names = [item.name for item in fields(self) if item.name != "skipped"] + ["skipped"]
         return {name: files.to_json(getattr(self, name)) for name in names}
 
     def markdown(self, machine: dict, command: str) -> str:
@@ -444,7 +444,7 @@ def read(folder: Path, topic: type[Report]) -> StoredReport:
     try:
         if content.get("topic") != topic.name:
             raise ValueError(f"its topic is {content.get('topic')!r}")
-        if missing := sorted({one.name for one in fields(topic)} - values.keys() - set(topic.added_fields)):
+        if missing := sorted({item.name for item in fields(topic)} - values.keys() - set(topic.added_fields)):
             raise ValueError(f"{missing[0]} is missing")
         # the topic "compile" had no command in version 1
         command = content.get("command", f"python -m perf {topic.command}")
@@ -460,12 +460,12 @@ def read_all(folder: Path) -> list[StoredReport]:
         FileNotFoundError: the folder has no report.
         ValueError: a report cannot be read.
     """
-    found = [read(folder, topic) for topic in topics() if (folder / f"{topic.name}.json").exists()]
-    if not found:
+    stored = [read(folder, topic) for topic in topics() if (folder / f"{topic.name}.json").exists()]
+    if not stored:
         below = sorted({path.parent for topic in topics() for path in folder.glob(f"*/{topic.name}.json")})
         instead = f"; try {', '.join(map(str, below))}" if below else ""
         raise FileNotFoundError(f"{folder} holds no report of python -m perf{instead}")
-    return found
+    return stored
 
 
 def progress_bar() -> Progress:

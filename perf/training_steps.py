@@ -1,4 +1,4 @@
-"""The common code of `train`, `throughput` and `fsdp`: what a training is verified by, and steps that take turns.
+"""The common code of `train`, `throughput`, `fsdp` and `slow_links`: training steps, their times and their reports.
 
 A report compares the steps of several methods with those of torch's own collectives, and with steps without any.
 """
@@ -6,9 +6,11 @@ A report compares the steps of several methods with those of torch's own collect
 from __future__ import annotations
 
 import argparse
+import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
@@ -16,6 +18,7 @@ from typing import ClassVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from perf.between_ranks import BetweenRanks
 from perf.harness.ranks import ProcessRanks
@@ -27,6 +30,73 @@ MIN_BLOCKS = 2
 WARM_UP_STEPS = 3  # DistributedDataParallel rebuilds its buckets after the first step
 ALONE = "alone"  # the method without communication
 TORCHS = ("nccl", "gloo")  # the methods with torch's own collectives
+LEARNING_RATE = 1e-4
+
+Batch = tuple[Tensor, Tensor]  # inputs, and the classes to predict
+
+
+class Trainer:
+    """Trains a model with AdamW. The model reduces its gradients itself, under DistributedDataParallel or fully_shard.
+
+    Args:
+        fused: whether the optimizer has one kernel for all parameters. Otherwise torch chooses.
+        autocast: whether forward passes are in bf16 on GPUs.
+        around: makes the context in which steps are enqueued.
+
+    Attributes:
+        losses: of each step of the last ``make_steps``, on this rank.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        learning_rate: float = LEARNING_RATE,
+        *,
+        fused: bool = False,
+        autocast: bool = False,
+        around: Callable[[], AbstractContextManager] = nullcontext,
+    ) -> None:
+        self.model = model
+        self.losses: list[Tensor] = []
+        self._learning_rate, self._fused, self._autocast, self._around = learning_rate, fused, autocast, around
+        self.forget()
+
+    def forget(self) -> None:
+        """Begins with a new optimizer, which has no moments."""
+        parameters = self.model.parameters()
+        self.optimizer = torch.optim.AdamW(parameters, lr=self._learning_rate, fused=self._fused or None)
+
+    def step(self, x: Tensor, y: Tensor) -> Tensor:
+        """Enqueues one step, and returns its loss."""
+        self.optimizer.zero_grad()
+        with torch.autocast(x.device.type, torch.bfloat16, enabled=self._autocast and x.is_cuda):
+            logits = self.model(x)
+        loss = loss_of(logits.float(), y)
+        del logits  # their memory is free in the backward pass
+        loss.backward()
+        self.optimizer.step()
+        return loss.detach()
+
+    def make_steps(self, batch: Batch, count: int, seed: int) -> None:
+        """Enqueues ``count`` steps with one batch. ``seed`` determines dropout."""
+        torch.manual_seed(seed)
+        with self._around():
+            self.losses = [self.step(*batch) for _ in range(count)]
+
+    def mean_loss(self) -> float:
+        """Returns the last step's loss, averaged over the ranks. Collective."""
+        total = self.losses[-1].double()
+        dist.all_reduce(total)
+        return total.item() / dist.get_world_size()
+
+
+def data_parallel(model: nn.Module, hook: Callable | None, **options) -> DistributedDataParallel:
+    """Returns the model under DistributedDataParallel, with ``hook`` in place of its all-reduces."""
+    device = next(model.parameters()).device
+    parallel = DistributedDataParallel(model, device_ids=[device] if device.type == "cuda" else None, **options)
+    if hook:
+        parallel.register_comm_hook(None, hook)
+    return parallel
 
 
 def loss_of(logits: Tensor, classes: Tensor, reduction: str = "mean") -> Tensor:
@@ -59,7 +129,7 @@ def time_blocks(trainings: Sequence[Callable], plan, ranks: ProcessRanks, begin:
         (spent,) = ranks.slowest([time.perf_counter() - begin])
         if plan.budget_s and block >= MIN_BLOCKS and spent > plan.budget_s:
             break
-        mine = [ranks.time_us(partial(one, BLOCK, 1 + block), mode) for one in trainings]
+        mine = [ranks.time_us(partial(make_steps, BLOCK, 1 + block), mode) for make_steps in trainings]
         for of_training, time_us in zip(times, ranks.slowest(mine), strict=True):
             of_training.append(time_us)
     return times
@@ -70,17 +140,17 @@ class StepRow(Timing):
     """The base of rows. A subclass adds ``step_ms``, the median time of a step."""
 
     @property
-    def label(self) -> str:
-        """The method, with what else tells it apart."""
-        return self.method
-
-    @property
     def is_baseline(self) -> bool:
         return self.method in TORCHS
 
     @property
     def is_alone(self) -> bool:
         return self.method == ALONE
+
+
+def step_ms_of(blocks_us: Sequence[float]) -> float:
+    """Returns the median time of a step, from the times of blocks."""
+    return statistics.median(blocks_us) / BLOCK / 1e3
 
 
 def baseline_ms(rows: Iterable[StepRow]) -> float | None:

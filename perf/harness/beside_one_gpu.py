@@ -1,7 +1,7 @@
 """Gathers and reduce-scatters between ranks of this process that share its GPU, each with its memory and stream.
 
-The ranks are those of `perf latency`: kernels of several processes would take turns on the GPU. What ranks of a
-communicator launch one after another on a GPU's current stream is launched here on each rank's stream.
+The ranks are those of `perf latency`: kernels of several processes would take turns on the GPU. A communicator launches
+the kernels of its ranks one after another on the current stream. Here each rank launches on its own stream.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ class Sharing:
     def by_kernels(self, call: Call, config: Config, ranks: Sequence[Operands]) -> Callable[[], None]:
         """Returns a function that makes a call of all ranks, each on its stream."""
         bound = [
-            (one.offset, collective.bind_slice(self.runner, call, config, one, shared_gpu.TIMEOUT_S))
-            for one in slices(config.algorithm, self.size, call.work.parts, call.dtype.itemsize)
+            (part.offset, collective.bind_slice(self.runner, call, config, part, shared_gpu.TIMEOUT_S))
+            for part in slices(config.algorithm, self.size, call.work.parts, call.dtype.itemsize)
         ]
 
         def launch() -> None:
             for offset, launches in bound:
-                for of_rank, own, stream in zip(launches, ranks, self.streams, strict=True):
-                    after = collective._after(offset, own, 1)
+                for of_rank, operands, stream in zip(launches, ranks, self.streams, strict=True):
+                    after = collective._after(offset, operands, 1)
                     with torch.cuda.stream(stream):
                         of_rank(after.inputs, after.outputs)
 
@@ -76,9 +76,9 @@ class Sharing:
             made = by_copies._BY_OP[call.op](self.engine, call, config)
         rank_of = made._rank
 
-        def on_own_stream(member: Member, own: Operands):
+        def on_own_stream(member: Member, operands: Operands):
             with torch.cuda.stream(self.streams[member.rank]):
-                return rank_of(member, own)
+                return rank_of(member, operands)
 
         made._rank = on_own_stream
         return lambda: made.run(ranks)
@@ -125,4 +125,4 @@ class SharedCalls:
             expected = [torch.cat(self._xs)] * self._ranks.size
         else:
             expected = reference.allreduce(self._xs).chunk(self._ranks.size)
-        return sum(int(differs(out, one).sum()) for out, one in zip(self._outs, expected, strict=True))
+        return sum(int(differs(out, right).sum()) for out, right in zip(self._outs, expected, strict=True))

@@ -31,7 +31,8 @@ BACKEND_SIZES = (MB, 10 * MB, 100 * MB, GB)
 BACKEND_WORLD_SIZES = (2, 4, 6)
 GLOO_MAX_NBYTES = 100 * MB  # the default limit of gloo on machines with GPUs; larger all-reduces take seconds
 
-VARIANTS = tuple(f"graphar:{one}" for one in in_tables("allreduce"))  # the algorithms that tuning tables are made from
+# the algorithms that tuning tables are made from
+VARIANTS = tuple(f"graphar:{algorithm}" for algorithm in in_tables("allreduce"))
 
 HOST_MODES = ("host_loop", "host_between")
 HOST_CALLS = 2000  # in a loop of 50 calls without warm-up, a call takes twice as long

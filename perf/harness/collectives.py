@@ -85,11 +85,11 @@ def count_wrong(op: str, x: Tensor, result: Tensor, ranks: Ranks, exact: bool, s
         steps: the number of consecutive in-place all-reduces. Each reads the result of the previous one.
     """
     wrong = 0
-    for found, expected, parts in windows_of(op, x, result, ranks):
+    for output, expected, parts in windows_of(op, x, result, ranks):
         if exact:
-            bad = verify.differs(found, expected)
+            bad = verify.differs(output, expected)
         else:
-            bad = verify.is_far(found, expected.float() * float(ranks.size) ** (steps - 1), parts, steps=steps)
+            bad = verify.is_far(output, expected.float() * float(ranks.size) ** (steps - 1), parts, steps=steps)
         wrong += int(bad.sum())
     return wrong
 

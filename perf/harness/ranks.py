@@ -263,7 +263,8 @@ def timed_in_turn(
     launches = [launch for _, launch in ready]
     refills = [getattr(trial, "refill", lambda: None) for trial, _ in ready]
     mine = time_in_turn(launches, repeats, lambda launch: ranks.time_us(launch, mode) / iterations, refills)
-    return [(*one, times) for one, times in zip(ready, ranks.slowest(mine), strict=True)], refused
+    times = ranks.slowest(mine)
+    return [(trial, launch, of_trial) for (trial, launch), of_trial in zip(ready, times, strict=True)], refused
 
 
 def case_by_case(ranks: ProcessRanks, cases: Iterable[Iterator[T]]) -> Iterator[T]:

@@ -1,14 +1,14 @@
 """Times one call of graphar between ranks that share a GPU: a process of `python -m perf latency`.
 
-Ranks of one GPU exchange data through its memory. This measures what a call takes beside the time on links. Each rank
-has its own memory, counters and stream, in one process: kernels of several processes would take turns.
+Ranks of one GPU exchange data through its memory, so this measures the time of a call without the time on links. Each
+rank has its own memory, counters and stream. All are in one process: kernels of several processes would take turns.
 
-On one GPU the kernels of all ranks must be resident at once, with the next one of each rank, which starts early. So a
-rank has the blocks of a GPU with a share of the SMs, and as much data as these blocks have in the whole call: a thread
-does what it does between whole GPUs.
+The kernels of all ranks must be resident on the GPU at once, and so must the next kernel of each rank, which starts
+early. So each rank has a share of the SMs, and launches only the blocks that fit there. Its tensors have the data that
+these blocks have in the whole call. Each thread then does what it does between whole GPUs.
 
 This file imports graphar and torch only, so that it can run with the graphar of another checkout, whose folder is
-PYTHONPATH. It reads a request a line, and prints an answer a line, both JSON.
+PYTHONPATH. It reads one request per line, and prints one answer per line, both in JSON.
 """
 
 from __future__ import annotations
@@ -124,9 +124,9 @@ def work_of(case: Case, amount: int) -> Work:
 
 
 def fit(case: Case, whole: Chip, amount: int | None = None) -> Fitted:
-    """Returns what `auto` takes on whole GPUs, in as many blocks as a share of one has room for.
+    """Returns the algorithm that `auto` takes between whole GPUs, with the blocks that fit into a share of one GPU.
 
-    ``amount`` is given where another checkout has found it already.
+    ``amount``: as another checkout has computed it. None: it is computed here.
     """
     if case.op == MATMUL_ALLREDUCE:
         return _fit_skinny(case, whole, amount)
@@ -164,7 +164,7 @@ def _fit_skinny(case: Case, whole: Chip, amount: int | None) -> Fitted:
     one_shot = row.suits(TABLE, case.world_size, nbytes) and nbytes <= row.limit(case.world_size)
     share = replace(whole, sms=whole.sms // case.world_size // 2)
     if amount is None:
-        rooms = [one.shared_blocks(cluster=tile.cluster) for one in (share, whole)]
+        rooms = [part.shared_blocks(cluster=tile.cluster) for part in (share, whole)]
         amount = max(BLOCK, case.columns * rooms[0] // rooms[1] // BLOCK * BLOCK)
     return Fitted(share, Config(Algorithm.MATMUL_ONE_SHOT if one_shot else Algorithm.MATMUL_TWO_SHOT, 0, 0), amount)
 
@@ -176,10 +176,10 @@ def operands(case: Case, amount: int) -> list[Operands]:
     """Returns each rank's random inputs, and results that hold no earlier result."""
     made = [_inputs(case, amount, rank) for rank in range(case.world_size)]
     if case.op == ALLREDUCE_NORM:  # residual and weight are those of all ranks
-        made = [(own[0], *made[0][1:]) for own in made]
+        made = [(inputs[0], *made[0][1:]) for inputs in made]
     if case.op == REDUCESCATTER_NORM:
-        made = [(*own[:2], made[0][2]) for own in made]
-    return [Operands(own, _results(case, amount, own)) for own in made]
+        made = [(*inputs[:2], made[0][2]) for inputs in made]
+    return [Operands(inputs, _results(case, amount, inputs)) for inputs in made]
 
 
 def _inputs(case: Case, amount: int, rank: int) -> tuple[Tensor, ...]:
@@ -212,33 +212,33 @@ def _results(case: Case, amount: int, inputs: Sequence[Tensor]) -> tuple[Tensor,
 
 
 def overwrite(results: Sequence[Tensor]) -> None:
-    for one in results:
-        one.view(torch.uint8).fill_(OVERWRITTEN)
+    for result in results:
+        result.view(torch.uint8).fill_(OVERWRITTEN)
 
 
 def expected(case: Case, ranks: Sequence[Operands]) -> list[tuple[Tensor, ...]]:
     """Returns each rank's results by the specification."""
-    firsts = [own.inputs[0] for own in ranks]
+    firsts = [of_rank.inputs[0] for of_rank in ranks]
     if case.op == MATMUL_ALLREDUCE:
         products = [(a @ w.t()).to(case.torch_dtype) for a, w in map(factors, ranks)]
         return [(reference.allreduce(products),)] * len(ranks)
     if case.op == ALLREDUCE_NORM:
         return [tuple(reference.allreduce_residual_rmsnorm(firsts, *ranks[0].inputs[1:]))] * len(ranks)
     if case.op == REDUCESCATTER_NORM:
-        residuals, weight = [own.inputs[1] for own in ranks], ranks[0].inputs[2]
+        residuals, weight = [of_rank.inputs[1] for of_rank in ranks], ranks[0].inputs[2]
         return reference.reducescatter_residual_rmsnorm(firsts, residuals, weight)
     if case.op == "allgather":
         return [(reference.allgather(firsts),)] * len(ranks)
     if case.op == "reducescatter":
         quantized = partial(reference.quantized_reducescatter, codec=case.codec)
-        return [(one,) for one in (quantized if case.codec else reference.reducescatter)(firsts)]
+        return [(part,) for part in (quantized if case.codec else reference.reducescatter)(firsts)]
     quantized = partial(reference.quantized_allreduce, codec=case.codec)
     return [((quantized if case.codec else reference.allreduce)(firsts),)] * len(ranks)
 
 
-def factors(own: Operands) -> tuple[Tensor, Tensor]:
+def factors(mine: Operands) -> tuple[Tensor, Tensor]:
     """Returns a rank's factors in fp32, times their scales."""
-    a, w, *scales = own.inputs
+    a, w, *scales = mine.inputs
     if not scales:
         return a.float(), w.float()
     whole = [
@@ -253,11 +253,13 @@ def count_wrong(case: Case, ranks: Sequence[Operands], right: Sequence[tuple[Ten
 
     A product's bits depend on the order of K, so those of a matmul are compared with rank 0's, and with an error bound.
     """
-    pairs = [pair for own, of_rank in zip(ranks, right, strict=True) for pair in zip(own.outputs, of_rank, strict=True)]
+    pairs = [
+        pair for mine, of_rank in zip(ranks, right, strict=True) for pair in zip(mine.outputs, of_rank, strict=True)
+    ]
     if case.op == MATMUL_ALLREDUCE:
         magnitude = sum(a.abs() @ w.abs().t() for a, w in map(factors, ranks))
-        far = [~((found.float() - one.float()).abs() <= FAR * magnitude) for found, one in pairs]
-        return int(sum(one.sum() for one in far)) + _apart([(found, pairs[0][0]) for found, _ in pairs])
+        far = [~((result.float() - want.float()).abs() <= FAR * magnitude) for result, want in pairs]
+        return int(sum(mask.sum() for mask in far)) + _apart([(result, pairs[0][0]) for result, _ in pairs])
     return _apart(pairs)
 
 
@@ -295,15 +297,15 @@ class Ranks:
         if len(parts) > 1:
             raise ValueError(f"the call takes {len(parts)} launches")
         bound = collective.bind_slice(self.runner, call, config, parts[0], TIMEOUT_S)
-        return [partial(launch, *own) for launch, own in zip(bound, ranks, strict=True)]
+        return [partial(launch, *mine) for launch, mine in zip(bound, ranks, strict=True)]
 
     def _matmul_launches(self, call: Call, algorithm: Algorithm, ranks: Sequence[Operands]) -> list[Callable[[], None]]:
         made = fused_matmul(self.engine, call, algorithm)
-        (one,) = made._slices
-        placed = [operands_of(call.work, own) for own in ranks]
+        (part,) = made._slices
+        placed = [operands_of(call.work, mine) for mine in ranks]
         return [
-            partial(made._launch(member, own, one), *made._tensors(member, own, one))
-            for member, own in zip(self.runner.members, placed, strict=True)
+            partial(made._launch(member, mine, part), *made._tensors(member, mine, part))
+            for member, mine in zip(self.runner.members, placed, strict=True)
         ]
 
 
@@ -320,9 +322,11 @@ class Bench:
             with torch.cuda.stream(stream):
                 launch()
         ranks.runner.synchronize()
-        nbytes = sum(one.nbytes for own in self._operands for one in (*own.inputs, *own.outputs))
+        nbytes = sum(tensor.nbytes for of_rank in self._operands for tensor in (*of_rank.inputs, *of_rank.outputs))
         self.calls = max(LEAST_CALLS, min(MOST_CALLS, GRAPH_NBYTES // nbytes))
-        self._graphs = [self._capture(*one) for one in zip(self._launches, ranks.streams, strict=True)]
+        self._graphs = [
+            self._capture(launch, stream) for launch, stream in zip(self._launches, ranks.streams, strict=True)
+        ]
         self.time_us()
 
     def _capture(self, launch: Callable[[], None], stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
@@ -350,8 +354,8 @@ class Bench:
 
     def count_wrong(self) -> int:
         """Replays the graphs once more, and returns how many elements of their last results are wrong."""
-        for own in self._operands:
-            overwrite(own.outputs)
+        for of_rank in self._operands:
+            overwrite(of_rank.outputs)
         self.time_us()
         return count_wrong(self._case, self._operands, self._right)
 

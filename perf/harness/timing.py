@@ -18,7 +18,7 @@ class Repeated:
     """A call that is made again and again.
 
     Args:
-        calls: how many of them a timed launch makes; on a GPU it replays a graph of them.
+        calls: how many calls a timed launch makes. On a GPU the launch replays a graph of them.
 
     Attributes:
         result: what the last call returned.
@@ -70,9 +70,9 @@ def time_in_turn(
         for at, launch in enumerate(launches):
             if prepare:
                 prepare[at]()
-            one = time_us(launch)
+            spent_us = time_us(launch)
             if repeat >= 0:
-                times[at].append(one)
+                times[at].append(spent_us)
     return times
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -19,7 +19,7 @@ from perf.peers.methods import Method
 WINDOW_NUMEL = 1 << 24
 TOKENS_AT_ONCE = 1024  # logits are compared for this many tokens at a time
 
-SAME_SIZE_INTEGER = {2: torch.int16, 4: torch.int32}
+SAME_SIZE_INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 
 # FP8 (e4m3) has three mantissa bits, so rounding changes an element by up to 2^-4 of itself. A quantised two-shot
 # rounds the data and their sum, and then to the tensor's dtype: the error is 2^-3 and a little of the sum of
@@ -90,6 +90,21 @@ def differs(output: Tensor, expected: Tensor) -> Tensor:
     return output.view(kind) != expected.view(kind)
 
 
+def exceeds(output: Tensor, expected: Tensor, limit: Tensor) -> Tensor:
+    """Returns a mask of the elements whose error exceeds the limit or is NaN."""
+    return ~((output.double() - expected.double()).abs() <= limit)
+
+
+def count_differing(results: Sequence[Tensor], expected: Sequence[Tensor]) -> int:
+    """Returns how many elements of several results do not have the expected bits."""
+    return sum(int(differs(*pair).sum()) for pair in zip(results, expected, strict=True))
+
+
+def count_far(results: Sequence[Tensor], expected: Sequence[Tensor], limits: Sequence[Tensor]) -> int:
+    """Returns how many elements of several results have an error that exceeds their limit or is NaN."""
+    return sum(int(exceeds(*of_result).sum()) for of_result in zip(results, expected, limits, strict=True))
+
+
 def logit_errors(logits: Tensor, expected: Tensor) -> tuple[Tensor, Tensor]:
     """Returns each token's relative error of logits, and whether its bits differ from rank 0's. Collective."""
     error = (logits.float() - expected.float()).norm(dim=-1) / expected.float().norm(dim=-1)
@@ -98,9 +113,9 @@ def logit_errors(logits: Tensor, expected: Tensor) -> tuple[Tensor, Tensor]:
     return error, differs(logits, firsts).any(-1)
 
 
-def compare_logits(found: Tensor, expected: Tensor, head: Tensor) -> tuple[Tensor, Tensor]:
+def compare_logits(hidden: Tensor, expected: Tensor, head: Tensor) -> tuple[Tensor, Tensor]:
     """Returns :func:`logit_errors` of ``found @ head.T`` and ``expected @ head.T``. Collective."""
-    windows = zip(found.split(TOKENS_AT_ONCE), expected.split(TOKENS_AT_ONCE), strict=True)
+    windows = zip(hidden.split(TOKENS_AT_ONCE), expected.split(TOKENS_AT_ONCE), strict=True)
     of_windows = [logit_errors(mine @ head.t(), theirs @ head.t()) for mine, theirs in windows]
     errors, apart = zip(*of_windows, strict=True)
     return torch.cat(errors), torch.cat(apart)

@@ -74,9 +74,9 @@ def fill(model: nn.Module, rank: int) -> None:
     generator: torch.Generator | None = None
     with torch.no_grad():
         for at, parameter in enumerate(model.parameters()):
-            own = parameter.to_local() if hasattr(parameter, "to_local") else parameter
-            if own.ndim == 1:
-                own.fill_(1)
+            shard = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+            if shard.ndim == 1:
+                shard.fill_(1)
                 continue
-            generator = (generator or torch.Generator(own.device)).manual_seed(1000 * at + rank)
-            own.normal_(0, 0.02, generator=generator)
+            generator = (generator or torch.Generator(shard.device)).manual_seed(1000 * at + rank)
+            shard.normal_(0, 0.02, generator=generator)

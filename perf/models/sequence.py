@@ -206,9 +206,9 @@ def forward(
 
 def named_weights(decoder: decoding.Decoder) -> dict[str, Tensor]:
     of_layers = {
-        f"{at}.{one.name}": getattr(layer, one.name)
+        f"{at}.{field.name}": getattr(layer, field.name)
         for at, layer in enumerate(decoder.layers)
-        for one in fields(decoding.Layer)
+        for field in fields(decoding.Layer)
     }
     return of_layers | {"final_norm": decoder.final_norm}
 
@@ -219,7 +219,7 @@ def part_of(name: str, whole: Tensor, size: decoding.Size, shard: decoding.Shard
     kv_width = size.kv_heads * size.head_size
     stacked = {"query_key_value": (size.hidden, kv_width, kv_width), "gate_up": (size.inner, size.inner)}
     if kind in stacked:
-        return torch.cat([shard.part(one, 0) for one in whole.split(stacked[kind])])
+        return torch.cat([shard.part(stack, 0) for stack in whole.split(stacked[kind])])
     return shard.part(whole, 1) if kind in ("out", "down") else whole
 
 
@@ -261,12 +261,12 @@ class Trial:
     def _train(self) -> None:
         weights, x = named_weights(self._decoder), self._inputs.x.detach().requires_grad_()
         out = self._forward(self._decoder, replace(self._inputs, x=x), method=self.method)
-        found = torch.autograd.grad(out, [*weights.values(), x], self._cotangent)
-        self.result, self.gradients = out.detach(), dict(zip([*weights, "x"], found, strict=True))
+        gradients = torch.autograd.grad(out, [*weights.values(), x], self._cotangent)
+        self.result, self.gradients = out.detach(), dict(zip([*weights, "x"], gradients, strict=True))
         if self.method.sum_norms:
-            norms = {name: one for name, one in self.gradients.items() if name.endswith("norm")}
+            norms = {name: gradient for name, gradient in self.gradients.items() if name.endswith("norm")}
             summed = self.method.sum_norms(torch.cat(list(norms.values())))
-            self.gradients |= zip(norms, summed.split([len(one) for one in norms.values()]), strict=True)
+            self.gradients |= zip(norms, summed.split([len(gradient) for gradient in norms.values()]), strict=True)
 
     def make_launch(self) -> Callable[[], None]:
         """Returns a function that runs one step. On GPUs a prefill replays a CUDA graph."""
@@ -282,8 +282,8 @@ class Bench(ModelBench):
 
     def __init__(self, plan: SequencePlan, ranks: ProcessRanks, elementwise: decoding.Elementwise) -> None:
         super().__init__(plan, ranks, elementwise)
-        for one in (*named_weights(self._whole).values(), *named_weights(self._own).values()):
-            one.requires_grad_()
+        for weight in (*named_weights(self._whole).values(), *named_weights(self._own).values()):
+            weight.requires_grad_()
 
     def measure(self, phase: str, tokens: int, methods: Sequence[Method]) -> Iterator[SequenceRow | str]:
         """Yields a row for each method, or a message that says why there is none. Collective."""
@@ -327,10 +327,10 @@ class Bench(ModelBench):
         worst = [worst_of(errors)]
         if trial.gradients:
             of_gradients = []
-            for name, found in trial.gradients.items():
+            for name, gradient in trial.gradients.items():
                 whole = expected.gradients[name]
                 mine = rows(whole) if name == "x" else part_of(name, whole, self._size, self._shard)
-                of_gradients.append(relative_error(found, mine))
+                of_gradients.append(relative_error(gradient, mine))
             wrong += sum(not error <= GRADIENT_TOLERANCE * growth for error in of_gradients)
             worst.append(max(of_gradients))
         error, *more = self._ranks.slowest(worst)
@@ -338,9 +338,9 @@ class Bench(ModelBench):
         return error, more[0] if more else None, wrong
 
 
-def relative_error(found: Tensor, expected: Tensor) -> float:
+def relative_error(actual: Tensor, expected: Tensor) -> float:
     """Returns the Euclidean norm of the difference / the norm of ``expected``; infinity for NaN."""
-    error = ((found.float() - expected.float()).norm() / expected.float().norm()).item()
+    error = ((actual.float() - expected.float()).norm() / expected.float().norm()).item()
     return math.inf if math.isnan(error) else error
 
 

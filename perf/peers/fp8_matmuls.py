@@ -83,14 +83,14 @@ def scaled_mm(a: Tensor, w: Tensor, a_scale: Tensor, w_scale: Tensor, out: Tenso
 def make_variants(plan: Fp8Plan, ranks: Ranks) -> tuple[list[Variant], list[str]]:
     """Returns the plan's methods in its order, and why some are missing. Allocates all memory. Collective."""
     sums = [name.removeprefix(AFTER) for name in plan.methods if name.startswith(AFTER)]
-    found, skipped = make_sums(plan, sums, ranks)
+    sums_made, skipped = make_sums(plan, sums, ranks)
     variants = [
         Variant(MATMUL, scaled_mm, summed=False),
         Variant(ALLREDUCE, Alone(own_product, sum_of), exact=True),
-        *(after_matmul(method, AFTER, scaled_mm) for method in found),
+        *(after_matmul(method, AFTER, scaled_mm) for method in sums_made),
         *(Variant(name, partial(fused, partition), exact=True) for name, partition in PARTITIONS.items()),
     ]
-    made = {one.name: one for one in variants}
+    made = {variant.name: variant for variant in variants}
     made[TILES] = replace(made[TILES], serves=in_tiles)
     return [made[name] for name in plan.methods if name in made], skipped
 

@@ -19,6 +19,7 @@ from graphar.plan.work import ALLGATHER_MATMUL, Product
 from graphar.product import gemm
 from graphar.product.products import gathering_method
 from graphar.runtime.registry import engine_of_group
+from perf.models.decoder import normal
 from perf.peers.matmuls import Alone, FusedPlan, Layer, Variant
 
 # Column-parallel layers of Llama-3-70B.
@@ -37,17 +38,14 @@ class GatheredLayer(Layer):
 
     def operands(self, rank: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Returns this rank's rows and weight: normal data with a different seed on every rank."""
-        generator = torch.Generator(device).manual_seed(2000 + rank)
-        w = torch.randn(self.n, self.k, dtype=torch.bfloat16, device=device, generator=generator)
-        return self._rows_of(rank, device), w.mul_(self.k**-0.5)
+        return self._rows_of(rank, device), normal(2000 + rank, (self.n, self.k), device).mul_(self.k**-0.5)
 
     def gathered(self, device: torch.device) -> Tensor:
         """Returns the rows of all ranks, generated from their seeds."""
         return torch.cat([self._rows_of(rank, device) for rank in range(self.world_size)])
 
     def _rows_of(self, rank: int, device: torch.device) -> Tensor:
-        generator = torch.Generator(device).manual_seed(1000 + rank)
-        return torch.randn(self.own_rows, self.k, dtype=torch.bfloat16, device=device, generator=generator)
+        return normal(1000 + rank, (self.own_rows, self.k), device)
 
 
 class GatheredPlan(FusedPlan):

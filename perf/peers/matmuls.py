@@ -192,9 +192,10 @@ class Variant:
 def make_variants(plan: FusedPlan, ranks: Ranks) -> tuple[list[Variant], list[str]]:
     """Returns the plan's methods in its order, and why some are missing. Allocates all memory. Collective."""
     others = [name for name in plan.methods if name.startswith(AFTER) and not name.endswith(INT8)]
-    found, skipped = make_sums(plan, [name.removeprefix(AFTER) for name in others], ranks)
+    sums, skipped = make_sums(plan, [name.removeprefix(AFTER) for name in others], ranks)
     variants = [_make(name) for name in plan.methods if name not in others]
-    made = {one.name: one for one in (*variants, *(after_matmul(method, AFTER, torch_mm) for method in found))}
+    variants += [after_matmul(method, AFTER, torch_mm) for method in sums]
+    made = {variant.name: variant for variant in variants}
     return [made[name] for name in plan.methods if name in made], skipped
 
 
@@ -272,7 +273,7 @@ class Alone:
         self._made: tuple[tuple, Tensor] | None = None
 
     def __call__(self, *operands: Tensor) -> Tensor:
-        key = tuple((one.data_ptr(), one.shape) for one in operands)
+        key = tuple((tensor.data_ptr(), tensor.shape) for tensor in operands)
         if self._made is None or self._made[0] != key:
             self._made = key, self._before(*operands)
         return self._step(self._made[1], *operands)
@@ -308,6 +309,6 @@ def partitioned(cut: str, count: int, beside: Beside, a: Tensor, w: Tensor) -> T
     """Runs graphar's op in ``count`` chunks. ``beside`` has algorithm and thread blocks of the all-reduces."""
     out = a.new_empty(len(a), len(w))
     work = Product(MATMUL_ALLREDUCE, (len(a),), len(w), partition=cut, num_partitions=count)
-    own = Operands((a, w), (out,))
-    Then(engine_of_group(""), Call.of(work, a), own, beside).run([own])
+    operands = Operands((a, w), (out,))
+    Then(engine_of_group(""), Call.of(work, a), operands, beside).run([operands])
     return out

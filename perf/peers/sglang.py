@@ -56,8 +56,8 @@ def make_communicator(plan: Plan, ranks: Ranks) -> tuple[object, object]:
     slot = slot_nbytes(plan, size)
     push, pull = 2 * size * slot, aligned(up_to(plan, PULL_MAX_NBYTES))
     nbytes = push + pull + pull_blocks * SEMAPHORE_NBYTES
-    own, handle = symmetric(nbytes)
-    own.zero_()
+    mine, handle = symmetric(nbytes)
+    mine.zero_()
     counter = torch.zeros(sm_count, 1, dtype=torch.int32, device=ranks.device)
     ranks.barrier()
     everyone = [handle.get_buffer(rank, [nbytes], torch.uint8, handle.offset) for rank in range(size)]
@@ -73,7 +73,7 @@ def make_communicator(plan: Plan, ranks: Ranks) -> tuple[object, object]:
         workspaces=[memory[push : push + pull] for memory in everyone],
         semaphores=[memory[push + pull :].view(pull_blocks, SEMAPHORE_NBYTES) for memory in everyone],
     )
-    return Communicator(push=push_plane, pull=pull_plane), (own, handle, counter)
+    return Communicator(push=push_plane, pull=pull_plane), (mine, handle, counter)
 
 
 def slot_nbytes(plan: Plan, world_size: int) -> int:

@@ -17,7 +17,7 @@ from perf.choices import choice_table, choices
 from perf.harness import cases, sweep
 from perf.harness.cases import ITEMSIZES, SIZES, LinkCeiling, Plan, Row, SizesPlan
 from perf.machine import check_world_sizes
-from perf.md import NOT_SERVED, method_table, name_cell, rate, ratio_cell, table, time_cell, time_table
+from perf.md import NOT_SERVED, columns, method_table, name_cell, rate, ratio_cell, time_cell, time_table
 from perf.peers.catalogue import CPU_METHODS, CUDA_METHODS, FIXED_ALGORITHM, LIST_METHODS, why_no_method
 from perf.ratios import NOISE, best_peer, by_method, extent, group, of_best_peer, ratio, words_for
 from perf.report import Arguments, Choice, Glance, Report, Section
@@ -132,11 +132,11 @@ class AllReduce(Report):
 
     @classmethod
     def count(cls, plan: Sequence[Plan]) -> int:
-        return sum(one.row_count() for one in plan)
+        return sum(world_plan.row_count() for world_plan in plan)
 
     def measure(self, plan: Sequence[Plan]) -> Iterator[Row | LinkCeiling | str]:
-        for one in plan:
-            yield from sweep.run(one)
+        for world_plan in plan:
+            yield from sweep.run(world_plan)
 
     def take(self, message: Row | LinkCeiling | str) -> None:
         if isinstance(message, LinkCeiling):
@@ -147,47 +147,47 @@ class AllReduce(Report):
 
     def findings(self) -> list[str]:
         """Returns one or two sentences for each table. They say how graphar compares with its peers."""
-        found = []
+        told = []
         for key in groups(self.rows):
             ratios = of_best_peer(by_method(members(self.rows, key), _nbytes))
             if ratios:
-                slower = [f"{format_nbytes(nbytes)} ({one:.2f})" for nbytes, one in ratios.items() if one > NOISE]
+                slower = [f"{format_nbytes(nbytes)} ({value:.2f})" for nbytes, value in ratios.items() if value > NOISE]
                 where = f" Above {NOISE}: {', '.join(slower)}." if slower else ""
                 mean = f", geometric mean {statistics.geometric_mean(ratios.values()):.2f}" if len(ratios) > 1 else ""
-                found.append(f"{key.title}: graphar's time / the best peer's time is {extent(ratios)}{mean}.{where}")
+                told.append(f"{key.title}: graphar's time / the best peer's time is {extent(ratios)}{mean}.{where}")
         if loss := self.loss_of_auto():
-            found.append(f"The time of `auto` / the fastest variant's time is at most {loss}.")
-        return found
+            told.append(f"The time of `auto` / the fastest variant's time is at most {loss}.")
+        return told
 
     def losses(self) -> list[tuple[str, Choice]]:
         named = []
         for key in groups(self.rows):
-            found = choices(by_method(members(self.rows, key), _nbytes), IS_VARIANT)
-            named += [(f"{format_nbytes(size)}, {key.title}", one) for (size, _), one in found.items()]
+            chosen = choices(by_method(members(self.rows, key), _nbytes), IS_VARIANT)
+            named += [(f"{format_nbytes(size)}, {key.title}", choice) for (size, _), choice in chosen.items()]
         return named
 
     def sections(self) -> list[Section]:
-        rows, found = self.rows, []
+        rows, sections = self.rows, []
         for key in main_first(rows):
             mine = members(rows, key)
             cases = by_method(mine, _nbytes)
-            named = {format_nbytes(nbytes): one for nbytes, one in cases.items()}
+            named = {format_nbytes(nbytes): of_size for nbytes, of_size in cases.items()}
             body = [size_table(mine, (self.link_ceiling or {}).get(key.world_size))]
             body += [
                 *choice_table("size", choices(named, IS_VARIANT)),
                 "Times of all methods:",
                 time_table("size", named),
             ]
-            found.append(Section(key.title, body, [latency(mine), ratio_plot({"graphar": mine})]))
-        found += [*backend_section(rows), *token_section(rows), *dtype_section(rows)]
-        return [*found, *nvlink_sections(rows)]
+            sections.append(Section(key.title, body, [latency(mine), ratio_plot({"graphar": mine})]))
+        sections += [*backend_section(rows), *token_section(rows), *dtype_section(rows)]
+        return [*sections, *nvlink_sections(rows)]
 
     def glance(self) -> Glance:
         if not self.rows:
             return Glance("nothing was measured")
         key = main_first(self.rows)[0]
         rows = members(self.rows, key)
-        ratios = {format_nbytes(nbytes): one for nbytes, one in of_best_peer(by_method(rows, _nbytes)).items()}
+        ratios = {format_nbytes(nbytes): value for nbytes, value in of_best_peer(by_method(rows, _nbytes)).items()}
         over = words_for([row.method for row in rows if row.is_peer], FAMILIES)
         return Glance(f"graphar's time / the time of {over}, by size, {key.world_size} ranks", ratios)
 
@@ -278,48 +278,49 @@ IS_VARIANT = {"graphar": lambda name: name.startswith("graphar:") and name != "g
 
 def size_table(rows: Sequence[Row], link_ceiling: float | None = None) -> str:
     """Returns a table of graphar and its best peer. It has a row for each size."""
-    header = ["size", "graphar (us)", "algbw (GB/s)", "busbw (GB/s)", "best peer", "best peer (us)", "of_best_peer"]
-    any_bits = ["any bits (us)"] if any(row.method == "graphar_any_bits" for row in rows) else []
-    lines = []
-    for nbytes, mine in by_method(rows, _nbytes).items():
-        ours, peer = mine.get("graphar"), best_peer(mine.values())
-        lines.append(
-            [
-                format_nbytes(nbytes),
-                time_cell(ours),
-                rate(ours.algbw) if ours else NOT_SERVED,
-                rate(ours.busbw) if ours else NOT_SERVED,
-                name_cell(peer),
-                time_cell(peer),
-                ratio_cell(ratio(ours, peer)),
-                f"{ours.busbw / link_ceiling:.2f}" if ours and link_ceiling else NOT_SERVED,
-                (ours and ours.algorithm) or NOT_SERVED,
-                *(time_cell(mine.get("graphar_any_bits")) for _ in any_bits),
-            ]
-        )
-    return table([*header, "of_link", "algorithm", *any_bits], lines)
+    cases = by_method(rows, _nbytes)
+    ours = {nbytes: mine.get("graphar") for nbytes, mine in cases.items()}
+    peers = {nbytes: best_peer(mine.values()) for nbytes, mine in cases.items()}
+
+    def known(cell: Callable[[Row], str | None]) -> Callable[[int], str]:
+        return lambda nbytes: (ours[nbytes] and cell(ours[nbytes])) or NOT_SERVED
+
+    cells = {
+        "size": format_nbytes,
+        "graphar (us)": lambda nbytes: time_cell(ours[nbytes]),
+        "algbw (GB/s)": known(lambda row: rate(row.algbw)),
+        "busbw (GB/s)": known(lambda row: rate(row.busbw)),
+        "best peer": lambda nbytes: name_cell(peers[nbytes]),
+        "best peer (us)": lambda nbytes: time_cell(peers[nbytes]),
+        "of_best_peer": lambda nbytes: ratio_cell(ratio(ours[nbytes], peers[nbytes])),
+        "of_link": known(lambda row: f"{row.busbw / link_ceiling:.2f}" if link_ceiling else None),
+        "algorithm": known(lambda row: row.algorithm),
+    }
+    if any("graphar_any_bits" in mine for mine in cases.values()):
+        cells["any bits (us)"] = lambda nbytes: time_cell(cases[nbytes].get("graphar_any_bits"))
+    return columns(cases, cells)
 
 
 def backend_section(rows: Sequence[Row]) -> list[Section]:
     """Returns a section of torch's backends and graphar at common sizes. Empty if no row was measured only for it."""
-    found = [
+    compared = [
         row
         for row in rows
         if row.nbytes in cases.BACKEND_SIZES
         and row.method in cases.PLAIN_METHODS
         and (row.mode in ("graph", "cpu") and row.form == "process" and row.dtype == rows[0].dtype)
     ]
-    if all(row.nbytes in SIZES for row in found):
+    if all(row.nbytes in SIZES for row in compared):
         return []
     order = ("gloo", "nccl", "graphar")
-    columns = sorted({(row.world_size, row.method) for row in found}, key=lambda one: (one[0], order.index(one[1])))
-    lines = lines_by_size(found, lambda row: (row.world_size, row.method), columns)
-    header = ["size", *(f"{world_size} ranks: {method} (us)" for world_size, method in columns)]
+    keys = sorted({(row.world_size, row.method) for row in compared}, key=lambda key: (key[0], order.index(key[1])))
+    titles = {key: f"{key[0]} ranks: {key[1]}" for key in keys}
+    times = times_by_size(compared, lambda row: (row.world_size, row.method), titles)
     text = "Times on GPUs are measured in CUDA graphs. gloo sums CPU tensors."
-    if any(row.mode == "graph" for row in found) and any(row.method == "gloo" for row in found):
+    if any(row.mode == "graph" for row in compared) and any(row.method == "gloo" for row in compared):
         text += " Sizes above 100 MB are measured with gloo if `--max-nbytes 1G` is given."
-    names = ", ".join(name for name in order if any(row.method == name for row in found))
-    return [Section(f"{names} by number of ranks, {span(found)}", [text, table(header, lines)])]
+    names = ", ".join(name for name in order if any(row.method == name for row in compared))
+    return [Section(f"{names} by number of ranks, {span(compared)}", [text, times])]
 
 
 def token_section(rows: Sequence[Row]) -> list[Section]:
@@ -328,15 +329,15 @@ def token_section(rows: Sequence[Row]) -> list[Section]:
         return []
     dtype = rows[0].dtype
     tokens_of = dict(zip(cases.token_sizes(dtype), cases.TOKENS, strict=True))
-    found = []
+    sections = []
     for world_size, mode in itertools.product(sorted({row.world_size for row in rows}, reverse=True), ("graph", "cpu")):
         key = Key(world_size, mode, "process", dtype)
         mine = [row for row in rows if key.has(row) and row.nbytes in tokens_of]
         if any(row.nbytes not in SIZES for row in mine):
-            by_tokens = {str(tokens_of[nbytes]): one for nbytes, one in by_method(mine, _nbytes).items()}
+            by_tokens = {str(tokens_of[nbytes]): of_size for nbytes, of_size in by_method(mine, _nbytes).items()}
             title = f"{world_size} ranks, {dtype}, hidden size {cases.HIDDEN}, by number of tokens, {MODES[mode]}"
-            found.append(Section(title, [method_table("tokens", by_tokens)]))
-    return found
+            sections.append(Section(title, [method_table("tokens", by_tokens)]))
+    return sections
 
 
 def dtype_section(rows: Sequence[Row]) -> list[Section]:
@@ -345,10 +346,9 @@ def dtype_section(rows: Sequence[Row]) -> list[Section]:
         return []
     like = {(row.world_size, row.mode, row.form, row.method, row.nbytes) for row in others}
     mine = [row for row in rows if (row.world_size, row.mode, row.form, row.method, row.nbytes) in like]
-    columns = list(itertools.product(*(dict.fromkeys(getattr(row, of) for row in mine) for of in ("method", "dtype"))))
-    lines = lines_by_size(mine, lambda row: (row.method, row.dtype), columns)
-    title = f"{mine[0].world_size} ranks, by dtype, {MODES[mine[0].mode]}"
-    return [Section(title, [table(["size", *(f"{method} {dtype} (us)" for method, dtype in columns)], lines)])]
+    keys = itertools.product(*(dict.fromkeys(getattr(row, of) for row in mine) for of in ("method", "dtype")))
+    times = times_by_size(mine, lambda row: (row.method, row.dtype), {key: " ".join(key) for key in keys})
+    return [Section(f"{mine[0].world_size} ranks, by dtype, {MODES[mine[0].mode]}", [times])]
 
 
 def nvlink_sections(rows: Sequence[Row]) -> list[Section]:
@@ -361,10 +361,11 @@ def span(rows: Sequence[Row]) -> str:
     return " to ".join(format_nbytes(nbytes) for nbytes in dict.fromkeys([min(sizes), max(sizes)]))
 
 
-def lines_by_size(rows: Iterable[Row], column_of: Callable[[Row], object], columns: Sequence) -> list[list[str]]:
-    """Returns the lines of a table of times, with a cell for each of ``columns``."""
+def times_by_size(rows: Iterable[Row], column_of: Callable[[Row], object], titles: Mapping[object, str]) -> str:
+    """Returns a table of times. ``titles`` has its columns, by what ``column_of`` returns for their rows."""
     by_size = {size: {column_of(row): row for row in mine} for size, mine in sorted(group(rows, _nbytes).items())}
-    return [[format_nbytes(size), *(time_cell(cells.get(one)) for one in columns)] for size, cells in by_size.items()]
+    named = {format_nbytes(size): {titles[key]: cells.get(key) for key in titles} for size, cells in by_size.items()}
+    return time_table("size", named)
 
 
 def families(rows: Sequence[Row]) -> dict[str, list[Row]]:
@@ -372,12 +373,12 @@ def families(rows: Sequence[Row]) -> dict[str, list[Row]]:
 
     A wrong row is drawn only if the library has no correct row at that size.
     """
-    found = {"graphar": [row for row in rows if row.method == "graphar"]}
+    drawn = {"graphar": [row for row in rows if row.method == "graphar"]}
     for prefix, name in FAMILIES.items():
         mine = [row for row in rows if row.method.startswith(prefix) and row.is_peer]
         at_sizes = by_method(mine, _nbytes).values()
-        found[name] = [min(one.values(), key=lambda row: (bool(row.wrong), row.median)) for one in at_sizes]
-    return {name: sorted(one, key=_nbytes) for name, one in found.items() if one}
+        drawn[name] = [min(of_size.values(), key=lambda row: (bool(row.wrong), row.median)) for of_size in at_sizes]
+    return {name: sorted(of_library, key=_nbytes) for name, of_library in drawn.items() if of_library}
 
 
 def line_of(name: str, rows: Sequence[Row], value, band=None) -> Line:

@@ -75,9 +75,9 @@ class Trial(Repeated):
         rank, ranks = self._ranks.rank, self._ranks.size
         scatter, gather = (0, 0) if self._kind == ROWS else (2, 1)
         wrong = 0
-        for source, found in enumerate(result.chunk(ranks, gather)):  # made again: it need not travel
+        for source, part in enumerate(result.chunk(ranks, gather)):  # made again: it need not travel
             x = shaped(random_tensor(self._case, source, self._ranks.device), self._kind, ranks)
-            wrong += int(differs(found.contiguous(), x.chunk(ranks, scatter)[rank].contiguous()).sum())
+            wrong += int(differs(part.contiguous(), x.chunk(ranks, scatter)[rank].contiguous()).sum())
         return wrong
 
 
@@ -95,21 +95,21 @@ def numel_of(nbytes: int, ranks: int) -> int:
 def calls_of(x: Tensor, kind: str) -> dict[str, Callable[[], Tensor]]:
     ranks, part_nbytes = dist.get_world_size(), x.nbytes // dist.get_world_size()
     dims = {} if kind == ROWS else {"scatter_dim": 2, "gather_dim": 1}
-    found: dict[str, Callable[[], Tensor]] = {"graphar": partial(graphar.alltoall, x, **dims)}
+    calls: dict[str, Callable[[], Tensor]] = {"graphar": partial(graphar.alltoall, x, **dims)}
     if kind == ROWS:
         sizes = [len(x) // ranks] * ranks
-        found["graphar_sizes"] = partial(graphar.alltoall, x, sizes=(sizes, sizes))
+        calls["graphar_sizes"] = partial(graphar.alltoall, x, sizes=(sizes, sizes))
     if x.is_cuda:
         copies = [COPYING["alltoall"]] if kind == ROWS and x.nbytes >= 4 * MB else []  # meetings dominate smaller ones
-        for one in (*in_tables("alltoall"), *copies):
-            if Algorithm(one).row.fits(ranks, part_nbytes):
-                found[f"graphar:{one}"] = partial(graphar.alltoall, x, algorithm=one, **dims)
-        found["nccl"] = partial(by_torch, x, kind)
+        for algorithm in (*in_tables("alltoall"), *copies):
+            if Algorithm(algorithm).row.fits(ranks, part_nbytes):
+                calls[f"graphar:{algorithm}"] = partial(graphar.alltoall, x, algorithm=algorithm, **dims)
+        calls["nccl"] = partial(by_torch, x, kind)
         if kind == ROWS:
-            found["symm_mem"] = by_symmetric_memory(x)
+            calls["symm_mem"] = by_symmetric_memory(x)
     else:
-        found["gloo"] = partial(by_torch, x, kind)
-    return found
+        calls["gloo"] = partial(by_torch, x, kind)
+    return calls
 
 
 def by_torch(x: Tensor, kind: str) -> Tensor:
@@ -137,8 +137,8 @@ def by_symmetric_memory(x: Tensor) -> Callable[[], Tensor]:
         mine, out = (symm_mem.empty(len(x), dtype=x.dtype, device=x.device) for _ in range(2))
         splits = symm_mem.empty(ranks, dtype=torch.int64, device=x.device).fill_(len(x) // ranks)
         got = symm_mem.empty((2, ranks), dtype=torch.int64, device=x.device)
-        for one in (mine, out, splits, got):
-            symm_mem.rendezvous(one, dist.group.WORLD)
+        for tensor in (mine, out, splits, got):
+            symm_mem.rendezvous(tensor, dist.group.WORLD)
         return mine.copy_(x), out, splits, got
 
     made: list[Tensor] = []
@@ -164,7 +164,7 @@ def rows_of(kind: str, nbytes: int, ranks: ProcessRanks) -> Iterator[AllToAllRow
     x = shaped(random_tensor(case, ranks.rank, ranks.device), kind, ranks.size)
     trials = [(name, Trial(name, call, case, kind, ranks)) for name, call in calls_of(x, kind).items()]
     timed, refused = timed_in_turn(ranks, trials, case.repeats, case.mode, case.iterations)
-    yield from (f"{one}, {kind} of {format_nbytes(nbytes)}" for one in refused)
+    yield from (f"{message}, {kind} of {format_nbytes(nbytes)}" for message in refused)
     for trial, launch, times in timed:
         (wrong,) = ranks.total([trial.count_wrong(launch)])
         yield AllToAllRow(trial.method, kind, ranks.size, nbytes, spread(times), wrong)
@@ -187,23 +187,23 @@ class AllToAll(BetweenRanks):
     @classmethod
     def plan(cls, options: argparse.Namespace, gpu_count: int) -> list[AllToAllPlan]:
         device, known = ("cuda", SIZES) if gpu_count >= 2 else ("cpu", CPU_SIZES)
-        sizes = tuple(one for one in known if one <= (options.max_nbytes or known[-1]))
+        sizes = tuple(nbytes for nbytes in known if nbytes <= (options.max_nbytes or known[-1]))
         return [AllToAllPlan(device, world_size, sizes) for world_size in cls.world_sizes(options, gpu_count)]
 
     def cases(self) -> dict[tuple[int, str, int], dict[str, AllToAllRow]]:
         return by_method(self.rows, lambda row: (row.world_size, row.kind, row.nbytes))
 
     def ratios(self) -> dict[str, float]:
-        found = of_best_peer(self.cases())
-        return {f"{kind}, {format_nbytes(nbytes)}, {n} ranks": one for (n, kind, nbytes), one in found.items()}
+        ratios = of_best_peer(self.cases())
+        return {f"{kind}, {format_nbytes(nbytes)}, {n} ranks": value for (n, kind, nbytes), value in ratios.items()}
 
     def sections(self) -> list[Section]:
-        found, cases = [], self.cases()
+        sections, cases = [], self.cases()
         for world_size, kind in dict.fromkeys(key[:2] for key in cases):
             mine = {key[2]: rows for key, rows in cases.items() if key[:2] == (world_size, kind)}
             body = [method_table("size", {format_nbytes(nbytes): rows for nbytes, rows in mine.items()})]
-            found.append(Section(f"{kind.capitalize()}, {world_size} ranks", body))
-        return found
+            sections.append(Section(f"{kind.capitalize()}, {world_size} ranks", body))
+        return sections
 
     def glance(self) -> Glance:
         return Glance("time / the best peer's time, by size", self.ratios())

@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 import graphar
-from graphar import reference
 from graphar.plan.algorithms import COPYING
 from graphar.plan.call import Call, Operands
 from graphar.plan.sizes import MB
@@ -25,8 +24,8 @@ from graphar.plan.work import Parts
 from perf.between_ranks import BetweenRanks
 from perf.harness import ranks as ranks_of
 from perf.harness.beside_one_gpu import SharedCalls, Sharing
+from perf.harness.collectives import count_wrong
 from perf.harness.ranks import ProcessRanks
-from perf.harness.verify import differs
 from perf.md import NOT_SERVED, columns, plural
 from perf.ratios import group
 from perf.report import Arguments, Glance, Section, Timing
@@ -104,19 +103,12 @@ class Collectives:
 
     def wrong(self, method: str) -> int:
         """Returns how many elements of all ranks differ from the specification's. Collective."""
-        inputs = []
-        for rank in range(self._ranks.size):
-            generator = torch.Generator(self._ranks.device).manual_seed(rank)
-            inputs.append(torch.randn(len(self._x), generator=generator, device=self._x.device).to(self._x.dtype))
-        self._x.copy_(inputs[self._ranks.rank])
+        generator = torch.Generator(self._ranks.device).manual_seed(self._ranks.rank)
+        self._x.copy_(torch.randn(len(self._x), generator=generator, device=self._x.device))
         self._out.fill_(7)
         self.of(method)()
         torch.cuda.synchronize()
-        if self._op == "allgather":
-            expected = torch.cat(inputs)
-        else:
-            expected = reference.allreduce([x.chunk(self._ranks.size)[self._ranks.rank] for x in inputs])
-        return self._ranks.total([int(differs(self._out, expected).sum())])[0]
+        return self._ranks.total([count_wrong(self._op, self._x, self._out, self._ranks, exact=True)])[0]
 
 
 def sms_of(run: Callable[[], object], device: torch.device) -> float:
@@ -130,11 +122,11 @@ def sms_of(run: Callable[[], object], device: torch.device) -> float:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "trace.json")
         profile.export_chrome_trace(str(path))
-        events = [one for one in json.loads(path.read_text())["traceEvents"] if "dur" in one]
-    kernels = [one for one in events if one.get("cat") == "kernel"]
-    on_gpu = [one for one in events if one.get("cat") in ("kernel", "gpu_memcpy")]
-    begin, end = min(one["ts"] for one in on_gpu), max(one["ts"] + one["dur"] for one in on_gpu)
-    return sum(min(one["args"]["grid"][0], most) * one["dur"] for one in kernels) / (end - begin)
+        events = [event for event in json.loads(path.read_text())["traceEvents"] if "dur" in event]
+    kernels = [event for event in events if event.get("cat") == "kernel"]
+    on_gpu = [event for event in events if event.get("cat") in ("kernel", "gpu_memcpy")]
+    begin, end = min(event["ts"] for event in on_gpu), max(event["ts"] + event["dur"] for event in on_gpu)
+    return sum(min(kernel["args"]["grid"][0], most) * kernel["dur"] for kernel in kernels) / (end - begin)
 
 
 class Beside:
@@ -142,7 +134,7 @@ class Beside:
 
     def __init__(self, shape: tuple[int, int, int], ranks: ProcessRanks | Sharing) -> None:
         m, n, k = shape
-        self._a, self._w = (torch.randn(one, k, device=ranks.device, dtype=torch.bfloat16) for one in (m, n))
+        self._a, self._w = (torch.randn(rows, k, device=ranks.device, dtype=torch.bfloat16) for rows in (m, n))
         self._out: Tensor = self._a.new_empty(m, n)
         self._stream = ranks.streams[0] if isinstance(ranks, Sharing) else torch.cuda.Stream(priority=-1)
         self._ranks, self._count = ranks, 1
@@ -218,13 +210,13 @@ def beside(
     for method, run in runs.items():  # as many calls as last longer than the matmuls
         (call_ms,) = ranks.slowest([matmul.time_ms(run, 4)[1]])
         counts[method] = min(MOST_CALLS, int(2 * MATMULS_MS / call_ms) + 1)
-    alone, found = [], {method: [] for method in runs}
+    alone, turns = [], {method: [] for method in runs}
     for _ in range(plan.repeats):
         alone += ranks.slowest([matmul.time_ms(None, 0)[0]])
         for method, run in runs.items():
-            found[method].append(ranks.slowest(list(matmul.time_ms(run, counts[method]))))
+            turns[method].append(ranks.slowest(list(matmul.time_ms(run, counts[method]))))
     base = statistics.median(alone)
-    medians = {method: [statistics.median(one) for one in zip(*times, strict=True)] for method, times in found.items()}
+    medians = {method: [*map(statistics.median, zip(*times, strict=True))] for method, times in turns.items()}
     return {method: (beside_ms / base, call_ms) for method, (beside_ms, call_ms) in medians.items()}
 
 
@@ -256,15 +248,15 @@ class MatmulsBeside(BetweenRanks):
             sys.exit("--size-mb and --repeats must be at least 1")
         sizes, shares = tuple(options.size_mb), gpu_count < 2
         world_sizes = [SHARED_RANKS] if shares else cls.world_sizes(options, gpu_count)
-        return [BesidePlan(one, shares, sizes, options.repeats) for one in world_sizes]
+        return [BesidePlan(world_size, shares, sizes, options.repeats) for world_size in world_sizes]
 
     def measure(self, plan: Sequence[BesidePlan]) -> Iterator:
-        for one in plan:
-            yield from run_shared(one) if one.shares else super().measure([one])
+        for world_plan in plan:
+            yield from run_shared(world_plan) if world_plan.shares else super().measure([world_plan])
 
     @classmethod
     def count(cls, plan: Sequence[BesidePlan]) -> int:
-        return sum(len(OPS) * len(one.sizes_mb) * len(SHAPES) * len(METHODS) for one in plan)
+        return sum(len(OPS) * len(world_plan.sizes_mb) * len(SHAPES) * len(METHODS) for world_plan in plan)
 
     def line(self, row: BesideRow) -> str:
         where = f"{plural(row.world_size, 'rank')} {', '.join(row.what):<40} {row.method:<20}"
@@ -281,19 +273,19 @@ class MatmulsBeside(BetweenRanks):
             "SMs": lambda row: f"{row.sms:.1f}",
             "wrong": lambda row: f"**{row.wrong} WRONG**" if row.wrong else "0",
         }
-        found = []
+        sections = []
         for (ranks, shares, op), rows in group(self.rows, lambda row: (row.world_size, row.shares, row.op)).items():
             title = f"{plural(ranks, 'rank')}{' that share a GPU' if shares else ''}, {op}"
-            found.append(Section(title, [columns(rows, cells)]))
-        return found
+            sections.append(Section(title, [columns(rows, cells)]))
+        return sections
 
     def findings(self) -> list[str]:
         timed = [method for method in METHODS if any(row.method == method for row in self.rows)]
         return [f"{method}: matmuls take {self._extent(method)} of their time alone." for method in timed]
 
     def _extent(self, method: str) -> str:
-        found = [row.of_alone for row in self.rows if row.method == method and not row.wrong]
-        return f"{min(found):.2f} to {max(found):.2f}" if found else NOT_SERVED
+        ratios = [row.of_alone for row in self.rows if row.method == method and not row.wrong]
+        return f"{min(ratios):.2f} to {max(ratios):.2f}" if ratios else NOT_SERVED
 
     def glance(self) -> Glance:
         return Glance("time of matmuls beside graphar's copies / their time alone", figure=self._extent(COPIES))

@@ -102,10 +102,10 @@ class Compile(Report):
     def measure(self, plan: int) -> Iterator[Compiled]:
         self.nvrtc = ".".join(str(part) for part in nvrtc_version())
         begin = time.perf_counter()
-        for one in compile_all(plan):
+        for compiled in compile_all(plan):
             self.wall_s = round(time.perf_counter() - begin, 1)
-            yield one
-        self.kernels.sort(key=lambda one: (one.file, one.arch, one.kernel))
+            yield compiled
+        self.kernels.sort(key=lambda kernel: (kernel.file, kernel.arch, kernel.kernel))
 
     def verified(self) -> Sequence[Timing]:
         """Returns no rows, because a kernel that does not compile ends the run."""
@@ -120,22 +120,22 @@ class Compile(Report):
         return [Section("By file", [summary_table(self.kernels)])] if self.kernels else []
 
     def glance(self) -> Glance:
-        slowest = max((one.compile_s for one in self.kernels), default=0.0)
+        slowest = max((kernel.compile_s for kernel in self.kernels), default=0.0)
         words = f"to compile {len(self.kernels)} kernels with NVRTC; the slowest takes {slowest:.2g} s"
         return Glance(words, figure=f"{self.wall_s:.0f} s")
 
 
 def summary_table(compiled: Sequence[Compiled]) -> str:
-    known = sorted(compiled, key=lambda one: (one.file, ARCHITECTURES.index(one.arch)))
+    known = sorted(compiled, key=lambda kernel: (kernel.file, ARCHITECTURES.index(kernel.arch)))
     cells = {
         "file": lambda kernels: kernels[0].file,
         "architecture": lambda kernels: kernels[0].arch,
         "kernels": len,
-        "compile (s)": lambda kernels: f"{statistics.median(one.compile_s for one in kernels):.2f}",
-        "longest (s)": lambda kernels: f"{max(one.compile_s for one in kernels):.2f}",
-        "cubin (KB)": lambda kernels: f"{statistics.median(one.nbytes for one in kernels) / 1024:.1f}",
-        "registers": lambda kernels: "{}-{}".format(*(of(one.registers for one in kernels) for of in (min, max))),
-        "stack (B)": lambda kernels: max(one.stack_nbytes for one in kernels),
-        "shared (B)": lambda kernels: max(one.shared_nbytes for one in kernels),
+        "compile (s)": lambda kernels: f"{statistics.median(kernel.compile_s for kernel in kernels):.2f}",
+        "longest (s)": lambda kernels: f"{max(kernel.compile_s for kernel in kernels):.2f}",
+        "cubin (KB)": lambda kernels: f"{statistics.median(kernel.nbytes for kernel in kernels) / 1024:.1f}",
+        "registers": lambda kernels: "{}-{}".format(*(of(kernel.registers for kernel in kernels) for of in (min, max))),
+        "stack (B)": lambda kernels: max(kernel.stack_nbytes for kernel in kernels),
+        "shared (B)": lambda kernels: max(kernel.shared_nbytes for kernel in kernels),
     }
-    return columns(group(known, lambda one: (one.file, one.arch)).values(), cells)
+    return columns(group(known, lambda kernel: (kernel.file, kernel.arch)).values(), cells)

@@ -11,7 +11,7 @@ from typing import ClassVar
 from graphar.numerics.codecs import ROUNDINGS, Codec
 from perf.md import NOT_SERVED, columns
 from perf.report import Arguments, Section
-from perf.topics.training import Run, Training, TrainingPlan, TrainingRow, by_configuration, title
+from perf.topics.training import Run, Training, TrainingPlan, TrainingRow, by_configuration, deviation, title
 
 BITS, BUCKET_SIZES = (8, 4, 2), (512, 1024)
 OF_BYTES = ("bytes", "text")  # the tasks whose measure is perplexity
@@ -21,7 +21,7 @@ class ConvergencePlan(TrainingPlan):
     """The runs with exact gradients, and with each number of bits, rounding and bucket, on any device."""
 
     def runs(self) -> list[Run]:
-        return [one for one in super().runs() if one.backend == "graphar"]
+        return [run for run in super().runs() if run.backend == "graphar"]
 
     def _quantised(self) -> list[tuple[Codec, bool]]:
         return [(Codec(bits, size, rule), False) for bits in BITS for rule in ROUNDINGS for size in BUCKET_SIZES]
@@ -78,5 +78,4 @@ def measure_of(rows: Sequence[TrainingRow]) -> tuple[str, Callable[[TrainingRow]
 
 
 def figure(values: Sequence[float], digits: int) -> str:
-    spread = statistics.stdev(values) if len(values) > 1 and all(map(math.isfinite, values)) else 0.0
-    return f"{statistics.fmean(values):.{digits}f} ± {spread:.{digits}f}"
+    return f"{statistics.fmean(values):.{digits}f} ± {deviation(values):.{digits}f}"

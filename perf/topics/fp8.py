@@ -14,6 +14,7 @@ from graphar.numerics.fp8_products import BLOCK, FP8
 from graphar.plan.trials import WEIGHTS
 from graphar.product import gemm
 from perf import products
+from perf.harness import verify
 from perf.models.decoder import normal
 from perf.report import Arguments
 
@@ -43,7 +44,7 @@ class ScaledOperands(products.ProductOperands):
     @cached_property
     def in_bf16(self) -> products.ProductOperands:
         """The same values and the same result."""
-        return products.ProductOperands(self.a.bfloat16(), [one.bfloat16() for one in self.weights], self.out)
+        return products.ProductOperands(self.a.bfloat16(), [weight.bfloat16() for weight in self.weights], self.out)
 
 
 def make_operands(shape: products.Shape, device: torch.device) -> ScaledOperands:
@@ -51,7 +52,7 @@ def make_operands(shape: products.Shape, device: torch.device) -> ScaledOperands
     weights = [normal(1 + at, (n, k), device).to(FP8) for at in range(products.weight_count(shape, 1))]
     blocks = -(-k // BLOCK)
     shapes = ((m, 1), (1, n), (blocks, m), (-(-n // BLOCK), blocks))
-    scales = [normal(100 + at, one, device).float().abs().add_(0.5).div_(k**0.25) for at, one in enumerate(shapes)]
+    scales = [normal(100 + at, size, device).float().abs().add_(0.5).div_(k**0.25) for at, size in enumerate(shapes)]
     out = torch.empty(m, n, dtype=torch.bfloat16, device=device)
     a = normal(0, (m, k), device).to(FP8)
     return ScaledOperands(a, weights, out, (scales[0], scales[1]), (scales[2].t(), scales[3]))
@@ -133,7 +134,7 @@ class Scaled(products.Products):
         def is_wrong(method: str) -> Tensor:
             value, magnitude = products.exact(*scaled(method, operands, call))
             limit = LOST * magnitude + torch.finfo(operands.out.dtype).eps * value.abs()
-            return products.is_far(operands.out, value, limit)
+            return verify.exceeds(operands.out, value, limit)
 
         return is_wrong
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import hashlib
 import os
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import ClassVar
@@ -30,6 +30,7 @@ from perf.models.decoder import SIZES, TINY, Size
 from perf.models.llama import Llama, fill, fitting_layers
 from perf.ratios import group
 from perf.report import Arguments, Glance, Section
+from perf.training_steps import Batch, Trainer
 
 MODEL = "llama-3-8b"
 TOKENS, CPU_TOKENS = (2048, 8192), (64,)
@@ -119,23 +120,27 @@ _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tenso
 _scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-class TorchAllGather:
-    """The all-gather that fully_shard uses by default. It has no call that would bring its own back after another."""
+class Collective:
+    """A collective of fully_shard, made by a function as torch.distributed's are called."""
+
+    def __init__(self, run: Callable) -> None:
+        self._run = run
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False):
-        return _gather(output_tensor, input_tensor, group=group, async_op=async_op)
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, **how):
+        return self._run(output_tensor, input_tensor, group=group, **how)
 
 
-class ZeroCtaAllGather(TorchAllGather):
+class ZeroCtaAllGather(Collective):
     """NCCL's all-gather by copy engines: with the policy that takes no SM, into memory that its group has registered.
 
     Making it is collective. Multicast stays off: see NO_MULTICAST of perf.harness.ranks.
     """
 
     def __init__(self) -> None:
+        super().__init__(_gather)
         options = dist.ProcessGroupNCCL.Options()
         options.config.cta_policy = dist.ProcessGroupNCCL.NCCL_CTA_POLICY_ZERO
         self._group = dist.new_group(backend="nccl", pg_options=options)
@@ -149,31 +154,20 @@ class ZeroCtaAllGather(TorchAllGather):
         with torch.cuda.use_mem_pool(self._pool):
             return super().allocate(size, dtype=dtype, device=device)
 
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False):
-        return super().__call__(output_tensor, input_tensor, self._group, async_op)
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, **how):
+        return super().__call__(output_tensor, input_tensor, self._group, **how)
 
 
-class TorchReduceScatter(TorchAllGather):
-    """The reduce-scatter that fully_shard uses by default."""
-
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op, async_op=False):
-        return _scatter(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
-
-
-class LocalAllGather(TorchAllGather):
-    """An all-gather without communication. Each rank copies its own shard into the place of every other shard."""
-
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False):
-        for rank, part in enumerate(output_tensor.chunk(group.size())):
-            if rank != group.rank():
-                part.copy_(input_tensor)
+def local_gather(output: Tensor, shard: Tensor, group: dist.ProcessGroup, **how) -> None:
+    """Gathers without communication. Each rank copies its own shard into the place of every other shard."""
+    for rank, part in enumerate(output.chunk(group.size())):
+        if rank != group.rank():
+            part.copy_(shard)
 
 
-class LocalReduceScatter(TorchAllGather):
-    """A reduce-scatter without communication. Each rank copies its shard of its own gradients."""
-
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op, async_op=False):
-        output_tensor.copy_(input_tensor.chunk(group.size())[group.rank()])
+def local_scatter(output: Tensor, gradients: Tensor, group: dist.ProcessGroup, **how) -> None:
+    """Reduces and scatters without communication. Each rank copies its shard of its own gradients."""
+    output.copy_(gradients.chunk(group.size())[group.rank()])
 
 
 @dataclass(frozen=True)
@@ -191,93 +185,88 @@ class Kind:
             algorithm = "copies" if self.method == COPIES else "kernels"
             graphar.fsdp.set_collectives(model, self.communicator, blocks=self.blocks, algorithm=algorithm)
             return
+        # fully_shard has no call that would bring its own collectives back after others, so torch's are set too.
         local = self.method == training_steps.ALONE
-        gather, scatter = (LocalAllGather, LocalReduceScatter) if local else (TorchAllGather, TorchReduceScatter)
+        gather, scatter = (local_gather, local_scatter) if local else (_gather, _scatter)
         for module in (*model.layers, model):
-            module.set_custom_all_gather(self.gather or gather())
-            module.set_custom_reduce_scatter(scatter())
+            module.set_custom_all_gather(self.gather or Collective(gather))
+            module.set_custom_reduce_scatter(Collective(scatter))
 
 
 def make_kinds(plan: FsdpPlan) -> list[Kind]:
     plain, lossless, copies = (communicator_of(plan, method) for method in OWN)
     limited = [Kind(PLAIN, blocks, plain) for blocks in plan.blocks]  # calls with a limit are not compressed
-    own = [Kind(PLAIN, communicator=plain), *limited, Kind(LOSSLESS, communicator=lossless)]
-    own.append(Kind(COPIES, communicator=copies))
+    of_graphar = [Kind(PLAIN, communicator=plain), *limited, Kind(LOSSLESS, communicator=lossless)]
+    of_graphar.append(Kind(COPIES, communicator=copies))
     peer = [Kind(ZERO_CTA, gather=ZeroCtaAllGather())] if plan.zero_cta else []
-    return [Kind(dist.get_backend()), *peer, *own, Kind(training_steps.ALONE)]
+    return [Kind(dist.get_backend()), *peer, *of_graphar, Kind(training_steps.ALONE)]
 
 
 def communicator_of(plan: FsdpPlan, method: str) -> graphar.Communicator:
     """Returns a communicator with or without lossless compression. Collective."""
-    found = graphar.Communicator(lossless=method == LOSSLESS)
-    found.prepare([torch.bfloat16, torch.float32], ops=["allgather", "reducescatter"])  # finds its tuning table
-    engine = found.engine
+    communicator = graphar.Communicator(lossless=method == LOSSLESS)
+    communicator.prepare([torch.bfloat16, torch.float32], ops=["allgather", "reducescatter"])  # finds its tuning table
+    engine = communicator.engine
     if method == LOSSLESS:
         policy = engine.table.lossless
         least = {op: plan.compressed_from or policy.least(op, plan.world_size) for op in ("allgather", "reducescatter")}
         sizes = {f"{op}_from_nbytes": {plan.world_size: size or COMPRESSED_MB * MB} for op, size in least.items()}
         allreduce = {"allreduce_from_nbytes": policy.allreduce_from_nbytes}
         engine.use_table(replace(engine.table, lossless=LosslessPolicy(**sizes, **allreduce)))
-    return found
+    return communicator
 
 
 def compressed_by(communicator: graphar.Communicator | None) -> list[str]:
     runner = communicator.engine.runner if communicator else None
     begun = runner.calls_begun() if runner else {}
-    return sorted(one.value for one, (calls,) in begun.items() if one.row.compresses and calls)
+    return sorted(algorithm.value for algorithm, (calls,) in begun.items() if algorithm.row.compresses and calls)
 
 
-class Training:
-    """Trains a model under fully_shard. Each rank uses the same random sequence in every step."""
+def trainer_of(plan: FsdpPlan, layers: int, ranks: ProcessRanks) -> Trainer:
+    """Returns the trainer of a model under fully_shard. Parameters are fp32 and are gathered in bf16. Collective."""
+    on_gpu = ranks.device.type == "cuda"
+    # FlashAttention's backward pass can be deterministic. The CPU has only one kernel.
+    attention = partial(sdpa_kernel, SDPBackend.FLASH_ATTENTION) if on_gpu else nullcontext
+    with torch.device("meta"):
+        model = Llama(SIZES[plan.model], layers)
+    # RoPE's angles stay fp32.
+    policy = MixedPrecisionPolicy(torch.bfloat16, DTYPES[plan.reduce_dtype], cast_forward_inputs=False)
+    for module in (*model.layers, model):
+        fully_shard(module, mp_policy=policy)
+    model.to_empty(device=ranks.device)
+    fill(model, ranks.rank)
+    return Trainer(model, fused=on_gpu, around=attention)
 
-    def __init__(self, plan: FsdpPlan, layers: int, ranks: ProcessRanks) -> None:
-        self._ranks, self._size = ranks, SIZES[plan.model]
-        self.model = sharded(self._size, layers, ranks, plan.reduce_dtype)
-        self._begin()
 
-    def _begin(self) -> None:
-        self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=self._ranks.device.type == "cuda")
+def random_batch(size: Size, tokens: int, ranks: ProcessRanks) -> Batch:
+    """Returns a random sequence and its random next tokens. They differ from rank to rank."""
+    generator = torch.Generator(ranks.device).manual_seed(ranks.rank)
+    x, y = torch.randint(size.vocabulary, (2, 1, tokens), generator=generator, device=ranks.device)
+    return x, y
 
-    def use_tokens(self, tokens: int) -> None:
-        generator = torch.Generator(self._ranks.device).manual_seed(self._ranks.rank)
-        shape = (2, 1, tokens)
-        self._x, self._y = torch.randint(self._size.vocabulary, shape, generator=generator, device=self._ranks.device)
 
-    def make_steps(self, kind: Kind | None, count: int, seed: int = 0) -> list[Tensor]:
-        """Enqueues ``count`` steps with one kind of collectives. Returns their losses.
+def make_steps(trainer: Trainer, kind: Kind | None, batch: Batch, count: int, seed: int) -> None:
+    """Enqueues ``count`` steps with one kind of collectives. None: the collectives that the model has."""
+    if kind:
+        kind.use_in(trainer.model)
+    trainer.make_steps(batch, count, seed)
 
-        Args:
-            kind: None: as the model has them.
-            seed: has no effect, because nothing is random.
-        """
-        losses = []
-        if kind:
-            kind.use_in(self.model)
-        # FlashAttention's backward pass can be deterministic. The CPU has only one kernel.
-        flash = sdpa_kernel(SDPBackend.FLASH_ATTENTION) if self._x.is_cuda else contextlib.nullcontext()
-        with flash:
-            for _ in range(count):
-                self._optimizer.zero_grad()
-                loss = training_steps.loss_of(self.model(self._x).float(), self._y)
-                loss.backward()
-                self._optimizer.step()
-                losses.append(loss.detach())
-        return losses
 
-    def check(self, kind: Kind | None) -> tuple[list[float], str]:
-        """Trains the initial model for CHECKED_STEPS deterministic steps. Collective.
+def check(trainer: Trainer, kind: Kind | None, batch: Batch, ranks: ProcessRanks) -> tuple[list[float], str]:
+    """Trains the initial model for CHECKED_STEPS deterministic steps. Collective.
 
-        Returns the mean losses, and a hash of losses and parameters.
-        """
-        fill(self.model, self._ranks.rank)
-        self._begin()
-        torch.use_deterministic_algorithms(True)  # with warn_only, FlashAttention's backward pass would not be
-        mine = torch.stack(self.make_steps(kind, CHECKED_STEPS)).tolist()
-        torch.use_deterministic_algorithms(False)
-        by_rank: list = [None] * self._ranks.size
-        dist.all_gather_object(by_rank, (mine, [checksum(p.to_local()) for p in self.model.parameters()]))
-        means = [statistics.fmean(of_step) for of_step in zip(*(losses for losses, _ in by_rank), strict=True)]
-        return means, hashlib.sha256(repr(by_rank).encode()).hexdigest()[:16]
+    Returns the mean losses, and a hash of losses and parameters.
+    """
+    fill(trainer.model, ranks.rank)
+    trainer.forget()
+    torch.use_deterministic_algorithms(True)  # with warn_only, FlashAttention's backward pass would not be
+    make_steps(trainer, kind, batch, CHECKED_STEPS, seed=0)
+    torch.use_deterministic_algorithms(False)
+    mine = torch.stack(trainer.losses).tolist()
+    by_rank: list = [None] * ranks.size
+    dist.all_gather_object(by_rank, (mine, [checksum(p.to_local()) for p in trainer.model.parameters()]))
+    means = [statistics.fmean(of_step) for of_step in zip(*(losses for losses, _ in by_rank), strict=True)]
+    return means, hashlib.sha256(repr(by_rank).encode()).hexdigest()[:16]
 
 
 def checksum(x: Tensor) -> int:
@@ -286,27 +275,13 @@ def checksum(x: Tensor) -> int:
     return int((bits * (2 * torch.arange(len(bits), device=x.device) + 1)).sum())
 
 
-def sharded(size: Size, layers: int, ranks: ProcessRanks, reduce_dtype: str) -> nn.Module:
-    """Returns the model under fully_shard. Its parameters are fp32 and are gathered in bf16."""
-    with torch.device("meta"):
-        model = Llama(size, layers)
-    # RoPE's angles stay fp32.
-    policy = MixedPrecisionPolicy(torch.bfloat16, DTYPES[reduce_dtype], cast_forward_inputs=False)
-    for module in (*model.layers, model):
-        fully_shard(module, mp_policy=policy)
-    model.to_empty(device=ranks.device)
-    fill(model, ranks.rank)
-    return model
-
-
 def run_rank(plan: FsdpPlan, rank: int, port: int) -> Iterator[FsdpRow]:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # makes cuBLAS deterministic
     ranks = ranks_of.join(rank, plan.world_size, plan.device, port)
     ranks.warm_up()
-    training, kinds = Training(plan, plan.layers or layers_that_fit(plan), ranks), make_kinds(plan)
+    trainer, kinds = trainer_of(plan, plan.layers or layers_that_fit(plan), ranks), make_kinds(plan)
     for tokens in plan.tokens:
-        training.use_tokens(tokens)
-        yield from rows_of(plan, tokens, training, kinds, ranks)
+        yield from rows_of(plan, tokens, trainer, kinds, ranks)
     for communicator in dict.fromkeys(kind.communicator for kind in kinds if kind.communicator):
         communicator.close()  # in one order on all ranks
     ranks.barrier()
@@ -321,26 +296,27 @@ def layers_that_fit(plan: FsdpPlan) -> int:
 
 
 def rows_of(
-    plan: FsdpPlan, tokens: int, training: Training, kinds: Sequence[Kind], ranks: ProcessRanks
+    plan: FsdpPlan, tokens: int, trainer: Trainer, kinds: Sequence[Kind], ranks: ProcessRanks
 ) -> Iterator[FsdpRow]:
     """Yields a row for each kind. Kinds take turns in one model, block by block. Collective."""
-    checked, turns = [], [partial(training.make_steps, kind) for kind in kinds]
-    for kind, make_steps in zip(kinds, turns, strict=True):
-        checked.append(training.check(kind))
-        make_steps(training_steps.WARM_UP_STEPS)
+    batch = random_batch(SIZES[plan.model], tokens, ranks)
+    checked, turns = [], [partial(make_steps, trainer, kind, batch) for kind in kinds]
+    for kind, make_turn in zip(kinds, turns, strict=True):
+        checked.append(check(trainer, kind, batch, ranks))
+        make_turn(training_steps.WARM_UP_STEPS, seed=0)
     times = training_steps.time_blocks(turns, plan, ranks, time.perf_counter())
     for kind, (losses, digest), blocks_us in zip(kinds, checked, times, strict=True):
         yield FsdpRow(
             method=kind.method,
             model=plan.model,
-            layers=len(training.model.layers),
-            parameters=sum(parameter.numel() for parameter in training.model.parameters()),
+            layers=len(trainer.model.layers),
+            parameters=sum(parameter.numel() for parameter in trainer.model.parameters()),
             world_size=plan.world_size,
             tokens=tokens,
             reduce_dtype=plan.reduce_dtype,
             blocks=kind.blocks,
             compressed=compressed_by(kind.communicator),
-            step_ms=statistics.median(blocks_us) / training_steps.BLOCK / 1e3,
+            step_ms=training_steps.step_ms_of(blocks_us),
             losses=losses,
             digest=digest,
         )
@@ -408,15 +384,15 @@ class Fsdp(training_steps.TrainingReport):
     def is_wrong(self, row: FsdpRow) -> bool:
         if not row.is_own:
             return False
-        of_case = [one for one in self.rows if one.case == row.case]
-        plain = next((one for one in of_case if one.method == PLAIN), row)
-        torchs = next((one for one in of_case if one.is_baseline), row)
+        of_case = [other for other in self.rows if other.case == row.case]
+        plain = next((other for other in of_case if other.method == PLAIN), row)
+        torchs = next((other for other in of_case if other.is_baseline), row)
         pairs = zip(row.losses, torchs.losses, strict=True)
         near = all(abs(mine - theirs) <= TOLERANCE * abs(theirs) for mine, theirs in pairs)
         return not near or (row.losses, row.digest) != (plain.losses, plain.digest)
 
     def findings(self) -> list[str]:
-        return [one for rows in by_case(self.rows) if (one := self._finding(rows))]
+        return [sentence for rows in by_case(self.rows) if (sentence := self._finding(rows))]
 
     def _finding(self, rows: Sequence[FsdpRow]) -> str:
         """Returns a sentence on the fastest of graphar's methods; empty if there is nothing to compare it with."""

@@ -10,7 +10,7 @@ from perf import fusion
 from perf.fusion import Cases, FusionRow, Trial
 from perf.harness import verify
 from perf.harness.ranks import Ranks
-from perf.md import plural, ratio_cell, table, time_cell
+from perf.md import columns, plural, ratio_cell, time_cell
 from perf.peers import matmuls as peers
 from perf.products import sentence
 from perf.ratios import ratio
@@ -25,10 +25,6 @@ def count_wrong(trial: Trial, launch: Callable[[], None], ranks: Ranks) -> int:
     return int(verify.differs(result, alone.view(-1)).sum())
 
 
-class FusedRow(FusionRow):
-    floors: ClassVar = peers.FLOORS
-
-
 SEQUENCE = f"{peers.AFTER}graphar"
 # For each method that uses the partition "auto": whether another method uses a fixed partition or two ops instead.
 VARIANTS = {
@@ -41,7 +37,7 @@ VARIANTS = {
 
 @dataclass
 class Fused(fusion.RowParallelReport):
-    rows: list[FusedRow] = field(default_factory=list)
+    rows: list[FusionRow] = field(default_factory=list)
 
     order: ClassVar[int] = 9
     arguments: ClassVar[Arguments] = Arguments(
@@ -49,41 +45,40 @@ class Fused(fusion.RowParallelReport):
     )
     methods: ClassVar = (peers.CUDA_METHODS, peers.CPU_METHODS)
     make_variants: ClassVar = staticmethod(peers.make_variants)
-    row_of: ClassVar = staticmethod(lambda layer: FusedRow)
     count_wrong: ClassVar = staticmethod(count_wrong)
-    comparison: ClassVar = fusion.Comparison(peers.FLOORS, SEQUENCE)
+    floors: ClassVar = peers.FLOORS
+    sequence: ClassVar = SEQUENCE
     variants: ClassVar = VARIANTS
 
     def tables_of(self, cases: Cases) -> list[str]:
         return [*super().tables_of(cases), *invariance_table(cases)]
 
     def findings(self) -> list[str]:
-        found, cases = super().findings(), self.cases()
+        sentences, cases = super().findings(), self.cases()
         for name, over in OF_INVARIANT.items():
-            ratios = {self.in_words(case): one for case, rows in cases.items() if (one := of_invariant(rows, over))}
-            found += [sentence(f"`tp_invariant` / {name}", plural(len(ratios), "case"), ratios)] if ratios else []
-        return found
+            ratios = {self.in_words(case): value for case, rows in cases.items() if (value := of_invariant(rows, over))}
+            sentences += [sentence(f"`tp_invariant` / {name}", plural(len(ratios), "case"), ratios)] if ratios else []
+        return sentences
 
 
 # By name, the methods that "tp_invariant" is compared with: the first that was measured.
 OF_INVARIANT = {"auto": ("graphar",), "torch": (f"{peers.AFTER}nccl", f"{peers.AFTER}gloo")}
 
 
-def of_invariant(rows: Mapping[str, FusedRow], over: Sequence[str]) -> float | None:
+def of_invariant(rows: Mapping[str, FusionRow], over: Sequence[str]) -> float | None:
     """Returns the time of "tp_invariant" / that of the first method of ``over`` that was measured."""
     return ratio(rows.get(peers.TP_INVARIANT), next((rows[name] for name in over if name in rows), None))
 
 
 def invariance_table(cases: Cases) -> list[str]:
     """Returns a caption and a table with a row for each M; an empty list if "tp_invariant" was not measured."""
-    lines = [
-        [
-            str(m),
-            time_cell(rows[peers.TP_INVARIANT]),
-            *(ratio_cell(of_invariant(rows, one)) for one in OF_INVARIANT.values()),
-        ]
-        for m, rows in cases.items()
-        if peers.TP_INVARIANT in rows
-    ]
-    header = ["M", f"{peers.TP_INVARIANT} (us)", *(f"of_{name}" for name in OF_INVARIANT)]
-    return ["The same bits at every number of ranks, `tp_invariant`:", table(header, lines)] if lines else []
+    mine = {m: rows for m, rows in cases.items() if peers.TP_INVARIANT in rows}
+    cells = {
+        "M": lambda m: m,
+        f"{peers.TP_INVARIANT} (us)": lambda m: time_cell(mine[m][peers.TP_INVARIANT]),
+        **{
+            f"of_{name}": lambda m, over=over: ratio_cell(of_invariant(mine[m], over))
+            for name, over in OF_INVARIANT.items()
+        },
+    }
+    return ["The same bits at every number of ranks, `tp_invariant`:", columns(mine, cells)] if mine else []

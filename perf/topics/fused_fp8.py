@@ -32,7 +32,6 @@ class FusedFp8Row(fusion.FusionRow):
     """The measured and verified time of one method on one layer. ``scales`` is one of SCALES."""
 
     scales: str = peers.OF_ROWS
-    floors: ClassVar = peers.FLOORS
 
     @property
     def more(self) -> tuple[str, ...]:
@@ -51,7 +50,8 @@ class FusedFp8(fusion.RowParallelReport):
     make_variants: ClassVar = staticmethod(peers.make_variants)
     row_of: ClassVar = staticmethod(lambda layer: partial(FusedFp8Row, scales=layer.scales))
     count_wrong: ClassVar = staticmethod(count_wrong)
-    comparison: ClassVar = fusion.Comparison(peers.FLOORS, f"{peers.AFTER}graphar")
+    floors: ClassVar = peers.FLOORS
+    sequence: ClassVar = f"{peers.AFTER}graphar"
     # of "graphar", which uses the partition "auto"
     variants: ClassVar = {"graphar": lambda name: name.startswith("graphar:")}
     plans: ClassVar = peers.Fp8Plan
@@ -68,10 +68,10 @@ class FusedFp8(fusion.RowParallelReport):
         return super().plan(options, gpu_count, scales=options.scales or known)
 
     def findings(self) -> list[str]:
-        found = []
-        for scales in (f"scales of {one}" for one in peers.SCALES):
-            ratios = {case: one for case, one in of_best_peer(self.cases()).items() if scales in case}
-            named = {self.in_words(case): one for case, one in ratios.items()}
+        sentences = []
+        for scales in (f"scales of {name}" for name in peers.SCALES):
+            ratios = {case: value for case, value in of_best_peer(self.cases()).items() if scales in case}
+            named = {self.in_words(case): value for case, value in ratios.items()}
             where = f"{plural(len(named), 'case')} of {scales}"
-            found += [sentence("graphar / best peer", where, named)] if named else []
-        return [*found, *super().findings()]
+            sentences += [sentence("graphar / best peer", where, named)] if named else []
+        return [*sentences, *super().findings()]

@@ -10,7 +10,7 @@ from typing import ClassVar
 
 import torch
 
-from perf.fusion import Comparison, FusionReport, FusionRow, Trial, is_far
+from perf.fusion import FusionReport, FusionRow, Trial, is_far
 from perf.harness import verify
 from perf.harness.ranks import Ranks
 from perf.peers import gathered as peers
@@ -26,16 +26,12 @@ def count_wrong(trial: Trial, launch: Callable[[], None], ranks: Ranks) -> int:
     bits = peers.promised(trial.variant, a, w, rows)
     wrong = 0
     for window in verify.windows(result.numel()):
-        found, near = result[window], expected.view(-1)[window]
-        bad = is_far(found, near, [near])
+        output, near = result[window], expected.view(-1)[window]
+        bad = is_far(output, near, [near])
         if bits is not None:
-            bad |= verify.differs(found, bits.view(-1)[window])
+            bad |= verify.differs(output, bits.view(-1)[window])
         wrong += int(bad.sum())
     return wrong
-
-
-class GatheredRow(FusionRow):
-    floors: ClassVar = peers.FLOORS
 
 
 # For "graphar", which uses the partition "auto": whether another method uses a fixed partition or two ops instead.
@@ -44,7 +40,7 @@ VARIANTS = {peers.AUTO: lambda name: name == peers.SEQUENCE or name.startswith(f
 
 @dataclass
 class Gathered(FusionReport):
-    rows: list[GatheredRow] = field(default_factory=list)
+    rows: list[FusionRow] = field(default_factory=list)
 
     order: ClassVar[int] = 11
     arguments: ClassVar[Arguments] = Arguments(
@@ -52,9 +48,9 @@ class Gathered(FusionReport):
     )
     methods: ClassVar = (peers.CUDA_METHODS, peers.CPU_METHODS)
     make_variants: ClassVar = staticmethod(lambda plan, ranks: (peers.make_variants(plan), []))
-    row_of: ClassVar = staticmethod(lambda layer: GatheredRow)
     count_wrong: ClassVar = staticmethod(count_wrong)
-    comparison: ClassVar = Comparison(peers.FLOORS, peers.SEQUENCE)
+    floors: ClassVar = peers.FLOORS
+    sequence: ClassVar = peers.SEQUENCE
     width: ClassVar[str] = "n"
     variants: ClassVar = VARIANTS
     of_rows: ClassVar[str] = "gathered rows (default: 64 to 16384)"
@@ -70,7 +66,7 @@ class Gathered(FusionReport):
     @classmethod
     def plan(cls, options: argparse.Namespace, gpu_count: int) -> list[peers.GatheredPlan]:
         plans = super().plan(options, gpu_count)
-        most = max(one.world_size for one in plans)
+        most = max(world_plan.world_size for world_plan in plans)
         if (least := min(plans[0].rows)) < most:
             sys.exit(f"--rows must be at least the number of ranks, {most}, got {least}")
         return plans

@@ -3,46 +3,41 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import ClassVar
 
-from perf.harness import ranks as ranks_of
+from perf.between_ranks import BetweenRanks
 from perf.host_calls import APART, CPU, PEERS_OP, PLAIN, SHARED, HostPlan, HostRow, run_rank
-from perf.machine import check_world_sizes
 from perf.md import NOT_SERVED, columns, number, ratio_cell, time_cell
 from perf.ratios import extent
-from perf.report import Arguments, Glance, Report, Section
+from perf.report import Arguments, Glance, Section
 
-SHARED_OR_CPU_RANKS = 2
 WORDS = "host time of an eager call / that of a plain all-reduce with as many outputs"
 # Ranks that share a GPU wait for each other's time slices, so that each call takes the GPU milliseconds.
 CALLS, BURSTS = {APART: 64, SHARED: 16, CPU: 1}, {APART: 60, SHARED: 25, CPU: 5}
 
 
 @dataclass
-class Host(Report):
+class Host(BetweenRanks):
     rows: list[HostRow] = field(default_factory=list)
 
     order: ClassVar[int] = 16
     arguments: ClassVar[Arguments] = Arguments(quick_on_gpus="--bursts 15", quick_on_cpu="--bursts 3")
     has_spread: ClassVar[bool] = True
+    takes_many: ClassVar[bool] = False
+    work: ClassVar = staticmethod(run_rank)
 
     @classmethod
     def add_options(cls, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("--world-size", type=int, metavar="N", help="ranks (default: all GPUs; else 2)")
+        super().add_options(parser)
         parser.add_argument("--bursts", type=int, metavar="N", help="bursts of each call (default: by place)")
 
     @classmethod
     def plan(cls, options: argparse.Namespace, gpu_count: int) -> HostPlan:
-        world_size = options.world_size or (gpu_count if gpu_count >= 2 else SHARED_OR_CPU_RANKS)
-        check_world_sizes([world_size], gpu_count)
+        (world_size,) = cls.world_sizes(options, gpu_count)
         place = APART if gpu_count >= 2 else SHARED if gpu_count else CPU
         return HostPlan(place, world_size, CALLS[place], options.bursts or BURSTS[place])
-
-    def measure(self, plan: HostPlan) -> Iterator[HostRow | str]:
-        yield from ranks_of.run(plan.world_size, partial(run_rank, plan))
 
     def line(self, row: HostRow) -> str:
         what = f"{row.method} {row.op} {row.option}".rstrip()
@@ -70,8 +65,8 @@ class Host(Report):
         peer = min((row for row in correct if row.op == PEERS_OP), key=lambda row: row.median, default=None)
         if plain is None or peer is None:
             return []
-        own, other = number(plain.median), number(peer.median)
-        return [f"An all-reduce takes the host {own} us; with {peer.method}, the fastest peer, it takes {other} us."]
+        ours, other = number(plain.median), number(peer.median)
+        return [f"An all-reduce takes the host {ours} us; with {peer.method}, the fastest peer, it takes {other} us."]
 
     def glance(self) -> Glance:
         ratios = {named(row): row.of_allreduce for row in self.rows if row.limit is not None and not row.wrong}

@@ -57,7 +57,8 @@ def cases(world_size: int) -> list[Case]:
     ]
     norms = [case(op=op, size=rows, columns=HIDDEN) for op in (ALLREDUCE_NORM, REDUCESCATTER_NORM) for rows in TOKENS]
     skinny = [case(op=MATMUL_ALLREDUCE, size=rows, columns=columns, k=k) for columns, k in WEIGHTS for rows in SKINNY]
-    scaled = [one._replace(scales=scales) for one in skinny[-len(SKINNY) : -1] for scales in ("rows", "blocks")]
+    plain = skinny[-len(SKINNY) : -1]
+    scaled = [unscaled._replace(scales=scales) for unscaled in plain for scales in ("rows", "blocks")]
     return [
         *(case(op="allreduce", size=size * KB) for size in SUMS),
         case(op="allreduce", size=256 * MB, dtype="float32"),
@@ -83,7 +84,7 @@ def few_cases(world_size: int) -> list[Case]:
 
 def words_of(case: Case) -> tuple[str, str]:
     """Returns the op with its options, and the size."""
-    options = [one for one in (case.codec, case.dtype if case.dtype != "bfloat16" else "") if one]
+    options = [option for option in (case.codec, case.dtype if case.dtype != "bfloat16" else "") if option]
     options += [f"FP8, scales of {case.scales}"] if case.scales else []
     op = f"{SHORT[case.op]} ({', '.join(options)})" if options else SHORT[case.op]
     if case.k:
@@ -133,8 +134,8 @@ class Process:
     """A process that times the calls of one checkout."""
 
     def __init__(self, checkout: Path) -> None:
-        own = checkout / SERVER
-        server = own if own.exists() else machine.ROOT / SERVER
+        server = checkout / SERVER
+        server = server if server.exists() else machine.ROOT / SERVER
         self._process = subprocess.Popen(
             [sys.executable, "-P", str(server)],
             env=os.environ | {"PYTHONPATH": str(checkout)},
@@ -187,12 +188,12 @@ def rows_of(
     where = f"{op}, {size}, {plural(case.world_size, 'rank')}"
     made, amount = {}, None
     for method, process in processes.items():
-        found = process.ask(do="make", case=case, amount=amount)
-        if "error" in found:
-            yield f"{where}, {method}: {found['error']}"
+        answer = process.ask(do="make", case=case, amount=amount)
+        if "error" in answer:
+            yield f"{where}, {method}: {answer['error']}"
             continue
-        made[method], amount = found, found["amount"]
-        work = (*case._replace(size=0), found["algorithm"], found["grid"], amount)
+        made[method], amount = answer, answer["amount"]
+        work = (*case._replace(size=0), answer["algorithm"], answer["grid"], amount)
         if method == OWN and not case.columns:
             if work in seen:
                 return
@@ -200,11 +201,11 @@ def rows_of(
     times: dict[str, list[float]] = {method: [] for method in made}
     for repeat in range(plan.repeats):
         for method in [*made][:: 1 if repeat % 2 == 0 else -1]:
-            found = processes[method].ask(do="time")
-            if "error" in found:
-                yield f"{where}, {method}: {found['error']}"
+            answer = processes[method].ask(do="time")
+            if "error" in answer:
+                yield f"{where}, {method}: {answer['error']}"
                 break
-            times[method].append(found["time_us"])
+            times[method].append(answer["time_us"])
     for method, call in made.items():
         wrong = processes[method].ask(do="verify")
         if "error" in wrong or not times[method]:
@@ -253,8 +254,8 @@ class Latency(Report):
             known = machine.commit(folder) if (folder / ".git").exists() else None
             checkouts[f"{OWN} at {known or folder.name}"] = folder
         listed = few_cases if options.few else cases
-        wanted = [one for n in options.world_size for one in listed(n)]
-        wanted = [one for one in wanted if any(text in " ".join(words_of(one)) for text in options.only)]
+        every = [case for world_size in options.world_size for case in listed(world_size)]
+        wanted = [case for case in every if any(text in " ".join(words_of(case)) for text in options.only)]
         return LatencyPlan(wanted, checkouts, options.repeats, {})
 
     @classmethod
@@ -277,11 +278,11 @@ class Latency(Report):
         return f"{where:<52} {row.method:<24} {row.median:>9.3f} us {row.wrong:>3} wrong{compared}"
 
     def findings(self) -> list[str]:
-        found = [
+        sentences = [
             comparison(f"the last committed report ({self.before})", befores(self.rows)),
             *(comparison(other, ratios) for other, ratios in others(self.rows).items()),
         ]
-        return [one for one in found if one]
+        return list(filter(None, sentences))
 
     def sections(self) -> list[Section]:
         return [
@@ -323,20 +324,20 @@ def befores(rows: Sequence[LatencyRow]) -> dict[str, float]:
 
 def others(rows: Sequence[LatencyRow]) -> dict[str, dict[str, float]]:
     """Returns this checkout's time / the other's, by the other and call."""
-    found: dict[str, dict[str, float]] = {}
+    ratios: dict[str, dict[str, float]] = {}
     for mine in group(rows, lambda row: row.key).values():
-        own = next((row for row in mine if row.method == OWN), None)
+        ours = next((row for row in mine if row.method == OWN), None)
         for row in mine:
-            if row is not own and (one := ratio(own, row)) is not None:
-                found.setdefault(row.method, {})[case_words(row)] = one
-    return found
+            if row is not ours and (value := ratio(ours, row)) is not None:
+                ratios.setdefault(row.method, {})[case_words(row)] = value
+    return ratios
 
 
 def comparison(other: str, ratios: dict[str, float]) -> str:
     """Returns a sentence on times divided by those of another run or checkout; an empty string without ratios."""
     if not ratios:
         return ""
-    slower = {case: one for case, one in ratios.items() if one > NOISE}
+    slower = {case: value for case, value in ratios.items() if value > NOISE}
     worst = max(slower, key=slower.__getitem__, default="")
     tail = f" Slower by more than 3 %: {len(slower)}, the most {worst} ({slower[worst]:.3f})." if slower else ""
     mean = geometric_mean(ratios.values())
@@ -344,18 +345,18 @@ def comparison(other: str, ratios: dict[str, float]) -> str:
 
 
 def latency_table(rows: Sequence[LatencyRow]) -> str:
-    methods = [one for one in dict.fromkeys(row.method for row in rows) if one != OWN]
+    methods = [method for method in dict.fromkeys(row.method for row in rows) if method != OWN]
     lines = []
     for mine in group(rows, lambda row: row.key).values():
         by_method = {row.method: row for row in mine}
-        own = by_method.get(OWN)
-        first = own or mine[0]
-        cells = [first.op, first.size, first.algorithm, first.grid or NOT_SERVED, f"{first.share:.2f}", time_cell(own)]
-        cells.append(f"{number(own.time_us['p10'])} - {number(own.time_us['p90'])}" if own else NOT_SERVED)
-        cells += [number(own and own.before_us), ratio_cell(own and own.of_before)]
+        ours = by_method.get(OWN)
+        first = ours or mine[0]
+        cells = [first.op, first.size, first.algorithm, first.grid or NOT_SERVED, f"{first.share:.2f}", time_cell(ours)]
+        cells.append(f"{number(ours.time_us['p10'])} - {number(ours.time_us['p90'])}" if ours else NOT_SERVED)
+        cells += [number(ours and ours.before_us), ratio_cell(ours and ours.of_before)]
         for method in methods:
             other = by_method.get(method)
-            cells += [time_cell(other), ratio_cell(ratio(own, other))]
+            cells += [time_cell(other), ratio_cell(ratio(ours, other))]
         lines.append(cells)
     head = ["op", "size", "algorithm", "blocks x threads", "share", "time (us)", "p10 - p90", "before (us)"]
     head.append("of_before")

@@ -71,7 +71,7 @@ class Leaves(products.Products):
 
         def is_wrong(method: str) -> Tensor:
             limit = products.limit_of(operands.a.shape[1], value, magnitude, may_split=method == TORCH)
-            bad = products.is_far(operands.out, value, limit)
+            bad = verify.exceeds(operands.out, value, limit)
             return bad | verify.differs(operands.out, tree) if method == TREE else bad
 
         return is_wrong

@@ -18,9 +18,9 @@ from graphar.plan.call import Operands
 from graphar.plan.work import Loss
 from graphar.runtime.bind import loss
 from perf import passes
+from perf.harness.verify import count_differing, count_far
 from perf.passes import BOTH, COMPILED, ITEMSIZE, OWN, TORCH, PassesPlan, Shape, compiled
 from perf.report import Arguments
-from perf.topics.norms import count_far, count_wrong
 
 # rows, the columns of all ranks, ranks
 SHAPES: tuple[Shape, ...] = (
@@ -47,7 +47,7 @@ class LossRow(passes.PassRow):
 
     Attributes:
         rows, columns: the shape of the bf16 logits of all ranks.
-        ranks: that divide the columns; one of them is measured.
+        ranks: the number of ranks that divide the columns. One of them is measured.
     """
 
     rows: int
@@ -73,7 +73,7 @@ def least_nbytes(passes: str, shape: Shape) -> int:
 
 
 class Own:
-    """graphar's kernels of the first of some ranks. The others' partials count as equal to its own."""
+    """graphar's kernels on the first of several ranks. The other ranks are assumed to have the same partials."""
 
     def __init__(self, x: Tensor, target: Tensor, shape: Shape, result: str = "mean") -> None:
         rows, columns, self.ranks = shape
@@ -112,7 +112,7 @@ class Peer:
 
 
 class Liger:
-    """Its forward pass writes the gradient over the logits: a copy of them, which is made anew to be verified."""
+    """Liger's loss. It overwrites its logits with their gradient, so it gets a copy, and a new one to be verified."""
 
     def __init__(self, x: Tensor, target: Tensor) -> None:
         from liger_kernel.transformers.functional import liger_cross_entropy
@@ -148,23 +148,23 @@ def some_rows(rows: int, device: str) -> Tensor:
 
 
 @torch.no_grad()
-def wrong_of_own(own: Own, results: tuple[Tensor, ...]) -> int:
+def wrong_of_own(method: Own, results: tuple[Tensor, ...]) -> int:
     """Counts the numbers of VERIFIED_ROWS that differ from the specification, and the mean of all rows."""
-    rows, (loss_of_all, *gradient) = some_rows(len(own.x), own.x.device.type), results
-    terms = own.work.terms._replace(result="none")
-    x, target = own.x[rows], own.target[rows]
-    part = softmax.partial(x, target, 0, LEAVES // own.ranks, terms)
-    losses, state = softmax.finish(part.expand(own.ranks, -1, -1), target, x.shape[1], terms)
-    of_rows = Own(own.x, own.target, (len(own.x), own.work.terms.vocab_size, own.ranks), "none")
+    rows, (loss_of_all, *gradient) = some_rows(len(method.x), method.x.device.type), results
+    terms = method.work.terms._replace(result="none")
+    x, target = method.x[rows], method.target[rows]
+    part = softmax.partial(x, target, 0, LEAVES // method.ranks, terms)
+    losses, state = softmax.finish(part.expand(method.ranks, -1, -1), target, x.shape[1], terms)
+    of_rows = Own(method.x, method.target, (len(method.x), method.work.terms.vocab_size, method.ranks), "none")
     (each,) = of_rows(FORWARD)
-    mean = softmax.tree_sum(each) / torch.tensor(float(len(own.x)), device=each.device)
-    wrong = count_wrong((each[rows], loss_of_all.view(1)), (losses, mean.view(1)))
+    mean = softmax.tree_sum(each) / torch.tensor(float(len(method.x)), device=each.device)
+    wrong = count_differing((each[rows], loss_of_all.view(1)), (losses, mean.view(1)))
     if gradient:
-        wanted, count = torch.empty_like(x), own.results[1][-1:]
-        upstream = own.upstream
+        wanted, count = torch.empty_like(x), method.results[1][-1:]
+        upstream = method.upstream
         terms = terms._replace(result="mean")
         softmax.gradient(x, target, torch.cat([state[:-1], count]), upstream, 0, terms, wanted)
-        wrong += count_wrong((gradient[0][rows],), (wanted,))
+        wrong += count_differing((gradient[0][rows],), (wanted,))
     return wrong
 
 
@@ -229,7 +229,7 @@ def rows_of(plan: PassesPlan, shape: Shape) -> Iterator[LossRow | str]:
         for name in plan.methods
         for of_passes in passes_of(name)
     )
-    yield from passes.measure(plan.device, trials, lambda *found: LossRow(*found, *shape))
+    yield from passes.measure(plan.device, trials, lambda *measured: LossRow(*measured, *shape))
 
 
 def passes_of(method: str) -> Sequence[str]:

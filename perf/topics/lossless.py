@@ -15,7 +15,7 @@ from typing import ClassVar
 
 import torch
 from numpy import ndarray
-from torch import Tensor, nn
+from torch import Tensor
 
 import graphar
 from graphar import Communicator, UnsupportedError
@@ -39,6 +39,7 @@ from perf.ratios import group, ratio
 from perf.report import Arguments, Glance, Result, Section
 from perf.topics import quantized
 from perf.topics.allreduce import SIZE
+from perf.training_steps import Trainer, loss_of
 
 OPS = {"allreduce": "All-reduce", "reducescatter": "Reduce-scatter", "allgather": "All-gather"}
 METHODS = ("plain", "lossless", "nccl")
@@ -61,24 +62,22 @@ def any_bits(world_size: int, device: torch.device) -> list[Tensor]:
 def gradients(world_size: int, device: torch.device) -> list[Tensor]:
     torch.manual_seed(0)
     model, (xs, ys) = ByteTransformer(), load_bytes().train
-    found = []
+    of_ranks = []
     for x, y in zip(xs[: 8 * world_size].split(8), ys[: 8 * world_size].split(8), strict=True):
         model.zero_grad()
-        nn.functional.cross_entropy(model(x).flatten(0, -2), y.flatten()).backward()
-        found.append(torch.cat([p.grad.flatten() for p in model.parameters()]).to(device, torch.bfloat16))
-    return found
+        loss_of(model(x), y).backward()
+        of_ranks.append(torch.cat([p.grad.flatten() for p in model.parameters()]).to(device, torch.bfloat16))
+    return of_ranks
 
 
 def weights(world_size: int, device: torch.device) -> list[Tensor]:
     """Returns equal shards of a transformer's weights after some training steps."""
     torch.manual_seed(0)
     model, (xs, ys) = ByteTransformer(), load_bytes().train
-    optimizer = torch.optim.AdamW(model.parameters(), LEARNING_RATE)
-    for step in range(STEPS):
-        batch = slice(step * BATCH_SIZE, (step + 1) * BATCH_SIZE)
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(model(xs[batch]).flatten(0, -2), ys[batch].flatten()).backward()
-        optimizer.step()
+    trainer = Trainer(model, LEARNING_RATE)
+    count = STEPS * BATCH_SIZE
+    for batch in zip(xs[:count].split(BATCH_SIZE), ys[:count].split(BATCH_SIZE), strict=True):
+        trainer.step(*batch)
     every = torch.cat([p.detach().flatten() for p in model.parameters()]).to(device, torch.bfloat16)
     share = len(every) // (world_size * TILE_NUMEL) * TILE_NUMEL
     return list(every[: world_size * share].split(share))
@@ -191,9 +190,8 @@ def run_rank(
         x = collectives.input_of(op, nbytes, part, ranks.size)
         times, wrong = collectives.measure(op, nbytes, x, calls[op], ranks)
         wrong = {method: count for method, count in wrong.items() if count}
-        yield replace(
-            rows[kind], op=op, nbytes=nbytes, wrong=wrong, **{f"{method}_us": one for method, one in times.items()}
-        )
+        times_us = {f"{method}_us": time_us for method, time_us in times.items()}
+        yield replace(rows[kind], op=op, nbytes=nbytes, wrong=wrong, **times_us)
         torch.cuda.empty_cache()  # a graph's memory stays in torch's pool, where the next size cannot use it
     ranks.barrier()
 
@@ -280,15 +278,15 @@ class Lossless(BetweenRanks):
         on_gpus = gpu_count >= 2
         world_sizes = cls.world_sizes(options, gpu_count)
         most = (options.max_nbytes or SIZES[-1]) if on_gpus else 0
-        return [LosslessPlan(world_size, [one for one in SIZES if one <= most]) for world_size in world_sizes]
+        return [LosslessPlan(world_size, [nbytes for nbytes in SIZES if nbytes <= most]) for world_size in world_sizes]
 
     @classmethod
     def count(cls, plan: Sequence[LosslessPlan]) -> int:
-        return sum(one.count() for one in plan)
+        return sum(world_plan.count() for world_plan in plan)
 
     def measure(self, plan: Sequence[LosslessPlan]) -> Iterator[LosslessRow | str]:
-        for one in plan:
-            yield from one.measure()
+        for world_plan in plan:
+            yield from world_plan.measure()
 
     def verified(self) -> Sequence[Result]:
         return [result for row in self.rows for result in row.results().values()]
@@ -303,18 +301,18 @@ class Lossless(BetweenRanks):
         return f"{len(self.rows)} kinds of data; times need GPUs."
 
     def sections(self) -> list[Section]:
-        found = []
+        sections = []
         for (world_size, op), mine in group(self.rows, lambda row: (row.world_size, row.op)).items():
             if not any(row.nbytes for row in mine):
-                found.append(Section(f"{world_size} ranks", [ratio_table(mine, "plain")]))
+                sections.append(Section(f"{world_size} ranks", [ratio_table(mine, "plain")]))
                 continue
             body = ["Bits of an element, and time / plain time (of_plain):", ratio_table(mine, "plain")]
             if any(row.nccl_us for row in mine):
                 body += ["Time / NCCL's time (of_nccl):", ratio_table(mine, "nccl")]
             named = {f"{row.data}, {format_nbytes(row.nbytes)}": row.results() for row in mine}
             body += ["Times:", time_table("data, size", named)]
-            found.append(Section(f"{OPS[op]}, {world_size} ranks", body, [ratio_plot(mine)]))
-        return found
+            sections.append(Section(f"{OPS[op]}, {world_size} ranks", body, [ratio_plot(mine)]))
+        return sections
 
     def glance(self) -> Glance:
         ratios = {

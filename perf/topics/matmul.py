@@ -122,7 +122,7 @@ class Matmul(products.Products):
         def is_wrong(method: str) -> Tensor:
             nonlocal bits
             limit = products.limit_of(operands.a.shape[1], value, magnitude, may_split=method == TORCH)
-            bad = products.is_far(operands.out, value, limit)
+            bad = verify.exceeds(operands.out, value, limit)
             if method in TILES:
                 bits = operands.out.clone() if bits is None else bits
                 bad |= verify.differs(operands.out, bits)

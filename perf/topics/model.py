@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import ClassVar
 
@@ -30,7 +30,7 @@ from perf.models.bench import ALONE, UNSHARDED, BenchPlan, BenchRow, ModelBench,
 from perf.models.generation import GenerationPlan, GenerationRow
 from perf.models.sequence import SequencePlan, SequenceRow
 from perf.peers import catalogue
-from perf.peers.matmuls import after_matmul, torch_mm
+from perf.peers.matmuls import Variant, after_matmul, torch_mm
 from perf.peers.methods import Method
 from perf.ratios import best, best_peer, ratio, words_for
 from perf.report import Arguments, Glance, Section, Spread, Timing
@@ -61,47 +61,29 @@ CUDA_METHODS = (UNSHARDED, ALONE, "nccl", "symm_two_shot", "graphar", MATMUL, NO
 CPU_METHODS = (UNSHARDED, ALONE, "gloo", "graphar", MATMUL, NORM, BOTH, CODEC)
 
 
-@dataclass(frozen=True)
-class Variant:
-    """A method to compute a row-parallel linear layer, its all-reduce, the residual addition and the norm.
-
-    Attributes:
-        row_parallel_and_norm: computes all of it.
-        sharded: whether each rank has a shard of the model. Otherwise each rank has the whole model.
-        summed: whether it sums over ranks. Without the sum the results are wrong.
-        same_bits: whether it promises the same bits on all ranks.
-        quantised: whether it sends fewer bits than its input has.
-        keeps: objects that must live as long as the method, because its calls use only their addresses.
-    """
-
-    name: str
-    row_parallel_and_norm: decoding.RowParallelAndNorm
-    sharded: bool = True
-    summed: bool = True
-    same_bits: bool = False
-    quantised: bool = False
-    keeps: object = None
-
-
 def make_variants(plan: ModelPlan, ranks: Ranks, add_and_norm: Callable) -> tuple[list[Variant], list[str]]:
-    """Returns the methods that this machine can run, and why others are missing. Allocates all memory. Collective."""
+    """Returns the methods that this machine can run, and why others are missing. Allocates all memory. Collective.
+
+    The ``call`` of each is a RowParallelAndNorm of perf.models.decoder: a row-parallel linear layer, its all-reduce,
+    the residual addition and the norm.
+    """
     names = CUDA_METHODS if plan.device == "cuda" else CPU_METHODS
     largest = max(case.tokens for case in plan.cases()) * decoding.SIZES[plan.size].hidden * 2
     sums = tuple(name for name in names if name not in (UNSHARDED, ALONE, MATMUL, NORM, BOTH))
-    found, skipped = catalogue.make_methods(
+    sums_made, skipped = catalogue.make_methods(
         Plan(plan.device, plan.world_size, "process", ("bfloat16",), sums, largest), ranks
     )
     product = partial(bench.after_linear, torch.nn.functional.linear, add_and_norm)
     own_product = partial(bench.after_linear, graphar.fused_matmul_allreduce, add_and_norm)
     variants = [
-        Variant(UNSHARDED, product, sharded=False),
+        Variant(UNSHARDED, product),
         Variant(ALONE, product, summed=False),
-        Variant(MATMUL, own_product, same_bits=True),
-        Variant(NORM, normed_in_kernel, same_bits=True),
-        Variant(BOTH, partial(graphar.fused_matmul_allreduce_residual_rmsnorm, eps=decoding.EPS), same_bits=True),
-        *(after_sum(method, add_and_norm) for method in found),
+        Variant(MATMUL, own_product, exact=True),
+        Variant(NORM, normed_in_kernel, exact=True),
+        Variant(BOTH, partial(graphar.fused_matmul_allreduce_residual_rmsnorm, eps=decoding.EPS), exact=True),
+        *(after_sum(method, add_and_norm) for method in sums_made),
     ]
-    return sorted(variants, key=lambda one: names.index(one.name)), skipped
+    return sorted(variants, key=lambda variant: names.index(variant.name)), skipped
 
 
 def normed_in_kernel(a: Tensor, weight: Tensor, residual: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
@@ -110,8 +92,9 @@ def normed_in_kernel(a: Tensor, weight: Tensor, residual: Tensor, scale: Tensor)
 
 def after_sum(method: Method, add_and_norm: Callable) -> Variant:
     """Returns a variant of torch's matmul, an all-reduce and the norm."""
-    call = partial(bench.after_linear, after_matmul(method, "", torch_mm).call, add_and_norm)
-    return Variant(method.name, call, same_bits=method.exact, quantised=method.quantised, keeps=method)
+    product = after_matmul(method, "", torch_mm)
+    call = partial(bench.after_linear, product.call, add_and_norm)
+    return replace(product, call=call, exact=method.exact, codec=method.codec)
 
 
 # Replaces LOGITS_TOLERANCE for the 8-bit codec, whose error is about 1 % of each summand.
@@ -157,7 +140,7 @@ class Trial(Repeated):
     def __init__(
         self, variant: Variant, decoder: decoding.Decoder, inputs: decoding.Inputs, elementwise: decoding.Elementwise
     ) -> None:
-        step, on_gpu = partial(decoder.step, inputs, elementwise, variant.row_parallel_and_norm), inputs.x.is_cuda
+        step, on_gpu = partial(decoder.step, inputs, elementwise, variant.call), inputs.x.is_cuda
         super().__init__(step, inputs.case.iterations if on_gpu else 1, on_gpu)
         self.variant = variant
 
@@ -176,7 +159,7 @@ class Bench(ModelBench):
         trials = (
             (
                 f"{variant.name}, {case.phase} of {case.tokens} tokens",
-                Trial(variant, *of_model[variant.sharded], self._elementwise),
+                Trial(variant, *of_model[variant.name != UNSHARDED], self._elementwise),
             )
             for variant in variants
         )
@@ -195,7 +178,7 @@ class Bench(ModelBench):
 
     def _check(self, trial: Trial, launch: Callable[[], None], expected: Tensor) -> tuple[float | None, int]:
         """Returns a row's error and number of wrong tokens. Collective."""
-        if not trial.variant.summed or not trial.variant.sharded:
+        if not trial.variant.summed or trial.variant.name == UNSHARDED:
             return None, 0
         errors, apart = compare_logits(again(trial, launch, self._ranks), expected, self._head)
         return bench.verdict(errors, wrong_tokens(errors, apart, trial.variant, self._plan.layers), self._ranks)
@@ -203,8 +186,8 @@ class Bench(ModelBench):
 
 def wrong_tokens(errors: Tensor, apart: Tensor, variant: Variant, layers: int) -> Tensor:
     """Returns a mask of wrong tokens. The arguments come from :func:`compare_logits`. A NaN error counts as wrong."""
-    tolerance = QUANTISED_TOLERANCE if variant.quantised else LOGITS_TOLERANCE
-    return ~(errors <= tolerance * layers**0.5) | (apart & variant.same_bits)
+    tolerance = QUANTISED_TOLERANCE if variant.codec else LOGITS_TOLERANCE
+    return ~(errors <= tolerance * layers**0.5) | (apart & variant.exact)
 
 
 def run_plan(plan: BenchPlan, rank: int, port: int) -> Iterator[AnyRow | str]:
@@ -278,10 +261,10 @@ class Model(BetweenRanks):
                 (GenerationPlan, GENERATING_SIZE, (generate,) if generate else ()),
                 (SequencePlan, SIZE, (in_sequence,) if in_sequence else ()),
             ]
-            for kind, size, given in wanted:
-                if given:
+            for kind, size, fields in wanted:
+                if fields:
                     shape = shape_of(options, size if on_gpus else decoding.TINY, world_size)
-                    plans.append(kind("cuda" if on_gpus else "cpu", world_size, *shape, *given))
+                    plans.append(kind("cuda" if on_gpus else "cpu", world_size, *shape, *fields))
         return plans
 
     def verified(self) -> Sequence[Timing]:
@@ -291,21 +274,21 @@ class Model(BetweenRanks):
         return [*self.rows, *self.generations, *self.sequences]
 
     def sections(self) -> list[Section]:
-        found = [Section(title, [step_table(rows)]) for title, rows in by_title(self.rows).items()]
+        sections = [Section(title, [step_table(rows)]) for title, rows in by_title(self.rows).items()]
         for what, part, rows in (
             ("generation", generation, self.generations),
             ("sequence parallelism", sequence, self.sequences),
         ):
-            found += [Section(title, [part.table_of(of_title)]) for title, of_title in by_title(rows).items()]
-            found += [Section(f"How {what} was measured", [part.NOTES])] if rows else []
-        return found
+            sections += [Section(title, [part.table_of(of_title)]) for title, of_title in by_title(rows).items()]
+            sections += [Section(f"How {what} was measured", [part.NOTES])] if rows else []
+        return sections
 
     def glance(self) -> Glance:
         measured = by_title([*self.rows, *self.generations, *self.sequences])
         ratios = {title: ratio(best_own(rows), best_peer(rows.values())) for title, rows in measured.items()}
         over = words_for([row.method for rows in measured.values() for row in rows.values() if row.is_peer], FAMILIES)
         timed = "a step or of generation" if self.generations else "a step"
-        known = {title: one for title, one in ratios.items() if one}
+        known = {title: value for title, value in ratios.items() if value}
         return Glance(f"time of {timed} with graphar's fastest exact method / with {over}", known)
 
 

@@ -16,9 +16,10 @@ from graphar.numerics import norms as norm_numerics
 from graphar.runtime.availability import missing_software
 from graphar.runtime.bind import residual_norm
 from perf import passes
+from perf.harness.verify import count_differing, count_far
 from perf.passes import BOTH, COMPILED, ITEMSIZE, OWN, TORCH, PassesPlan, Shape, compiled
 from perf.report import Arguments
-from perf.topics.norms import EPS, OFFSET, add_and_norm, count_far, count_wrong
+from perf.topics.norms import EPS, OFFSET, add_and_norm
 
 # rows, columns
 SHAPES: tuple[Shape, ...] = ((16, 8192), (128, 8192), (512, 2048), (2048, 5120), (2048, 16384), (4096, 8192))
@@ -94,8 +95,8 @@ def make_operands(shape: Shape, summed: bool, device: str) -> Operands:
     generator = torch.Generator(device).manual_seed(0)
     shapes = (shape, shape, shape[1:], shape, shape)
     draw = partial(torch.randn, dtype=torch.bfloat16, device=device, generator=generator)
-    x, residual, weight, noise, of_summed = (draw(one) for one in shapes)
-    leaves = [one.requires_grad_() for one in (x, residual, 1 + weight / 4)]
+    x, residual, weight, noise, of_summed = (draw(size) for size in shapes)
+    leaves = [tensor.requires_grad_() for tensor in (x, residual, 1 + weight / 4)]
     return Operands(*leaves, noise + x.detach(), of_summed if summed else None)
 
 
@@ -134,7 +135,7 @@ def add_and_norm_detached(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[
 
 def autograd(normed: Tensor, summed: Tensor, operands: Operands, retain: bool) -> tuple[Tensor, ...]:
     outputs = [(normed, operands.of_normed), (summed, operands.of_summed)]
-    used, gradients = zip(*[one for one in outputs if one[1] is not None], strict=True)
+    used, gradients = zip(*[pair for pair in outputs if pair[1] is not None], strict=True)
     return torch.autograd.grad(used, operands[:3], gradients, retain_graph=retain)
 
 
@@ -151,16 +152,17 @@ def specified(operands: Operands) -> tuple[Tensor, ...]:
 def exact(operands: Operands) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     """Returns the results of :func:`specified` in fp64, and the errors that a peer may have.
 
-    With r the rounded sum, s = 1 / root mean square, u = r s and g w the gradient times the weight, a row's gradient is
-    s (g w) - s u mean(g w u) + of_summed. A rounding to bf16 changes a factor by at most half a machine epsilon. A peer
-    may round as often as this: the second term has s once, u twice, g w once, and u holds r and s. A peer that does not
-    round the sum, as a compiled norm, differs by half an epsilon in each r and so in each s. That makes 1 + 2 + 2
-    changes, one more if g w is rounded, one for the rounding of the result and one for that of its sum with of_summed:
-    ROUNDINGS. The first term, the normed rows and a weight's gradient have fewer. So an error may be half an epsilon
-    times ROUNDINGS of the sum of the terms' magnitudes. Sums in fp32 add much less: the errors of s average out.
+    Let r be the rounded sum, s = 1 / its root mean square, u = r s, and g w the gradient times the weight. A row's
+    gradient is s (g w) - s u mean(g w u) + of_summed.
+
+    A rounding to bf16 changes a number by at most half a machine epsilon. A peer that does not round the sum, such as a
+    compiled norm, differs by half an epsilon in each r, and so in each s. The second term has s once and u twice, and
+    each u has an r and an s: 1 + 2 + 2 changes. Rounding g w, the result, and its sum with of_summed makes three more:
+    ROUNDINGS. The other terms and results have fewer. So an error may be ROUNDINGS times half an epsilon of the sum of
+    the terms' magnitudes. Sums in fp32 add much less, because the errors of s average out.
     """
     x, residual, weight, of_normed, more = operands
-    r, w, g = (one.double() for one in (x + residual, weight + OFFSET, of_normed))
+    r, w, g = (tensor.double() for tensor in (x + residual, weight + OFFSET, of_normed))
     s = (r.square().mean(-1, keepdim=True) + EPS).rsqrt()
     u, scaled = r * s, g * w
     second = s * u * (scaled * u).mean(-1, keepdim=True)
@@ -170,7 +172,7 @@ def exact(operands: Operands) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     normed, terms = u * w, g * u
     values = normed, r, of_rows, of_rows, terms.sum(0)
     share = ROUNDINGS * torch.finfo(x.dtype).eps / 2
-    limits = [share * one for one in (normed.abs(), r.abs(), magnitude, magnitude, terms.abs().sum(0))]
+    limits = [share * size for size in (normed.abs(), r.abs(), magnitude, magnitude, terms.abs().sum(0))]
     return values, tuple(limits)
 
 
@@ -198,7 +200,7 @@ class Trial(passes.Trial):
 
     def wrong(self, results: tuple[Tensor, ...]) -> int:
         if self.name == OWN:
-            return count_wrong(results, specified(self.operands)[-len(results) :])
+            return count_differing(results, specified(self.operands)[-len(results) :])
         values, limits = exact(self.operands)
         return count_far(results, values[-len(results) :], limits[-len(results) :])
 
@@ -206,15 +208,16 @@ class Trial(passes.Trial):
 def rows_of(plan: PassesPlan, shape: Shape) -> Iterator[NormGradientRow | str]:
     for summed in (True, False):
         trials, more = trials_of(plan, shape, summed), (*shape, summed)
-        yield from passes.measure(plan.device, trials, lambda *found, more=more: NormGradientRow(*found, *more))
+        yield from passes.measure(plan.device, trials, lambda *measured, more=more: NormGradientRow(*measured, *more))
 
 
 def trials_of(plan: PassesPlan, shape: Shape, summed: bool) -> Iterator[tuple[str, Callable[[], Trial]]]:
     operands = make_operands(shape, summed, plan.device)
     for name in plan.methods:
         method = make_method(name, summed)
-        for one in PASSES:
-            yield ", ".join((name, one, words_of(shape), with_sum(summed))), partial(Trial, name, one, method, operands)
+        for of_passes in PASSES:
+            words = ", ".join((name, of_passes, words_of(shape), with_sum(summed)))
+            yield words, partial(Trial, name, of_passes, method, operands)
 
 
 @dataclass

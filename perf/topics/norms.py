@@ -85,10 +85,10 @@ def make_methods(plan: NormPlan, ranks: ProcessRanks) -> tuple[dict[str, Call], 
     sums = ("nccl" if on_gpu else "gloo", "graphar")
     largest = max(plan.tokens) * plan.hidden * 2
     alone = Plan(plan.device, plan.world_size, "process", ("bfloat16",), sums, largest)
-    found, skipped = catalogue.make_methods(alone, ranks)
-    own = partial(graphar.allreduce_residual_rmsnorm, eps=EPS)
-    calls: dict[str, Call] = {name: partial(own, out_dtype=output) for name, output in OUTPUTS.items()}
-    for method in found:
+    sums_made, skipped = catalogue.make_methods(alone, ranks)
+    fused = partial(graphar.allreduce_residual_rmsnorm, eps=EPS)
+    calls: dict[str, Call] = {name: partial(fused, out_dtype=output) for name, output in OUTPUTS.items()}
+    for method in sums_made:
         calls[method.name + NORM] = partial(after_sum, method.call, norm)
     if on_gpu:
         _, reason = agreed(ranks, lambda: ranks.first_rank_first(partial(load_trtllm, alone)))
@@ -181,11 +181,11 @@ def rows_of(plan: NormPlan, tokens: int, methods: dict[str, Call], ranks: Proces
     yield from refused
     limits, mine = bounds(xs, residual, weight, expected[OWN]), []
     for trial, launch, _ in timed:
-        found, drift = trial.results_of(launch, xs[ranks.rank], ranks)
+        results, drift = trial.results_of(launch, xs[ranks.rank], ranks)
         if trial.name in expected:
-            mine.append(count_wrong(found, expected[trial.name]))
+            mine.append(verify.count_differing(results, expected[trial.name]))
         else:
-            mine.append(count_far(found, expected[OWN], [drift * one for one in limits]))
+            mine.append(verify.count_far(results, expected[OWN], [drift * limit for limit in limits]))
     for (trial, _, times), wrong in zip(timed, ranks.total(mine), strict=True):
         yield NormRow(trial.name, plan.world_size, tokens, plan.hidden, deciles(times), wrong)
 
@@ -194,30 +194,17 @@ def normal(seed: int, shape: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device, torch.bfloat16)
 
 
-def count_wrong(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> int:
-    """Returns how many elements do not have the expected bits."""
-    kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32}
-    bits = [[one.view(kinds[one.element_size()]) for one in ones] for ones in (found, expected)]
-    return sum(int((a != b).sum()) for a, b in zip(*bits, strict=True))
-
-
 def bounds(xs: Sequence[Tensor], residual: Tensor, weight: Tensor, expected: tuple[Tensor, Tensor]) -> list[Tensor]:
     """Returns the allowed errors of a method that rounds at every hop, for normalised rows and for sums.
 
     The error of a sum may be a share of the sum of magnitudes, as for every all-reduce. The norm multiplies this error
     by weight / root mean square of the row, and rounds once more.
     """
-    normed, summed = (one.float() for one in expected)
+    normed, summed = (tensor.float() for tensor in expected)
     magnitude = sum((x.float().abs() for x in xs), residual.float().abs())
     of_sum = magnitude * verify.tolerance(residual.dtype)
     rms = (summed.square().mean(-1, keepdim=True) + EPS).sqrt()
     return [of_sum * weight.float().abs() / rms + normed.abs() * torch.finfo(residual.dtype).eps, of_sum]
-
-
-def count_far(found: tuple[Tensor, ...], expected: tuple[Tensor, ...], limits: Sequence[Tensor]) -> int:
-    """Returns how many elements have an error above their limit. A NaN counts as an error."""
-    errors = [(one.float() - right.float()).abs() for one, right in zip(found, expected, strict=True)]
-    return sum(int((~(error <= limit)).sum()) for error, limit in zip(errors, limits, strict=True))
 
 
 class Trial(Repeated):
@@ -249,8 +236,8 @@ class Trial(Repeated):
 
     def _launch_on(self, launch: Callable[[], None], x: Tensor, ranks: Ranks) -> None:
         self.x.copy_(x)
-        for one in self.result:
-            one.view(torch.uint8).fill_(0xFF)  # NaNs
+        for result in self.result:
+            result.view(torch.uint8).fill_(0xFF)  # NaNs
         ranks.barrier()
         launch()
         ranks.barrier()
@@ -281,23 +268,30 @@ class Norms(BetweenRanks):
         return [f"graphar's time / the time of graphar's sum and a norm of torch is at most {loss}."] if loss else []
 
     def losses(self) -> list[tuple[str, Choice]]:
-        found = choices(by_method(self.rows, lambda row: (row.world_size, row.tokens)), {OWN: f"{OWN}{NORM}".__eq__})
-        return [(f"{plural(tokens, 'token')}, {ranks} ranks", one) for ((ranks, tokens), _), one in found.items()]
+        chosen = choices(by_method(self.rows, case_of), {OWN: f"{OWN}{NORM}".__eq__})
+        return [(in_words(case), choice) for (case, _), choice in chosen.items()]
 
     def sections(self) -> list[Section]:
-        found = []
+        sections = []
         for world_size, mine in group(self.rows, lambda row: row.world_size).items():
             cases = {str(tokens): rows for tokens, rows in by_method(mine, lambda row: row.tokens).items()}
             title = f"{world_size} ranks, hidden size {mine[0].hidden}"
-            found.append(Section(title, [method_table("tokens", cases)], [times(mine)]))
-        return found
+            sections.append(Section(title, [method_table("tokens", cases)], [times(mine)]))
+        return sections
 
     def glance(self) -> Glance:
-        cases = by_method(self.rows, lambda row: (row.world_size, row.tokens))
-        found = of_best_peer(cases)
-        named = {f"{plural(tokens, 'token')}, {ranks} ranks": one for (ranks, tokens), one in found.items()}
+        ratios = of_best_peer(by_method(self.rows, case_of))
+        named = {in_words(case): value for case, value in ratios.items()}
         over = words_for([row.method for row in self.rows if row.is_peer], FAMILIES)
         return Glance(f"graphar's time / the time of {over}, by number of tokens", named)
+
+
+def case_of(row: NormRow) -> tuple[int, int]:
+    return row.world_size, row.tokens
+
+
+def in_words(case: tuple[int, int]) -> str:
+    return f"{plural(case[1], 'token')}, {case[0]} ranks"
 
 
 TOKEN_AXIS = Axis("tokens", 2)

@@ -6,6 +6,7 @@ import argparse
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
@@ -20,7 +21,7 @@ from perf.between_ranks import BetweenRanks
 from perf.charts import Axis, Line, Plot
 from perf.harness import sweep
 from perf.harness.cases import SIZES, LinkCeiling, Row, SizesPlan
-from perf.md import ratio_cell, table, time_table
+from perf.md import columns, ratio_cell, table, time_table
 from perf.peers.catalogue import CODEC_METHODS
 from perf.ratios import best_peer, by_method, geometric_mean, group, ratio, words_for
 from perf.report import Arguments, Glance, Section
@@ -121,9 +122,9 @@ def error_rows(codecs: Sequence[Codec], world_size: int, device: torch.device) -
         parts = make(world_size, device)
         exact = torch.stack(parts).double().sum(0)
         yield ErrorRow("exact", name, world_size, 8.0 * parts[0].itemsize, *errors(reference.allreduce(parts), exact))
-        for one in codecs:
-            result = reference.quantized_allreduce(parts, one)
-            yield ErrorRow(one.text, name, world_size, one.bits_per_element, *errors(result, exact))
+        for coder in codecs:
+            result = reference.quantized_allreduce(parts, coder)
+            yield ErrorRow(coder.text, name, world_size, coder.bits_per_element, *errors(result, exact))
 
 
 def errors(result: Tensor, exact: Tensor) -> tuple[float, float, float]:
@@ -159,10 +160,10 @@ class Quantized(BetweenRanks):
     @classmethod
     def plan(cls, options: argparse.Namespace, gpu_count: int) -> list[SizesPlan]:
         """Returns one plan for each world size. Times are measured on GPUs, or where sizes are named."""
-        device, own = ("cuda", ("nccl", "graphar", PEER)) if gpu_count >= 2 else ("cpu", ("gloo", "graphar"))
+        device, plain = ("cuda", ("nccl", "graphar", PEER)) if gpu_count >= 2 else ("cpu", ("gloo", "graphar"))
         named, largest = named_sizes(options, DTYPE.itemsize), options.max_nbytes or GB
-        sizes = named or tuple(one for one in SIZES if MIN_NBYTES <= one <= largest)
-        methods = (*own, *CODEC_METHODS) if named or device == "cuda" else ()
+        sizes = named or tuple(nbytes for nbytes in SIZES if MIN_NBYTES <= nbytes <= largest)
+        methods = (*plain, *CODEC_METHODS) if named or device == "cuda" else ()
         what = "process", ("bfloat16",), methods, max(sizes, default=0)
         return [
             SizesPlan(device, world_size, *what, full=False, sizes=sizes)
@@ -171,12 +172,13 @@ class Quantized(BetweenRanks):
 
     @classmethod
     def count(cls, plan: Sequence[SizesPlan]) -> int:
-        return sum(len(KINDS) * (len(NAMES) + 1) + one.row_count() for one in plan)
+        return sum(len(KINDS) * (len(NAMES) + 1) + world_plan.row_count() for world_plan in plan)
 
     def measure(self, plan: Sequence[SizesPlan]) -> Iterator[ErrorRow | Row | str]:
-        for one in plan:
-            yield from error_rows([codec(name) for name in NAMES], one.world_size, torch.device(one.device))
-            for message in sweep.run(one) if one.methods else ():
+        codecs = [codec(name) for name in NAMES]
+        for world_plan in plan:
+            yield from error_rows(codecs, world_plan.world_size, torch.device(world_plan.device))
+            for message in sweep.run(world_plan) if world_plan.methods else ():
                 if not isinstance(message, LinkCeiling):
                     yield message
 
@@ -192,15 +194,15 @@ class Quantized(BetweenRanks):
         return f"{len(self.errors)} errors were measured; times need GPUs."
 
     def sections(self) -> list[Section]:
-        found = [Section("", [], [error_plot(self)])] if self.errors else []
+        sections = [Section("", [], [error_plot(self)])] if self.errors else []
         for world_size, mine in group(self.times, lambda row: row.world_size).items():
             cases = by_method(mine, lambda row: row.nbytes)
             named = {format_nbytes(nbytes): rows for nbytes, rows in cases.items()}
             body = [time_table("size", named), "Time / the best peer's time (of_best_peer):", ratio_table(named)]
-            found.append(Section(f"Times, {world_size} ranks", body))
+            sections.append(Section(f"Times, {world_size} ranks", body))
         for world_size, mine in group(self.errors, lambda row: row.world_size).items():
-            found.append(Section(f"Errors, {world_size} ranks", [error_table(mine)]))
-        return found
+            sections.append(Section(f"Errors, {world_size} ranks", [error_table(mine)]))
+        return sections
 
     def glance(self) -> Glance:
         """Returns a summary. It has the geometric mean of each codec's ratios at large sizes."""
@@ -222,14 +224,12 @@ class Quantized(BetweenRanks):
 
 def ratio_table(cases: Mapping[str, Mapping[str, Row]]) -> str:
     """Returns a table of time / best peer's time. It has a row for each size and a column for each method."""
-    methods = [
-        name for name in dict.fromkeys(name for rows in cases.values() for name in rows) if name not in ("nccl", "gloo")
-    ]
-    lines = []
-    for case, rows in cases.items():
-        peer = best_peer(rows.values())
-        lines.append([case, *(ratio_cell(ratio(rows.get(name), peer)) for name in methods)])
-    return table(["size", *methods], lines)
+
+    def cell(case: str, name: str) -> str:
+        return ratio_cell(ratio(cases[case].get(name), best_peer(cases[case].values())))
+
+    methods = dict.fromkeys(name for rows in cases.values() for name in rows if name not in ("nccl", "gloo"))
+    return columns(cases, {"size": str, **{name: partial(cell, name=name) for name in methods}})
 
 
 def error_table(rows: Sequence[ErrorRow]) -> str:
@@ -251,12 +251,12 @@ def mean_ratios(times: Sequence[Row], world_size: int) -> dict[str, float]:
     """Returns for each codec the geometric mean of time / best peer's time over large sizes."""
     mine = [row for row in times if row.world_size == world_size and row.nbytes >= LARGE_NBYTES]
     cases = by_method(mine, lambda row: row.nbytes).values()
-    found = {}
+    means = {}
     for method in dict.fromkeys(row.method for row in mine if row.is_own):
-        ratios = [one for rows in cases if (one := ratio(rows.get(method), best_peer(rows.values())))]
+        ratios = [value for rows in cases if (value := ratio(rows.get(method), best_peer(rows.values())))]
         if ratios:
-            found["exact" if method == "graphar" else method.removeprefix(CODEC_PREFIX)] = geometric_mean(ratios)
-    return found
+            means["exact" if method == "graphar" else method.removeprefix(CODEC_PREFIX)] = geometric_mean(ratios)
+    return means
 
 
 def error_plot(report: Quantized) -> Plot:

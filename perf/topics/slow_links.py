@@ -22,12 +22,13 @@ from perf.harness import ranks as ranks_of
 from perf.harness.ranks import ProcessRanks
 from perf.harness.slow_network import join, slow_network, why_not
 from perf.harness.timing import spread, time_in_turn
+from perf.harness.verify import differs
 from perf.md import columns, ratio_cell, table
 from perf.models.tasks import residual_network
 from perf.models.workloads import Decoder, Workload
 from perf.ratios import group, ratio
 from perf.report import Arguments, Glance, Report, Section, Spread, Timing
-from perf.topics.throughput import Reduction, Training
+from perf.topics.throughput import Reduction, trainer_with
 
 GLOO, EXACT = "gloo", "exact"
 CODECS = ("int8", "int6", "int5", "int4", "int2")
@@ -105,7 +106,7 @@ def sums(nbytes: int, rate: str, repeats: int, ranks: ProcessRanks) -> Iterator[
         call()
         if ranks.rank == 0 and name != GLOO:
             expected = reference.allreduce(inputs) if name == EXACT else reference.quantized_allreduce(inputs, name)
-            wrong[name] = int((expected.view(torch.int32) != x.view(torch.int32)).sum())
+            wrong[name] = int(differs(x, expected).sum())
     yield from rows(methods, [refill] * len(methods), wrong, rate, format_nbytes(nbytes), repeats, ranks)
 
 
@@ -114,16 +115,16 @@ def steps(model: Workload, rate: str, repeats: int, ranks: ProcessRanks) -> Iter
     made, batch = model.make(), model.batch(model.batch_size, ranks.device, seed=ranks.rank)
     reductions = [Reduction(GLOO), Reduction("graphar")]
     reductions += [Reduction("graphar", Codec(bits, BUCKET_SIZE).text) for bits in BITS]
-    trainings = {str(one): Training(one, made, batch) for one in reductions}
-    for training in trainings.values():
-        training.make_steps(training_steps.WARM_UP_STEPS, seed=0)
-    calls = {name: partial(training.make_steps, 1, seed=1) for name, training in trainings.items()}
-    parameters = sum(one.numel() for one in made.parameters())
+    trainers = {str(reduction): trainer_with(reduction, made) for reduction in reductions}
+    for trainer in trainers.values():
+        trainer.make_steps(batch, training_steps.WARM_UP_STEPS, seed=0)
+    calls = {name: partial(trainer.make_steps, batch, 1, seed=1) for name, trainer in trainers.items()}
+    parameters = sum(parameter.numel() for parameter in made.parameters())
     case = f"{model.name}, {parameters / 1e6:.1f} M parameters"
-    found = list(rows(calls, [], {}, rate, case, repeats, ranks))
-    for row, training in zip(found, trainings.values(), strict=True):
-        wrong = int(not training_steps.same_on_all_ranks(training.model))
-        yield replace(row, samples=model.batch_size * ranks.size, wrong=wrong, loss=training.mean_loss())
+    timed = list(rows(calls, [], {}, rate, case, repeats, ranks))
+    for row, trainer in zip(timed, trainers.values(), strict=True):
+        wrong = int(not training_steps.same_on_all_ranks(trainer.model))
+        yield replace(row, samples=model.batch_size * ranks.size, wrong=wrong, loss=trainer.mean_loss())
 
 
 def rows(

@@ -20,7 +20,7 @@ from graphar.plan.sizes import MB, format_nbytes
 from perf.between_ranks import BetweenRanks
 from perf.harness import ranks as ranks_of
 from perf.harness.ranks import ProcessRanks, first_line, host_time_us
-from perf.harness.timing import WARM_UP, capture, deciles, spread, time_in_turn
+from perf.harness.timing import Repeated, deciles, spread, time_in_turn
 from perf.harness.verify import differs
 from perf.md import NOT_SERVED, columns, plural
 from perf.models import decoder as decoding
@@ -146,31 +146,26 @@ def run_rank(plan: SuspendPlan, rank: int, port: int) -> Iterator[SuspendRow | s
     ranks.barrier()
 
 
-class Step:
-    """A step of the decoder behind a vocabulary-parallel embedding. ``result`` is the output of the last call."""
+class Step(Repeated):
+    """A step of the decoder behind a vocabulary-parallel embedding. A launch replays one."""
 
     def __init__(
         self, decoder: decoding.Decoder, case: decoding.Case, shard: decoding.Shard, communicator: graphar.Communicator
     ) -> None:
+        super().__init__(self._step, calls=1, on_gpu=True)
         self.case, self.communicator = case, communicator
         self._decoder = decoder
         self._inputs = decoding.make_inputs(decoder.size, len(decoder.layers), case, shard)
         self._embedded = partly_embedded(self._inputs.x, shard)
-        own = graphar.fused_matmul_allreduce_residual_rmsnorm
-        self._row_parallel_and_norm = partial(own, eps=decoding.EPS, group=communicator)
-        self.result: Tensor | None = None
+        fused = graphar.fused_matmul_allreduce_residual_rmsnorm
+        self._row_parallel_and_norm = partial(fused, eps=decoding.EPS, group=communicator)
 
-    def run(self) -> None:
+    def _step(self) -> Tensor:
         inputs = replace(self._inputs, x=graphar.allreduce(self._embedded, self.communicator))
         # cuDNN's attention of one query for each sequence gives other bits in every other replay.
         same_bits = sdpa_kernel(SDPBackend.FLASH_ATTENTION) if inputs.x.is_cuda else contextlib.nullcontext()
         with same_bits:
-            self.result = self._decoder.step(inputs, decoding.PLAIN, self._row_parallel_and_norm)
-
-    def make_launch(self) -> Callable[[], None]:
-        for _ in range(WARM_UP):
-            self.run()
-        return capture(self.run)
+            return self._decoder.step(inputs, decoding.PLAIN, self._row_parallel_and_norm)
 
 
 def partly_embedded(x: Tensor, shard: decoding.Shard) -> Tensor:
@@ -205,11 +200,12 @@ def row_of(plan: SuspendPlan, case: SuspendCase, step: Step, ranks: ProcessRanks
     step_us(launch, step.case, ranks)  # the first replays of a graph are up to 3 % faster
     before_us = step_us(launch, step.case, ranks)
     cycles = [cycle(step, launch, expected, kept, ranks) for _ in range(plan.cycles)]
+    suspends, resumes, freed, grown, wrongs = zip(*cycles, strict=True)
     after_us = step_us(launch, step.case, ranks)
-    suspend_us, resume_us = ranks.slowest([[one.suspend_us for one in cycles], [one.resume_us for one in cycles]])
-    # Ranks find the largest of numbers: the least that was freed is the largest of what was freed, negated.
-    least, grown = ranks.slowest([max(-one.freed_nbytes for one in cycles), max(one.grown_nbytes for one in cycles)])
-    (wrong,) = ranks.total([sum(one.wrong for one in cycles)])
+    suspend_us, resume_us = ranks.slowest([suspends, resumes])
+    # ranks.slowest returns maxima, so the minimum is a negated maximum.
+    least, most_grown = ranks.slowest([-min(freed), max(grown)])
+    (wrong,) = ranks.total([sum(wrongs)])
     return SuspendRow(
         world_size=ranks.size,
         size=plan.size,
@@ -220,7 +216,7 @@ def row_of(plan: SuspendPlan, case: SuspendCase, step: Step, ranks: ProcessRanks
         scratch={name: use.reserved_nbytes for name, use in memory.scratch.items()},
         symmetric_nbytes=memory.symmetric.reserved_nbytes,
         freed_nbytes=-least,
-        grown_nbytes=grown,
+        grown_nbytes=most_grown,
         suspend_us=deciles(suspend_us),
         first_suspend_us=suspend_us[0],
         resume_us=deciles(resume_us),
@@ -242,7 +238,7 @@ def kept_tensor(nbytes: int, communicator: graphar.Communicator, ranks: ProcessR
 
 def step_us(launch: Callable[[], None], case: decoding.Case, ranks: ProcessRanks) -> Spread:
     ranks.warm_up()
-    (times,) = ranks.slowest(time_in_turn([launch], case.repeats, lambda one: ranks.time_us(one, "graph")))
+    (times,) = ranks.slowest(time_in_turn([launch], case.repeats, lambda replay: ranks.time_us(replay, "graph")))
     return spread(times)
 
 
@@ -304,7 +300,7 @@ class Suspend(BetweenRanks):
 
     @classmethod
     def count(cls, plan: Sequence[SuspendPlan]) -> int:
-        return sum(len(one.cases) for one in plan)
+        return sum(len(world_plan.cases) for world_plan in plan)
 
     def line(self, row: SuspendRow) -> str:
         times = f"suspend {ms(row.suspend_us['median'])} ms, resume {ms(row.resume_us['median'])} ms"
@@ -312,19 +308,19 @@ class Suspend(BetweenRanks):
         return f"{row.world_size:>2} ranks {row.words:<36} {times}, {freed} {row.wrong:>6} wrong"
 
     def sections(self) -> list[Section]:
-        found = []
+        sections = []
         for (world_size, model), rows in group(self.rows, lambda row: (row.world_size, row.what[0])).items():
             title = f"{plural(world_size, 'rank')}, {model}"
-            found.append(Section(f"{title}: memory", [memory_table(rows)]))
-            found.append(Section(f"{title}: times", [time_table(rows)]))
-        return found
+            sections.append(Section(f"{title}: memory", [memory_table(rows)]))
+            sections.append(Section(f"{title}: times", [time_table(rows)]))
+        return sections
 
     def glance(self) -> Glance:
         rows = [row for row in self.rows if not row.wrong]
         if not rows:
             return Glance("nothing was measured here", figure=NOT_SERVED)
-        row = max(rows, key=lambda one: (one.world_size, one.held_nbytes))
-        suspend, resume = (f"{ms(one['median'])} ms" for one in (row.suspend_us, row.resume_us))
+        row = max(rows, key=lambda row: (row.world_size, row.held_nbytes))
+        suspend, resume = (f"{ms(time_us['median'])} ms" for time_us in (row.suspend_us, row.resume_us))
         held = f"{mb(row.held_nbytes)} MB between {plural(row.world_size, 'rank')}"
         words = f"to resume {held}; suspending took {suspend} and gave {row.freed_share:.0%} of that back"
         return Glance(words, figure=resume)
@@ -353,7 +349,7 @@ def memory_table(rows: Sequence[SuspendRow]) -> str:
         "freed (MB)": lambda row: mb(row.freed_nbytes),
         "freed / held": lambda row: f"{row.freed_share:.2f}",
         "grown (MB)": lambda row: mb(row.grown_nbytes),
-        "scratch by algorithm (MB)": lambda row: ", ".join(f"{name} {mb(one)}" for name, one in row.scratch.items()),
+        "scratch by algorithm (MB)": lambda row: ", ".join(f"{name} {mb(held)}" for name, held in row.scratch.items()),
     }
     return columns(rows, cells)
 

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import copy
 import gc
-import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 import graphar
 from graphar.numerics.codecs import Codec, codec
@@ -29,9 +28,9 @@ from perf.models.workloads import TINY, WORKLOADS, Workload
 from perf.ratios import group
 from perf.report import Arguments, Glance, Section
 from perf.topics.allreduce import FAMILIES
+from perf.training_steps import Batch, Trainer, data_parallel
 
 BITS, BUCKET_SIZE = (8, 6, 5, 4, 2), 128
-LEARNING_RATE = 1e-4
 NAIVE = ("one by one", "flattened")
 
 
@@ -69,6 +68,15 @@ class Reduction:
     def bits(self) -> float:
         """The bits of an element on the wire, including its share of the scales."""
         return self.seeded.bits_per_element if self.seeded else 32
+
+    @property
+    def hook(self) -> Callable | None:
+        """graphar's hook; None for other backends."""
+        if self.backend != "graphar":
+            return None
+        if self.codec:
+            return graphar.ddp.quantized_hook(self.seeded)
+        return graphar.ddp.exact_hook(algorithm=self.algorithm)
 
     def __str__(self) -> str:
         if self.backend != "graphar":
@@ -190,27 +198,41 @@ def rows_of(plan: ThroughputPlan, workload: Workload, ranks: ProcessRanks) -> It
     groups = [every] if workload.copies_fit else [[reduction] for reduction in every]
     for at, together in enumerate(groups, start=1):
         limited = replace(plan, budget_s=plan.budget_s and plan.budget_s * at / len(groups))
-        trainings = [Training(reduction, model, batch) for reduction in together]
-        for training, blocks in train_and_time(trainings, limited, ranks, begin):
-            yield row_of(training, blocks, workload, batch_size, plan.world_size)
-        del training, trainings  # the last references to these copies of the model
+        trainers = {reduction: trainer_with(reduction, model) for reduction in together}
+        times = train_and_time(trainers, batch, limited, ranks, begin)
+        for (reduction, trainer), blocks in zip(trainers.items(), times, strict=True):
+            yield row_of(reduction, trainer, blocks, workload, batch_size, plan.world_size)
+        del trainer, trainers  # the last references to these copies of the model
         release(plan.device)
 
 
+def trainer_with(reduction: Reduction, model: nn.Module) -> Trainer:
+    """Returns the trainer of a copy of the model. Collective."""
+    model, around = copy.deepcopy(model), nullcontext
+    if not reduction.is_naive:
+        model = data_parallel(model, reduction.hook, gradient_as_bucket_view=True)
+        around = model.no_sync if reduction.is_alone else nullcontext
+    trainer = Trainer(model, fused=next(model.parameters()).is_cuda, autocast=True, around=around)
+    if reduction.is_naive:
+        flattened = reduction.backend == "flattened"
+        trainer.optimizer.register_step_pre_hook(lambda *_: average(model, flattened=flattened))
+    return trainer
+
+
 def train_and_time(
-    trainings: list[Training], plan: ThroughputPlan, ranks: ProcessRanks, begin: float
-) -> list[tuple[Training, list[float]]]:
-    """Times blocks of steps of all trainings in turn. Returns each training with its times. Collective."""
-    for training in trainings:
-        training.make_steps(training_steps.WARM_UP_STEPS, seed=0)
-    times = training_steps.time_blocks([training.make_steps for training in trainings], plan, ranks, begin)
-    return list(zip(trainings, times, strict=True))
+    trainers: Mapping[Reduction, Trainer], batch: Batch, plan: ThroughputPlan, ranks: ProcessRanks, begin: float
+) -> list[list[float]]:
+    """Times blocks of steps of all trainers in turn. Returns their times. Collective."""
+    turns = [partial(trainer.make_steps, batch) for trainer in trainers.values()]
+    for make_steps in turns:
+        make_steps(training_steps.WARM_UP_STEPS, seed=0)
+    return training_steps.time_blocks(turns, plan, ranks, begin)
 
 
 def row_of(
-    training: Training, blocks: list[float], workload: Workload, batch_size: int, world_size: int
+    reduction: Reduction, trainer: Trainer, blocks: list[float], workload: Workload, batch_size: int, world_size: int
 ) -> ThroughputRow:
-    parameters = list(training.model.parameters())
+    parameters = list(trainer.model.parameters())
     return ThroughputRow(
         model=workload.name,
         unit=workload.unit,
@@ -219,11 +241,11 @@ def row_of(
         world_size=world_size,
         batch_size=batch_size,
         items=workload.items * batch_size * world_size,
-        way=training.reduction,
+        way=reduction,
         steps=training_steps.WARM_UP_STEPS + training_steps.BLOCK * len(blocks),
-        step_ms=statistics.median(blocks) / training_steps.BLOCK / 1e3,
-        loss=training.mean_loss(),
-        same_bits=training.reduction.is_alone or training_steps.same_on_all_ranks(training.model),
+        step_ms=training_steps.step_ms_of(blocks),
+        loss=trainer.mean_loss(),
+        same_bits=reduction.is_alone or training_steps.same_on_all_ranks(trainer.model),
     )
 
 
@@ -252,49 +274,6 @@ def reductions(backend: str) -> list[Reduction]:
     return [*plain, *copies, *(Reduction("graphar", text) for text in codecs)]
 
 
-class Training:
-    """Trains a copy of a model with one reduction. Every step uses the same batch."""
-
-    def __init__(self, reduction: Reduction, model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> None:
-        self.reduction, self._batch = reduction, batch
-        self._device = batch[0].device
-        self.model = copy.deepcopy(model)
-        on_gpu = self._device.type == "cuda"
-        self._ranks = self.model
-        if not reduction.is_naive:
-            self._ranks = DistributedDataParallel(
-                self.model, device_ids=[self._device] if on_gpu else None, gradient_as_bucket_view=True
-            )
-        if reduction.backend == "graphar":
-            hook = graphar.ddp.exact_hook(algorithm=reduction.algorithm)
-            if reduction.codec:
-                hook = graphar.ddp.quantized_hook(reduction.seeded)
-            self._ranks.register_comm_hook(None, hook)
-        self._optimizer = torch.optim.AdamW(self._ranks.parameters(), lr=LEARNING_RATE, fused=on_gpu)
-
-    def make_steps(self, count: int, seed: int) -> None:
-        """Enqueues ``count`` steps. ``seed`` determines dropout."""
-        torch.manual_seed(seed)
-        x, y = self._batch
-        for _ in range(count):
-            self._optimizer.zero_grad()
-            with self._ranks.no_sync() if self.reduction.is_alone else contextlib.nullcontext():
-                with torch.autocast(self._device.type, torch.bfloat16, enabled=self._device.type == "cuda"):
-                    logits = self._ranks(x)
-                loss = training_steps.loss_of(logits.float(), y)
-                loss.backward()
-            if self.reduction.is_naive:
-                average(self.model, flattened=self.reduction.backend == "flattened")
-            self._optimizer.step()
-        self._loss = loss.detach()
-
-    def mean_loss(self) -> float:
-        """Returns the last step's loss, averaged over the ranks. Collective."""
-        total = self._loss.double()
-        dist.all_reduce(total)
-        return total.item() / dist.get_world_size()
-
-
 def average(model: nn.Module, *, flattened: bool) -> None:
     """Averages the gradients over the ranks in place with blocking all-reduces. Collective."""
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
@@ -308,7 +287,8 @@ def average(model: nn.Module, *, flattened: bool) -> None:
     dist.all_reduce(flat)
     flat /= world_size
     parts = flat.split([gradient.numel() for gradient in gradients])
-    torch._foreach_copy_(gradients, [part.view(one.shape) for part, one in zip(parts, gradients, strict=True)])
+    means = [part.view_as(gradient) for part, gradient in zip(parts, gradients, strict=True)]
+    torch._foreach_copy_(gradients, means)
 
 
 # ---- the topic ------------------------------------------------------------------------------------------------------
@@ -367,13 +347,13 @@ class Throughput(training_steps.TrainingReport):
         by_model = list(group(self.rows, lambda row: row.model).values())
         if not by_model:
             return []
-        found = [Section("All models", [overview(by_model)])]
+        sections = [Section("All models", [overview(by_model)])]
         for rows in by_model:
-            one = rows[0]
-            ranks = f"{one.world_size} ranks, batch of {one.batch_size} per rank"
-            title = f"{one.model}: {one.parameters:,} parameters, {ranks}"
-            found.append(Section(title, [details(rows)]))
-        return found
+            first = rows[0]
+            ranks = f"{first.world_size} ranks, batch of {first.batch_size} per rank"
+            title = f"{first.model}: {first.parameters:,} parameters, {ranks}"
+            sections.append(Section(title, [details(rows)]))
+        return sections
 
     def glance(self) -> Glance:
         ratios, base = {}, "torch's own reduction"

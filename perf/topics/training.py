@@ -16,7 +16,6 @@ from typing import ClassVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 import graphar
 from graphar.numerics.codecs import Codec
@@ -26,7 +25,7 @@ from perf.md import NOT_SERVED, columns
 from perf.models.tasks import TASKS, Data, Task
 from perf.ratios import group
 from perf.report import Arguments, Glance, Section
-from perf.training_steps import TrainingReport, loss_of, same_on_all_ranks
+from perf.training_steps import Trainer, TrainingReport, data_parallel, loss_of, same_on_all_ranks
 
 SEEDS, CPU_SEEDS = 3, 1
 WARM_UP_STEPS = 5  # the first steps, which are not timed
@@ -50,6 +49,15 @@ class Run:
     error_feedback: bool
     seed: int
     steps: int
+
+    @property
+    def hook(self) -> Callable | None:
+        """graphar's hook; None for torch's all-reduce."""
+        if self.backend == "torch":
+            return None
+        if self.codec is None:
+            return graphar.ddp.exact_hook()
+        return graphar.ddp.quantized_hook(replace(self.codec, seed=self.seed), error_feedback=self.error_feedback)
 
 
 @dataclass(frozen=True)
@@ -157,29 +165,21 @@ def rows_of(plan: TrainingPlan, ranks: ProcessRanks) -> Iterator[TrainingRow]:
         task = TASKS[name]
         data = task.load()
         epochs = plan.steps * task.batch_size / len(data.train[0])
-        for one in plan.runs():
-            outcome = train(task, data, one, ranks.device)
-            yield TrainingRow(name, data.digest(), one.backend, plan.world_size, task.batch_size, epochs, one, outcome)
+        for run in plan.runs():
+            outcome = train(task, data, run, ranks.device)
+            yield TrainingRow(name, data.digest(), run.backend, plan.world_size, task.batch_size, epochs, run, outcome)
 
 
 def train(task: Task, data: Data, run: Run, device: torch.device) -> Outcome:
     torch.manual_seed(run.seed)
     model = task.model().to(device)
-    ranks = DistributedDataParallel(model, device_ids=[device] if device.type == "cuda" else None)
-    if run.backend == "graphar":
-        hook = graphar.ddp.exact_hook()
-        if run.codec:
-            hook = graphar.ddp.quantized_hook(replace(run.codec, seed=run.seed), error_feedback=run.error_feedback)
-        ranks.register_comm_hook(None, hook)
-    optimizer = torch.optim.AdamW(ranks.parameters(), lr=task.learning_rate)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, run.steps)
+    trainer = Trainer(data_parallel(model, run.hook), task.learning_rate)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(trainer.optimizer, run.steps)
     begin = time.perf_counter()
     for step, (x, y) in enumerate(batches(task, data, run)):
         if step == WARM_UP_STEPS:
             settled = finished(device)
-        optimizer.zero_grad()
-        loss_of(ranks(x.to(device)), y.to(device)).backward()
-        optimizer.step()
+        trainer.step(x.to(device), y.to(device))
         schedule.step()
     end = finished(device)
     for buffer in model.buffers():  # batch norms have different statistics on each rank
@@ -320,16 +320,16 @@ PACKAGES = {
 
 
 def title(rows: Sequence[TrainingRow]) -> str:
-    one = rows[0]
-    return f"{one.task}: {one.outcome.parameters:,} parameters, {one.run.steps} steps, data hash {one.data}"
+    first = rows[0]
+    return f"{first.task}: {first.outcome.parameters:,} parameters, {first.run.steps} steps, data hash {first.data}"
 
 
 def conclusion(rows: Sequence[TrainingRow]) -> str:
     exact = [row for row in rows if row.run.codec is None]
     base, noise = mean(exact, "test_loss"), _spread(exact, "test_loss")
     near, far = ([f"{runs[0].bits:g} bits ({runs[0].mode})" for runs in of] for of in near_and_far(rows))
-    deviation = f" (standard deviation {noise:.3f})" if len(exact) > 1 else ""
-    sentences = [f"With exact gradients the test loss is {base:.3f}{deviation}."]
+    more = f" (standard deviation {noise:.3f})" if len(exact) > 1 else ""
+    sentences = [f"With exact gradients the test loss is {base:.3f}{more}."]
     if near:
         sentences.append(f"No more than 2 % or two standard deviations above it: {', '.join(near)}.")
     if far:
@@ -385,7 +385,11 @@ def mean(rows: Sequence[TrainingRow], name: str) -> float:
 
 
 def _spread(rows: Sequence[TrainingRow], name: str) -> float:
-    values = [getattr(row.outcome, name) for row in rows]
+    return deviation([getattr(row.outcome, name) for row in rows])
+
+
+def deviation(values: Sequence[float]) -> float:
+    """Returns the standard deviation; 0 for one value, and where a training has diverged."""
     return statistics.stdev(values) if len(values) > 1 and all(map(math.isfinite, values)) else 0.0
 
 

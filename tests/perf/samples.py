@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from graphar.numerics.codecs import codec
+from perf.fusion import FusionRow
 from perf.harness.cases import Case, make_row
 from perf.harness.links import utilisation
 from perf.host_calls import SHARED, HostRow
@@ -21,9 +22,9 @@ from perf.topics.convergence import Convergence
 from perf.topics.fp8 import METHODS as SCALED_METHODS
 from perf.topics.fp8 import Scaled
 from perf.topics.fsdp import Fsdp, FsdpRow
-from perf.topics.fused import Fused, FusedRow
+from perf.topics.fused import Fused
 from perf.topics.fused_fp8 import FusedFp8, FusedFp8Row
-from perf.topics.gathered import Gathered, GatheredRow
+from perf.topics.gathered import Gathered
 from perf.topics.host import Host
 from perf.topics.latency import Latency, LatencyRow
 from perf.topics.leaves import METHODS as LEAF_METHODS
@@ -69,7 +70,7 @@ def spread(median, last="p99"):
 
 
 def fused_row(method, time_us, wrong=0, m=4096):
-    return FusedRow(method, 4, m, 8192, 2048, spread(time_us), wrong)
+    return FusionRow(method, 4, m, 8192, 2048, spread(time_us), wrong)
 
 
 def fused_fp8_row(method, time_us, wrong=0, m=4096, scales="rows"):
@@ -77,7 +78,7 @@ def fused_fp8_row(method, time_us, wrong=0, m=4096, scales="rows"):
 
 
 def gathered_row(method, time_us, wrong=0, m=4096):
-    return GatheredRow(method, 4, m, 2560, 8192, spread(time_us), wrong)
+    return FusionRow(method, 4, m, 2560, 8192, spread(time_us), wrong)
 
 
 def norm_row(method, tokens, time_us, wrong=0):
@@ -89,8 +90,8 @@ def norm_gradient_row(method, time_us, passes=BACKWARD, shape=(4096, 8192), summ
     nbytes = least_nbytes(passes, shape, summed)
     peak_nbytes = 192 << 20 if passes == BOTH else None
     time = spread(time_us, "p90")
-    found = NormGradientRow(method, passes, time, nbytes, nbytes / 4e6, peak_nbytes, 0, *shape, summed)
-    return replace(found, **more)
+    row = NormGradientRow(method, passes, time, nbytes, nbytes / 4e6, peak_nbytes, 0, *shape, summed)
+    return replace(row, **more)
 
 
 def loss_row(method, time_us, passes="forward and backward", **more):
@@ -98,8 +99,8 @@ def loss_row(method, time_us, passes="forward and backward", **more):
     peak_nbytes, times = (None, 1) if passes == "forward" else (256 << 20, 3)
     nbytes = times * 4096 * 32064 * 2
     time = spread(time_us, "p90")
-    found = LossRow(method, passes, time, nbytes, 60.0 * times, peak_nbytes, 0, 4096, 32064, 1)
-    return replace(found, **more)
+    row = LossRow(method, passes, time, nbytes, 60.0 * times, peak_nbytes, 0, 4096, 32064, 1)
+    return replace(row, **more)
 
 
 def model_row(method, time_us, error=0.01, wrong=0):
@@ -112,8 +113,8 @@ def generation_row(method, time_us, error=0.01, wrong=0):
 
 def fsdp_row(method, step_ms, **more):
     """A row of Llama 3 8B between 4 ranks."""
-    found = FsdpRow(method, "llama-3-8b", 32, 8_030_261_248, 4, 2048, "bf16", None, [], step_ms, [11.5, 11.0], "0123")
-    return replace(found, **more)
+    row = FsdpRow(method, "llama-3-8b", 32, 8_030_261_248, 4, 2048, "bf16", None, [], step_ms, [11.5, 11.0], "0123")
+    return replace(row, **more)
 
 
 def host_row(op, time_us, ratio, option="", limit=1.5, outputs=1, wrong=0, **more):
@@ -144,7 +145,7 @@ def latency_row(time_us=10.0, size="2 KB", wrong=0, before_us=None):
 
 def suspend_row(**more):
     """A row of decoding between 2 ranks, which hold 32 MB and suspend in 2 ms."""
-    found = SuspendRow(
+    row = SuspendRow(
         world_size=2,
         size="llama-3-70b",
         layers=4,
@@ -163,7 +164,7 @@ def suspend_row(**more):
         after_us=spread(1010.0),
         wrong=0,
     )
-    return replace(found, **more)
+    return replace(row, **more)
 
 
 OUTCOME = Outcome(0.5, 0.9, 0.6, 0.8, 1.0, 4.0, 1000, True)
@@ -210,7 +211,7 @@ REPORTS = [
     ),
     Training(TRAINED, skipped=["digits: the run was ended"]),
     Throughput(
-        [ThroughputRow("resnet50", "img", 1000, 10, 2, 32, 64, one, 20, 1.5, 0.5, True) for one in REDUCTIONS],
+        [ThroughputRow("resnet50", "img", 1000, 10, 2, 32, 64, way, 20, 1.5, 0.5, True) for way in REDUCTIONS],
         skipped=["vit: no torchvision"],
     ),
     Fsdp([fsdp_row("nccl", 400.0), fsdp_row("graphar", 390.0), fsdp_row("graphar lossless", 380.0)]),

@@ -90,10 +90,12 @@ def test_sizes_and_shapes_that_are_named_are_measured_alone():
 
     for gpus, mode, methods in ((4, "graph", CUDA_METHODS), (0, "cpu", ("graphar", "gloo"))):
         plans = AllReduce.plan(asked, gpu_count=gpus)
-        assert [one.world_size for one in plans] == [2, 4]
-        cases = [(case.mode, case.form, case.dtype, case.nbytes) for one in plans for case in one.cases()]
+        assert [plan.world_size for plan in plans] == [2, 4]
+        cases = [(case.mode, case.form, case.dtype, case.nbytes) for plan in plans for case in plan.cases()]
         assert cases == [(mode, "process", "float32", 3 * MB), (mode, "process", "float32", 64 * MB)] * 2
-        taken = {name for one in plans for case in one.cases() for name in one.methods if one.takes_part(name, case)}
+        taken = {
+            name for plan in plans for case in plan.cases() for name in plan.methods if plan.takes_part(name, case)
+        }
         assert taken == {*methods} - {"graphar_out"}
 
     with pytest.raises(SystemExit):
@@ -124,7 +126,7 @@ def test_a_machine_is_named_by_its_gpus(gpu, expected):
 def test_on_gpus_the_widest_world_alone_is_measured_in_full():
     options = program.parse(["allreduce", "--world-size", "2", "4"])
 
-    assert [(one.world_size, one.dtypes, one.full) for one in AllReduce.plan(options, gpu_count=4)] == [
+    assert [(plan.world_size, plan.dtypes, plan.full) for plan in AllReduce.plan(options, gpu_count=4)] == [
         (2, ("bfloat16", "float16", "float32"), False),
         (4, ("bfloat16", "float16", "float32"), True),
     ]
@@ -133,19 +135,19 @@ def test_on_gpus_the_widest_world_alone_is_measured_in_full():
 def test_an_algorithm_is_measured_where_it_is_asked_for():
     options = program.parse(["allreduce", "--world-size", "4", "--methods", "graphar", "graphar:one_shot"])
 
-    (one,) = AllReduce.plan(options, gpu_count=4)
+    (plan,) = AllReduce.plan(options, gpu_count=4)
 
-    assert one.methods == ("graphar", "graphar:one_shot")
+    assert plan.methods == ("graphar", "graphar:one_shot")
 
 
 def test_variants_of_auto_are_measured_in_graphs_at_the_sizes_for_which_tables_are_made_of_them():
-    (one, *_) = AllReduce.plan(program.parse(["allreduce", "--world-size", "4"]), gpu_count=4)
+    (plan, *_) = AllReduce.plan(program.parse(["allreduce", "--world-size", "4"]), gpu_count=4)
 
     measured = {
-        name: [case.nbytes for case in one.cases() if one.takes_part(name, case) and case.mode == "graph"]
+        name: [case.nbytes for case in plan.cases() if plan.takes_part(name, case) and case.mode == "graph"]
         for name in VARIANTS
     }
-    assert one.variants == VARIANTS
+    assert plan.variants == VARIANTS
     assert set().union(*measured.values()) == set(SIZES)
     assert {name.removeprefix("graphar:"): min(sizes) for name, sizes in measured.items()} == {
         "one_shot_push": 2 * KB,
@@ -155,18 +157,18 @@ def test_variants_of_auto_are_measured_in_graphs_at_the_sizes_for_which_tables_a
         "two_shot_pipelined": 16 * MB,
         "two_shot_tma": 4 * MB,
     }
-    assert not any(one.takes_part(name, case) for name in VARIANTS for case in one.cases() if case.mode != "graph")
+    assert not any(plan.takes_part(name, case) for name in VARIANTS for case in plan.cases() if case.mode != "graph")
     asked = program.parse(["allreduce", "--world-size", "4", "--methods", "graphar"])
     assert AllReduce.plan(asked, gpu_count=4)[0].variants == ()
 
 
 def backends_of(gpu_count, *more):
     """The device, ranks, methods and sizes in megabytes of each plan of torch's backends."""
-    found = AllReduce.plan(program.parse(["allreduce", *more]), gpu_count)
+    plans = AllReduce.plan(program.parse(["allreduce", *more]), gpu_count)
     return [
-        (one.device, one.world_size, one.methods, [case.nbytes // MB for case in one.cases()])
-        for one in found
-        if isinstance(one, SizesPlan)
+        (plan.device, plan.world_size, plan.methods, [case.nbytes // MB for case in plan.cases()])
+        for plan in plans
+        if isinstance(plan, SizesPlan)
     ]
 
 
@@ -256,8 +258,8 @@ def test_a_method_is_a_name_or_an_algorithm_with_any_number_of_blocks(name, prob
 
 @pytest.mark.gpu
 def test_a_small_sweep_of_two_gpus_is_right_in_every_mode(tmp_path):
-    own = ["graphar", "graphar_out", "graphar_symmetric", "graphar:two_shot_push"]
-    methods = [*own, "nccl", "nccl_window", "symm_one_shot", "symm_two_shot"]
+    graphars = ["graphar", "graphar_out", "graphar_symmetric", "graphar:two_shot_push"]
+    methods = [*graphars, "nccl", "nccl_window", "symm_one_shot", "symm_two_shot"]
 
     program.main(
         ["allreduce", "--world-size", "2", "--max-nbytes", "2K", "--out", str(tmp_path), "--methods", *methods]
@@ -272,7 +274,7 @@ def test_a_small_sweep_of_two_gpus_is_right_in_every_mode(tmp_path):
 
 def sections(rows, **more):
     """The bodies of a report's sections, by title."""
-    return {one.title: "\n".join(one.body) for one in AllReduce(rows=rows, **more).sections()}
+    return {section.title: "\n".join(section.body) for section in AllReduce(rows=rows, **more).sections()}
 
 
 def lines(text):
@@ -281,8 +283,8 @@ def lines(text):
     return [header, *rest]
 
 
-def at(world_size, one):
-    return dataclasses.replace(one, world_size=world_size)
+def at(world_size, case_row):
+    return dataclasses.replace(case_row, world_size=world_size)
 
 
 def test_a_table_sets_graphar_beside_its_best_peer():
@@ -344,32 +346,32 @@ def test_a_world_of_backends_alone_has_no_other_table_and_is_no_answer():
 def test_tokens_are_compared_at_their_own_sizes():
     rows = [row(nbytes=3 * MB), row("nccl", 30.0, nbytes=3 * MB), row("vllm", 8.0, nbytes=3 * MB), row()]
 
-    found = sections(rows)
+    by_title = sections(rows)
 
-    (text,) = [text for title, text in found.items() if "by number of tokens" in title]
+    (text,) = [text for title, text in by_title.items() if "by number of tokens" in title]
     assert lines(text) == [
         "| tokens | graphar (us) | nccl (us) | vllm (us) | best peer | of_best_peer |",
         "| 192 | 10 | 30 | 8 | vllm | 1.25 |",
     ]
-    assert "| 3 MB |" not in "".join(found.values())
+    assert "| 3 MB |" not in "".join(by_title.values())
 
 
 def test_other_dtypes_are_set_beside_the_first_and_have_no_other_table():
     rows = [row(), row("nccl", 20.0), row(dtype="float32", time_us=12.0, wrong=1), row("nccl", 19.0, dtype="float32")]
-    found = sections([*rows, row(nbytes=8192)])
+    by_title = sections([*rows, row(nbytes=8192)])
 
-    assert lines(found["4 ranks, by dtype, in CUDA graphs"]) == [
+    assert lines(by_title["4 ranks, by dtype, in CUDA graphs"]) == [
         "| size | graphar bfloat16 (us) | graphar float32 (us) | nccl bfloat16 (us) | nccl float32 (us) |",
         "| 2 KB | 10 | 12 **(1 WRONG)** | 20 | 19 |",
     ]
-    assert len([title for title in found if "in CUDA graphs" in title]) == 2
+    assert len([title for title in by_title if "in CUDA graphs" in title]) == 2
 
 
 def test_a_wrong_row_is_flagged_and_not_compared():
-    found = AllReduce(rows=[row(wrong=3), row("nccl")])
+    report = AllReduce(rows=[row(wrong=3), row("nccl")])
 
-    assert found.verdict() == "**WRONG RESULTS: 1 of 2 (graphar at bfloat16, graph, process, 2 KB).**"
-    text = found.markdown(MACHINE, "python -m perf")
+    assert report.verdict() == "**WRONG RESULTS: 1 of 2 (graphar at bfloat16, graph, process, 2 KB).**"
+    text = report.markdown(MACHINE, "python -m perf")
     assert "| 2 KB | 10 **(3 WRONG)** | 0.2 | 0.31 | nccl | 10 | - | - | one_shot_push |" in text
 
 
@@ -414,9 +416,9 @@ def test_a_line_of_a_plot_is_a_family_of_peers_by_its_fastest_right_method():
         row("graphar_symmetric", 5.0),
     ]
 
-    found = families(rows)
+    drawn = families(rows)
 
-    assert {name: [one.method for one in mine] for name, mine in found.items()} == {
+    assert {name: [row.method for row in mine] for name, mine in drawn.items()} == {
         "graphar": ["graphar"],
         "NCCL": ["nccl_window"],
         "SGLang": ["sglang_two_shot_push"],

@@ -21,7 +21,7 @@ def row(method, time_us, kind=ROWS, nbytes=2 * KB, wrong=0):
 
 def wrong_elements(rank, world_size):
     """By kind, the wrong elements of torch's method, of one that swaps two elements, and of zeros."""
-    ranks, found = alltoall.ProcessRanks(torch.device("cpu"), None), []
+    ranks, wrong = alltoall.ProcessRanks(torch.device("cpu"), None), []
     for kind in (ROWS, HEADS):
         case = Case(world_size, "process", "cpu", "bfloat16", 2 * alltoall.numel_of(2 * KB, world_size))
         x = alltoall.shaped(alltoall.random_tensor(case, rank, ranks.device), kind, world_size)
@@ -38,8 +38,8 @@ def wrong_elements(rank, world_size):
         ):
             trial = alltoall.Trial("gloo", call, case, kind, ranks)
             trial.run(1)
-            found.append(trial.count_wrong(lambda trial=trial: trial.run(1)))
-    return found
+            wrong.append(trial.count_wrong(lambda trial=trial: trial.run(1)))
+    return wrong
 
 
 def test_a_wrong_element_and_wrong_parts_are_noticed():
@@ -54,11 +54,11 @@ def test_on_the_cpu_every_method_is_verified(tmp_path):
 
     (stored,) = [read(path.parent, AllToAll) for path in tmp_path.rglob("alltoall.json")]
     rows = stored.report.rows
-    assert {(one.method, one.kind) for one in rows} == {
+    assert {(row.method, row.kind) for row in rows} == {
         *((method, ROWS) for method in ("graphar", "graphar_sizes", "gloo")),
         *((method, HEADS) for method in ("graphar", "gloo")),
     }
-    assert not any(one.wrong for one in rows)
+    assert not any(row.wrong for row in rows)
 
 
 def test_the_report_compares_graphar_with_the_best_peer():

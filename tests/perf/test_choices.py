@@ -55,13 +55,13 @@ ROWS = [
 
 
 def found_in(rows):
-    return choices(by_method(rows, lambda one: one.nbytes), IS_VARIANT)
+    return choices(by_method(rows, lambda case_row: case_row.nbytes), IS_VARIANT)
 
 
 def test_a_choice_is_compared_with_the_fastest_right_variant():
-    found = found_in(ROWS)
+    chosen = found_in(ROWS)
 
-    assert [(case, one.variant.method, f"{one.loss:.2f}") for case, one in found.items()] == [
+    assert [(case, choice.variant.method, f"{choice.loss:.2f}") for case, choice in chosen.items()] == [
         ((2048, "graphar"), "graphar:one_shot_push", "0.99"),
         ((MB, "graphar"), "graphar:two_shot_push@66", "1.10"),
     ]
@@ -75,26 +75,26 @@ def test_a_wrong_choice_and_a_choice_without_variants_are_not_compared():
 
 
 def test_a_report_of_all_reduces_has_a_table_of_choices_and_says_the_largest_loss():
-    found = AllReduce(rows=ROWS)
+    report = AllReduce(rows=ROWS)
 
-    (section, *_) = found.sections()
-    (body,) = [one for one in section.body if "of_best_variant" in one]
+    (section, *_) = report.sections()
+    (body,) = [part for part in section.body if "of_best_variant" in part]
     assert body.splitlines()[2:] == [
         "| 2 KB | graphar | 10 | graphar:one_shot_push | 10.1 | 0.99 |",
         "| 1 MB | graphar | 22 | graphar:two_shot_push@66 | 20 | 1.10 |",
     ]
     where = "1 MB, 4 ranks, bfloat16, in CUDA graphs (one process per rank)"
     loss = f"1.10 (graphar, {where}: `graphar:two_shot_push@66` is fastest)"
-    assert found.findings()[-1] == f"The time of `auto` / the fastest variant's time is at most {loss}."
+    assert report.findings()[-1] == f"The time of `auto` / the fastest variant's time is at most {loss}."
 
 
 def test_fused_ops_are_compared_with_variants_of_the_same_codec():
     rows = [fused_row("graphar", 64.7), fused_row("graphar:tiles", 57.3), fused_row("matmul+graphar", 60.0)]
     rows += [fused_row("graphar_int8", 70.0), fused_row("graphar:tiles_int8", 50.0)]
-    found = Fused(rows)
+    report = Fused(rows)
 
-    assert found.loss_of_auto() == "1.40 (graphar_int8, M = 4096, K = 2048, 4 ranks: `graphar:tiles_int8` is fastest)"
-    text = found.markdown(MACHINE, "a command")
+    assert report.loss_of_auto() == "1.40 (graphar_int8, M = 4096, K = 2048, 4 ranks: `graphar:tiles_int8` is fastest)"
+    text = report.markdown(MACHINE, "a command")
     assert "| 4096 | graphar | 64.7 | graphar:tiles | 57.3 | 1.13 |" in text
     assert "| 4096 | graphar_int8 | 70 | graphar:tiles_int8 | 50 | 1.40 |" in text
 
@@ -113,20 +113,20 @@ def losses_in(folder):
     """The losses beyond NOISE that a folder's reports tell, by topic and case."""
     for stored in read_all(folder):
         name = stored.report.name
-        for case, one in stored.report.losses():
-            if one.loss > NOISE:
+        for case, choice in stored.report.losses():
+            if choice.loss > NOISE:
                 yield (
-                    (folder.name, name, case if name == "matmul" else f"{one.auto.method}, {case}"),
-                    round(one.loss, 3),
+                    (folder.name, name, case if name == "matmul" else f"{choice.auto.method}, {case}"),
+                    round(choice.loss, 3),
                 )
 
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda path: path.name)
 def test_committed_reports_tell_of_no_loss_that_is_not_known_with_its_cause(folder):
     """The tables are for GPUs, so that reports of CPUs are left out."""
-    found = {} if folder.name == "cpu" else dict(losses_in(folder))
+    losses = {} if folder.name == "cpu" else dict(losses_in(folder))
 
-    unknown = {key: loss for key, loss in found.items() if key not in KNOWN}
+    unknown = {key: loss for key, loss in losses.items() if key not in KNOWN}
     assert not unknown, "mend the choice (graphar/plan/tables, or the rule), or add the case to KNOWN with its cause"
-    gone = [key for key in KNOWN if key[0] == folder.name and key not in found]
+    gone = [key for key in KNOWN if key[0] == folder.name and key not in losses]
     assert not gone, "these losses are gone: remove them from KNOWN"

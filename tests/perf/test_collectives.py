@@ -38,8 +38,8 @@ def normal_input(op, mine):
 def measure_right_and_wrong(rank, port):
     mine = ranks.join(rank, 2, "cpu", port)
     for op in OPS:
-        own, x = getattr(graphar, op), normal_input(op, mine)
-        calls = {"plain": own, "flipped": partial(flip_one_bit, own), "nccl": partial(collectives.call_backend, op)}
+        exact, x = getattr(graphar, op), normal_input(op, mine)
+        calls = {"plain": exact, "flipped": partial(flip_one_bit, exact), "nccl": partial(collectives.call_backend, op)}
         yield op, *collectives.measure(op, NBYTES, x, calls, mine)
         if op != "allgather":
             yield op, *collectives.measure(op, NBYTES, x, {"nccl": partial(leave_out_a_rank, op)}, mine)
@@ -47,9 +47,9 @@ def measure_right_and_wrong(rank, port):
 
 @pytest.mark.usefixtures("forked_ranks")
 def test_every_op_is_timed_and_a_wrong_bit_of_graphars_and_a_wrong_sum_of_a_peers_are_counted():
-    found = list(ranks.run(2, measure_right_and_wrong))
+    rows = list(ranks.run(2, measure_right_and_wrong))
 
-    of_all, of_peers = ([one for one in found if (len(one[1]) == 3) is several] for several in (True, False))
+    of_all, of_peers = ([row for row in rows if (len(row[1]) == 3) is several] for several in (True, False))
     assert [(op, wrong) for op, _, wrong in of_all] == [(op, {"plain": 0, "flipped": 1, "nccl": 0}) for op in OPS]
     assert all(times[method] > 0 for _, times, _ in of_all for method in times)
     numel = {"allreduce": NBYTES, "reducescatter": NBYTES // 2}  # of both ranks' results

@@ -22,10 +22,10 @@ def rows(times_us, method="graphar", nbytes=2048, wrong=0, mode="graph"):
 
 
 def test_a_row_regresses_beyond_its_spread_and_three_percent():
-    found = compare(rows([10.0, 10.1, 10.2]), rows([11.0, 11.1, 11.2]))
+    compared = compare(rows([10.0, 10.1, 10.2]), rows([11.0, 11.1, 11.2]))
 
-    assert found.regressions == ["graphar, 4 ranks, bfloat16, graph, process, 2 KB: 11.1 us, before 10.1 us (+9.9%)"]
-    assert str(found).startswith("1 of 1 rows are regressions of graphar's:\n- graphar, 4 ranks")
+    assert compared.regressions == ["graphar, 4 ranks, bfloat16, graph, process, 2 KB: 11.1 us, before 10.1 us (+9.9%)"]
+    assert str(compared).startswith("1 of 1 rows are regressions of graphar's:\n- graphar, 4 ranks")
 
 
 @pytest.mark.parametrize(
@@ -34,17 +34,17 @@ def test_a_row_regresses_beyond_its_spread_and_three_percent():
     ids=["within three percent", "within the spread", "faster"],
 )
 def test_noise_and_gains_are_no_regressions(now):
-    found = compare(rows([10.0, 10.1, 10.2]), rows(now))
+    compared = compare(rows([10.0, 10.1, 10.2]), rows(now))
 
-    assert (found.compared, found.regressions) == (1, [])
-    assert str(found) == "No regression of graphar's in 1 rows."
+    assert (compared.compared, compared.regressions) == (1, [])
+    assert str(compared) == "No regression of graphar's in 1 rows."
 
 
 def test_slower_peers_are_counted_and_not_blamed_on_graphar():
-    found = compare(rows([10.0], "nccl"), rows([20.0], "nccl"))
+    compared = compare(rows([10.0], "nccl"), rows([20.0], "nccl"))
 
-    assert (found.regressions, found.slower_peers) == ([], 1)
-    assert "1 rows of peers are slower" in str(found)
+    assert (compared.regressions, compared.slower_peers) == ([], 1)
+    assert "1 rows of peers are slower" in str(compared)
 
 
 def test_rows_that_one_run_alone_has_are_not_compared():
@@ -66,12 +66,12 @@ def test_layers_of_a_fused_matmul_are_told_apart():
     assert compare(before, now).regressions == ["graphar, 4 ranks, 2 x 8192 x 2048: 30 us, before 20 us (+50.0%)"]
 
 
-@pytest.mark.parametrize("report", [one for one in REPORTS if one.has_spread], ids=lambda one: one.name)
+@pytest.mark.parametrize("report", [topic for topic in REPORTS if topic.has_spread], ids=lambda topic: topic.name)
 def test_a_topic_whose_runs_can_be_compared_has_times_with_a_spread(report):
-    found = report.timed()
+    timed = report.timed()
 
-    assert len({identity(one) for one in found}) == len(found) > 0
-    assert all(one.time_us.keys() in ({"median", "p10", "p90"}, {"median", "p10", "p99"}) for one in found)
+    assert len({identity(row) for row in timed}) == len(timed) > 0
+    assert all(row.time_us.keys() in ({"median", "p10", "p90"}, {"median", "p10", "p99"}) for row in timed)
 
 
 @pytest.fixture
@@ -146,9 +146,9 @@ def test_two_reports_are_compared(tmp_path, capsys, now, status):
 
     assert report_on(tmp_path / "now", "--compare", tmp_path / "earlier", "--json") == status
 
-    found = json.loads(capsys.readouterr().out)
-    (compared,) = found["comparisons"]
-    assert [one["topic"] for one in found["reports"]] == ["allreduce"]
+    content = json.loads(capsys.readouterr().out)
+    (compared,) = content["comparisons"]
+    assert [stored["topic"] for stored in content["reports"]] == ["allreduce"]
     assert (compared["compared"], len(compared["regressions"])) == (1, status)
 
 
@@ -171,5 +171,5 @@ def test_every_topic_says_a_word(tmp_path, capsys):
     assert report_on(tmp_path, "--json") == 0
 
     reports = json.loads(capsys.readouterr().out)["reports"]
-    assert [one["topic"] for one in reports] == [report.name for report in REPORTS]
-    assert all(len(one["verdict"]) > 10 and "**" not in one["verdict"] for one in reports)
+    assert [said["topic"] for said in reports] == [report.name for report in REPORTS]
+    assert all(len(said["verdict"]) > 10 and "**" not in said["verdict"] for said in reports)

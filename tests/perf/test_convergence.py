@@ -37,12 +37,12 @@ def test_every_number_of_bits_is_tried_with_every_rounding_and_bucket():
     plan = Convergence.plan(program.parse(["convergence", "--tasks", "text"]), gpu_count=0)
 
     kinds = {
-        (one.codec and (one.codec.bits, one.codec.rounding, one.codec.bucket_size), one.seed) for one in plan.runs()
+        (run.codec and (run.codec.bits, run.codec.rounding, run.codec.bucket_size), run.seed) for run in plan.runs()
     }
     codecs = [(bits, rule, size) for bits in (8, 4, 2) for rule in ("nearest", "stochastic") for size in (512, 1024)]
     assert kinds == {(codec, seed) for codec in (None, *codecs) for seed in range(3)}
     assert len(plan.runs()) == len(kinds)
-    assert (plan.steps, {one.backend for one in plan.runs()}) == (240, {"graphar"})
+    assert (plan.steps, {run.backend for run in plan.runs()}) == (240, {"graphar"})
 
 
 def test_accuracies_stand_beside_exact_ones_with_their_spread():
@@ -76,10 +76,10 @@ def test_a_packages_images_are_read_without_unpickling_them_and_each_once(tmp_pa
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "animal_mnist", raising=False)
 
-    found = tasks.load_animals()
+    data = tasks.load_animals()
 
     kept = [at for at in range(12) if at != 7]
-    images, classes = (torch.cat(parts) for parts in zip(found.train, found.test, strict=True))
+    images, classes = (torch.cat(parts) for parts in zip(data.train, data.test, strict=True))
     order = [
         *(at for place, at in enumerate(kept) if place % 5),
         *(at for place, at in enumerate(kept) if not place % 5),

@@ -191,17 +191,17 @@ def raiser(error):
     ],
 )
 def test_a_part_that_cannot_run_keeps_no_other_from_running_but_an_error_is_told(run, capsys, error, status, said):
-    found, ran = run(acts={"train": raiser(error)})
+    exit_status, ran = run(acts={"train": raiser(error)})
 
-    assert found == status
+    assert exit_status == status
     assert list(ran)[-6:] == ["fsdp", "host", "suspend", "alltoall", "compile", "losses"]
     assert said in capsys.readouterr().err
 
 
 def test_an_interrupt_ends_all_parts_with_status_130_and_a_page_of_those_that_are_done(run, tmp_path, capsys):
-    found, ran = run(acts={"train": raiser(KeyboardInterrupt())})
+    exit_status, ran = run(acts={"train": raiser(KeyboardInterrupt())})
 
-    assert (found, list(ran)[-1]) == (130, "train")
+    assert (exit_status, list(ran)[-1]) == (130, "train")
     assert capsys.readouterr().err.startswith("perf: interrupted. ")
     assert list(tmp_path.glob("*/index.html"))
 

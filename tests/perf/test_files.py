@@ -45,17 +45,17 @@ def test_a_named_folder_is_used_and_one_that_cannot_be_made_ends_perf_before_it_
 
 
 def test_every_topic_has_a_sample_and_all_have_places_of_their_own():
-    assert [type(one) for one in REPORTS] == topics()
-    assert len({one.order for one in topics()}) == len(REPORTS)
+    assert [type(topic) for topic in REPORTS] == topics()
+    assert len({topic.order for topic in topics()}) == len(REPORTS)
 
 
-@pytest.mark.parametrize("report", REPORTS, ids=lambda one: one.name)
+@pytest.mark.parametrize("report", REPORTS, ids=lambda report: report.name)
 def test_what_is_read_is_what_was_written(tmp_path, report):
     report.write(tmp_path, MACHINE, "python -m perf")
 
-    found = read(tmp_path, type(report))
+    stored = read(tmp_path, type(report))
 
-    assert (found.report, found.machine, found.command) == (report, MACHINE, "python -m perf")
+    assert (stored.report, stored.machine, stored.command) == (report, MACHINE, "python -m perf")
 
 
 @pytest.mark.parametrize("path", COMMITTED, ids=lambda path: f"{path.parent.name}/{path.name}")
@@ -75,10 +75,10 @@ def test_a_row_is_a_line_of_json(tmp_path):
 
 
 def test_a_codec_is_an_object_of_its_fields():
-    found = files.to_json(Codec(4, 128, seed=7))
+    content = files.to_json(Codec(4, 128, seed=7))
 
-    assert (found["bits"], found["bucket_size"], found["scale_dtype"], found["seed"]) == (4, 128, "bfloat16", 7)
-    assert files.from_json(Codec, found) == Codec(4, 128, seed=7)
+    assert (content["bits"], content["bucket_size"], content["scale_dtype"], content["seed"]) == (4, 128, "bfloat16", 7)
+    assert files.from_json(Codec, content) == Codec(4, 128, seed=7)
 
 
 def test_derived_figures_are_written_and_not_read():
@@ -115,13 +115,13 @@ def test_a_report_of_an_earlier_version_is_read_without_what_either_does_not_hol
     path = Training(TRAINED, skipped=["one"]).write(tmp_path, MACHINE, "python -m perf train").with_suffix(".json")
     content = json.loads(path.read_text()) | {"schema": 1}
     del content["skipped"]
-    for one in content["rows"]:
-        one["outcome"]["losses"] = [2.0, 1.0]  # which are no longer recorded
+    for saved in content["rows"]:
+        saved["outcome"]["losses"] = [2.0, 1.0]  # which are no longer recorded
     path.write_text(json.dumps(content))
 
-    found = read(tmp_path, Training).report
+    report = read(tmp_path, Training).report
 
-    assert (found.skipped, found.rows) == ([], TRAINED)
+    assert (report.skipped, report.rows) == ([], TRAINED)
 
 
 @pytest.mark.parametrize(("text", "said"), [("[1]", "it is not a JSON object"), ("{", "Expecting property name")])

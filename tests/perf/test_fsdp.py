@@ -13,16 +13,8 @@ from perf import __main__ as program
 from perf.harness.ranks import ProcessRanks
 from perf.models.decoder import SIZES, TINY
 from perf.models.llama import Llama, fill, fitting_layers
-from perf.topics.fsdp import (
-    Fsdp,
-    FsdpPlan,
-    Kind,
-    LocalAllGather,
-    LocalReduceScatter,
-    Training,
-    checksum,
-    make_kinds,
-)
+from perf.topics import fsdp
+from perf.topics.fsdp import Fsdp, FsdpPlan, Kind, check, make_kinds, make_steps, random_batch, trainer_of
 from perf.training_steps import ALONE
 from tests.perf.samples import fsdp_row
 from tests.processes import run_ranks
@@ -76,10 +68,10 @@ def test_a_short_run_is_reported(tmp_path):
     assert program.main(argv) == 0
 
     folder = tmp_path / "cpu"
-    found = json.loads((folder / "fsdp.json").read_text())["rows"]
+    measured = json.loads((folder / "fsdp.json").read_text())["rows"]
     kinds = ("gloo", None), ("graphar", None), ("graphar", 3), ("graphar lossless", None)
     kinds += ("graphar copies", None), ("alone", None)
-    rows = {(one["method"], one["blocks"], one["tokens"]): one for one in found}
+    rows = {(row["method"], row["blocks"], row["tokens"]): row for row in measured}
     assert [*rows] == [(*kind, tokens) for tokens in (8, 16) for kind in kinds]
     for tokens in (8, 16):
         torchs, plain, limited, lossless, copies, alone = (rows[(*kind, tokens)] for kind in kinds)
@@ -95,12 +87,12 @@ def test_a_short_run_is_reported(tmp_path):
 def checks_around_steps_as_rank(rank, world_size):
     ranks = ProcessRanks(torch.device("cpu"), dist.HashStore())
     plan = FsdpPlan("cpu", world_size, TINY, 1, (8,), 10, "bf16", (), None, None)
-    training, (torchs, plain, lossless, copies, alone) = Training(plan, 1, ranks), make_kinds(plan)
-    training.use_tokens(8)
-    before = training.check(plain)
+    trainer, (torchs, plain, lossless, copies, alone) = trainer_of(plan, 1, ranks), make_kinds(plan)
+    batch = random_batch(SIZES[TINY], 8, ranks)
+    before = check(trainer, plain, batch, ranks)
     for kind in (torchs, lossless, alone):
-        training.make_steps(kind, 3)
-    after = training.check(plain)
+        make_steps(trainer, kind, batch, 3, seed=0)
+    after = check(trainer, plain, batch, ranks)
     for kind in (plain, lossless, copies):
         kind.communicator.close()
     return before == after
@@ -112,11 +104,11 @@ def test_steps_that_are_timed_change_no_later_check():
 
 def torchs_own_as_rank(rank, world_size):
     ranks = ProcessRanks(torch.device("cpu"), dist.HashStore())
-    training = Training(FsdpPlan("cpu", world_size, TINY, 1, (8,), 10, "bf16", (), None, None), 1, ranks)
-    training.use_tokens(8)
-    never_set = training.check(None)
-    training.make_steps(Kind(ALONE), 1)
-    return never_set == training.check(Kind("gloo")) != training.check(Kind(ALONE))
+    trainer = trainer_of(FsdpPlan("cpu", world_size, TINY, 1, (8,), 10, "bf16", (), None, None), 1, ranks)
+    batch = random_batch(SIZES[TINY], 8, ranks)
+    never_set = check(trainer, None, batch, ranks)
+    make_steps(trainer, Kind(ALONE), batch, 1, seed=0)
+    return never_set == check(trainer, Kind("gloo"), batch, ranks) != check(trainer, Kind(ALONE), batch, ranks)
 
 
 def test_torchs_own_collectives_come_back_after_others():
@@ -127,8 +119,8 @@ def without_communication_as_rank(rank, world_size):
     x = torch.arange(4.0) + 10 * rank
     gathered, scattered = torch.empty(8), torch.empty(2)
     gathered[4 * rank : 4 * rank + 4] = x
-    LocalAllGather()(gathered, gathered[4 * rank : 4 * rank + 4], dist.group.WORLD)
-    LocalReduceScatter()(scattered, x, dist.group.WORLD, dist.ReduceOp.AVG)
+    fsdp.local_gather(gathered, gathered[4 * rank : 4 * rank + 4], dist.group.WORLD)
+    fsdp.local_scatter(scattered, x, dist.group.WORLD, op=dist.ReduceOp.AVG)
     return gathered.tolist(), scattered.tolist()
 
 
@@ -142,9 +134,9 @@ def test_without_communication_each_rank_takes_its_own_parts():
 def test_a_tensors_number_depends_on_each_bit_and_place():
     x = torch.tensor([0.0, 1.0, 2.0])
 
-    assert checksum(x) == checksum(x.clone())
-    assert len({checksum(one) for one in (x, x.flip(0), torch.tensor([-0.0, 1.0, 2.0]))}) == 3
-    assert checksum(torch.empty(0)) == 0
+    assert fsdp.checksum(x) == fsdp.checksum(x.clone())
+    assert len({fsdp.checksum(changed) for changed in (x, x.flip(0), torch.tensor([-0.0, 1.0, 2.0]))}) == 3
+    assert fsdp.checksum(torch.empty(0)) == 0
 
 
 def rows(**lossless):
@@ -192,12 +184,12 @@ def test_the_finding_names_the_fastest_method_and_what_could_be_reached():
 
 @pytest.mark.parametrize("bad", [{"digest": "4567"}, {"losses": [11.5, 11.0000001]}], ids=["parameters", "losses"])
 def test_compression_that_changes_a_bit_is_wrong(bad):
-    found = Fsdp(rows(**bad))
+    report = Fsdp(rows(**bad))
 
-    assert found.verdict() == "**WRONG RESULTS: 1 of 2 (graphar lossless at 2048 tokens).**"
-    assert "| graphar lossless **(WRONG)** |" in found.sections()[0].body[0]
-    assert list(found.glance().ratios) == ["graphar, 2048 tokens, 4 ranks"]
-    assert "with graphar a step takes 0.97" in found.findings()[0]  # the fastest of those that are right
+    assert report.verdict() == "**WRONG RESULTS: 1 of 2 (graphar lossless at 2048 tokens).**"
+    assert "| graphar lossless **(WRONG)** |" in report.sections()[0].body[0]
+    assert list(report.glance().ratios) == ["graphar, 2048 tokens, 4 ranks"]
+    assert "with graphar a step takes 0.97" in report.findings()[0]  # the fastest of those that are right
 
 
 def test_losses_may_differ_from_torchs_by_its_rounding_and_no_more():
@@ -211,17 +203,17 @@ def test_losses_may_differ_from_torchs_by_its_rounding_and_no_more():
 
 
 def test_limits_on_blocks_have_rows_of_their_own_and_the_same_bits():
-    found = Fsdp([*rows(), fsdp_row("graphar", 360.0, blocks=8), fsdp_row("graphar", 370.0, blocks=16, digest="4567")])
+    report = Fsdp([*rows(), fsdp_row("graphar", 360.0, blocks=8), fsdp_row("graphar", 370.0, blocks=16, digest="4567")])
 
-    assert "| graphar, 8 blocks | 360.00 | 0.90 | 10.00 |" in found.sections()[0].body[0]
-    assert found.wrong() == ["graphar, 16 blocks at 2048 tokens"]
-    assert "graphar, 8 blocks, 2048 tokens, 4 ranks" in found.glance().ratios
+    assert "| graphar, 8 blocks | 360.00 | 0.90 | 10.00 |" in report.sections()[0].body[0]
+    assert report.wrong() == ["graphar, 16 blocks at 2048 tokens"]
+    assert "graphar, 8 blocks, 2048 tokens, 4 ranks" in report.glance().ratios
 
 
 def test_sizes_are_compared_each_for_itself():
-    longer = [fsdp_row(one.method, 2 * one.step_ms, tokens=8192, losses=[5.0, 4.0]) for one in rows()[:3]]
-    found = Fsdp(rows() + longer)
+    longer = [fsdp_row(row.method, 2 * row.step_ms, tokens=8192, losses=[5.0, 4.0]) for row in rows()[:3]]
+    report = Fsdp(rows() + longer)
 
-    assert found.wrong() == []
-    assert len(found.sections()) == 2
-    assert len(found.glance().ratios) == 4
+    assert report.wrong() == []
+    assert len(report.sections()) == 2
+    assert len(report.glance().ratios) == 4

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import graphar
-from perf import fusion
 from perf.fusion import Trial
 from perf.harness.ranks import InProcessRanks, ProcessRanks
 from perf.peers.matmuls import (
@@ -20,7 +19,7 @@ from perf.peers.matmuls import (
     make_variants,
     own_product,
 )
-from perf.topics.fused import Fused, FusedRow, count_wrong
+from perf.topics.fused import Fused, count_wrong
 from tests.perf.samples import fused_row as row
 
 A_LAYER = Layer(2, 16, 32, 64)
@@ -44,11 +43,11 @@ def test_layers_are_those_of_llama_by_ranks():
     layers = list(FusedPlan("cuda", 4, (1, 4096), 8192, (8192, 28672), CUDA_METHODS).layers())
 
     sizes = [(1, 8192, 2048), (4096, 8192, 2048), (1, 8192, 7168), (4096, 8192, 7168)]
-    assert [(one.m, one.n, one.k) for one in layers] == sizes
+    assert [(layer.m, layer.n, layer.k) for layer in layers] == sizes
 
 
 def test_parts_of_k_are_whole_lines_on_any_number_of_ranks():
-    assert [one.k for one in FusedPlan("cuda", 3, (1,), 8192, (8192, 28672), ()).layers()] == [2688, 9536]
+    assert [layer.k for layer in FusedPlan("cuda", 3, (1,), 8192, (8192, 28672), ()).layers()] == [2688, 9536]
 
 
 def test_operands_are_the_same_each_time_and_others_on_each_rank():
@@ -74,21 +73,21 @@ def test_a_comparison_has_floors_the_best_of_each_side_and_what_was_hidden():
 
 
 def test_wrong_results_are_named_and_win_nothing():
-    found = Fused(ROWS)
+    report = Fused(ROWS)
 
-    assert found.verdict() == (
+    assert report.verdict() == (
         "10 results were verified: none of graphar's is wrong."
         " **WRONG RESULTS OF PEERS: 1 of 10 (symm_fused at 4096 x 8192 x 2048).**"
     )
-    own = [replace(one, wrong=int(one.method == "graphar")) for one in ROWS]
-    assert Fused(own).verdict().startswith("**WRONG RESULTS: ")
+    wrong_rows = [replace(row, wrong=int(row.method == "graphar")) for row in ROWS]
+    assert Fused(wrong_rows).verdict().startswith("**WRONG RESULTS: ")
     assert "| 410 **(1 WRONG)** |" in comparison(ROWS).body[-1]
-    assert found.glance().headline == "0.96"
+    assert report.glance().headline == "0.96"
 
 
 @pytest.mark.parametrize("name", ["matmul", "allreduce"])
 def test_beside_a_floor_that_is_wrong_nothing_is_said_to_hide(name):
-    rows = [replace(one, wrong=int(one.method == name)) for one in ROWS]
+    rows = [replace(row, wrong=int(row.method == name)) for row in ROWS]
 
     (line,) = comparison(rows).body[0].splitlines()[2:]
 
@@ -144,10 +143,10 @@ def test_one_answer_is_measured_on_as_many_ranks_as_a_tree_has(world_size, serve
 
 
 def test_one_answer_is_compared_with_auto_and_with_torchs_matmul_and_nccl():
-    found = Fused([*ROWS, row(TP_INVARIANT, 600.0)])
+    report = Fused([*ROWS, row(TP_INVARIANT, 600.0)])
 
-    assert "| 4096 | 600 | 1.20 | 1.11 |" in found.sections()[0].body[-3]
-    assert found.findings()[1:] == [
+    assert "| 4096 | 600 | 1.20 | 1.11 |" in report.sections()[0].body[-3]
+    assert report.findings()[1:] == [
         "`tp_invariant` / auto over 1 case: geometric mean 1.200, at worst 1.20 (M = 4096, K = 2048, 4 ranks).",
         "`tp_invariant` / torch over 1 case: geometric mean 1.111, at worst 1.11 (M = 4096, K = 2048, 4 ranks).",
     ]
@@ -157,4 +156,4 @@ def test_one_answer_is_compared_with_auto_and_with_torchs_matmul_and_nccl():
 def test_where_no_method_serves_a_layer_there_is_no_row(group_of):
     group_of(2)
 
-    assert list(fusion.measure(A_LAYER, [], ProcessRanks(torch.device("cpu"), None), FusedRow, count_wrong)) == []
+    assert list(Fused.rows_of(A_LAYER, [], ProcessRanks(torch.device("cpu"), None))) == []

@@ -34,8 +34,8 @@ every_format = pytest.mark.parametrize("scales", SCALES)
 def test_layers_have_whole_blocks_of_k_on_any_number_of_ranks_in_both_formats():
     layers = list(Fp8Plan("cuda", 3, (1, 64), 8192, (8192, 28672), CUDA_METHODS).layers())
 
-    assert {one.k for one in layers} == {21 * BLOCK, 74 * BLOCK}
-    assert [one.scales for one in layers] == [OF_ROWS] * 4 + [OF_BLOCKS] * 4
+    assert {layer.k for layer in layers} == {21 * BLOCK, 74 * BLOCK}
+    assert [layer.scales for layer in layers] == [OF_ROWS] * 4 + [OF_BLOCKS] * 4
     assert str(layers[0]) == "3 ranks, 1 x 8192 x 2688, scales of rows"
 
 
@@ -43,9 +43,9 @@ def test_layers_have_whole_blocks_of_k_on_any_number_of_ranks_in_both_formats():
 def test_operands_are_the_same_each_time_and_others_on_each_rank(scales):
     first, again, other = (LAYERS[scales].operands(rank, CPU) for rank in (0, 0, 1))
 
-    for one, same, another in zip(first, again, other, strict=True):
-        assert torch.equal(one.float(), same.float())
-        assert not torch.equal(one.float(), another.float())
+    for tensor, same, another in zip(first, again, other, strict=True):
+        assert torch.equal(tensor.float(), same.float())
+        assert not torch.equal(tensor.float(), another.float())
 
 
 @every_format
@@ -101,9 +101,9 @@ def test_another_kernel_may_lose_a_share_of_the_magnitudes_of_the_terms(scales):
         w_scale = w_scale.repeat_interleave(BLOCK, 1)
     terms = (a.double() * a_scale)[:, None] * (w.double() * w_scale)[None]
 
-    found = most_lost(*LAYERS[scales].operands(0, CPU))
+    lost = most_lost(*LAYERS[scales].operands(0, CPU))
 
-    assert torch.allclose(found.double(), terms.abs().sum(-1) / 2048, rtol=1e-5)
+    assert torch.allclose(lost.double(), terms.abs().sum(-1) / 2048, rtol=1e-5)
 
 
 @pytest.mark.usefixtures("forked_ranks")
@@ -111,13 +111,13 @@ def test_the_report_of_a_machine_without_gpus(tmp_path):
     arguments = ["--rows", "4", "--columns", "64", "--features", "256", "--scales", *SCALES]
     assert program.main(["fused_fp8", *arguments, "--out", str(tmp_path)]) == 0
 
-    found = json.loads((tmp_path / "cpu" / "fused_fp8.json").read_text())
-    methods = {scales: {one["method"] for one in found["rows"] if one["scales"] == scales} for scales in SCALES}
+    content = json.loads((tmp_path / "cpu" / "fused_fp8.json").read_text())
+    methods = {scales: {row["method"] for row in content["rows"] if row["scales"] == scales} for scales in SCALES}
     assert methods[OF_ROWS] == set(CPU_METHODS)
     assert methods[OF_BLOCKS] == {name for name in CPU_METHODS if not name.startswith("scaled_mm")}
-    assert all("4 x 64 x 128, scales of blocks: Invalid scaling" in one for one in found["skipped"])
+    assert all("4 x 64 x 128, scales of blocks: Invalid scaling" in message for message in content["skipped"])
     text = (tmp_path / "cpu" / "fused_fp8.md").read_text()
-    assert f"All {len(found['rows'])} results were verified: none is wrong." in text
+    assert f"All {len(content['rows'])} results were verified: none is wrong." in text
 
 
 ROWS = [
@@ -135,20 +135,20 @@ ROWS = [
 
 
 def test_a_format_has_its_own_tables_and_finding():
-    found = FusedFp8(ROWS)
+    report = FusedFp8(ROWS)
 
-    assert [one.title for one in found.sections()] == [
+    assert [section.title for section in report.sections()] == [
         "Scales of rows, 4 ranks, N = 8192, K = 2048",
         "Scales of blocks, 4 ranks, N = 8192, K = 2048",
     ]
     rows, blocks = (f"M = 4096, K = 2048, scales of {scales}, 4 ranks" for scales in SCALES)
-    assert found.findings() == [
+    assert report.findings() == [
         f"graphar / best peer over 1 case of scales of rows: geometric mean 0.800, at worst 0.80 ({rows}).",
         f"graphar / best peer over 1 case of scales of blocks: geometric mean 1.200, at worst 1.20 ({blocks}).",
         "The time of `auto` / the fastest variant's time is at most 1.00"
         f" (graphar, {rows}: `graphar:tiles` is fastest).",
     ]
-    assert found.glance().headline == "0.80 to 1.20"
+    assert report.glance().headline == "0.80 to 1.20"
 
 
 def test_a_comparison_has_floors_the_best_of_each_side_and_what_was_hidden():

@@ -54,18 +54,18 @@ def generate(rank, world_size, summed):
 @needs_sharding
 def test_every_backend_gives_the_tokens_and_logits_of_the_unsharded_model():
     for rows, served in run_ranks(generate, 2, True):
-        assert [one.method for one in rows] == METHODS
-        assert [one.error for one in rows[:1]] == [None]
-        assert all(0 < one.error < generation.LOGITS_TOLERANCE for one in rows[1:])
-        assert [one.wrong for one in rows] == [0, 0, 0]
-        assert [(one.same_tokens, one.same_bits) for one in rows[1:]] == [(TOKENS, TOKENS)] * 2
+        assert [row.method for row in rows] == METHODS
+        assert [row.error for row in rows[:1]] == [None]
+        assert all(0 < row.error < generation.LOGITS_TOLERANCE for row in rows[1:])
+        assert [row.wrong for row in rows] == [0, 0, 0]
+        assert [(row.same_tokens, row.same_bits) for row in rows[1:]] == [(TOKENS, TOKENS)] * 2
         assert served.count("allreduce") >= 2 * LAYERS * TOKENS
 
 
 @needs_sharding
 def test_tokens_of_a_model_without_its_sums_are_wrong():
     for rows, _ in run_ranks(generate, 2, False):
-        assert [one.wrong for one in rows] == [0, 2 * TOKENS, 2 * TOKENS]  # on both ranks
+        assert [row.wrong for row in rows] == [0, 2 * TOKENS, 2 * TOKENS]  # on both ranks
 
 
 def no_model(*_):
@@ -110,9 +110,9 @@ ARGUMENTS = ["model", "--size", TINY, "--layers", "1", "--decode", "--prefill", 
 def test_the_report_of_a_machine_without_gpus(tmp_path):
     assert program.main([*ARGUMENTS, "--out", str(tmp_path)]) == 0
 
-    found, text = report_of(tmp_path)
-    assert found["rows"] == found["skipped"] == []
-    assert [one["method"] for one in found["generations"]] == METHODS
+    content, text = report_of(tmp_path)
+    assert content["rows"] == content["skipped"] == []
+    assert [row["method"] for row in content["generations"]] == METHODS
     assert "All 2 results were verified: none is wrong." in text
     assert "## 2 ranks, 1 layer of tiny: eager generation of 3 tokens with transformers" in text
 
@@ -122,9 +122,9 @@ def test_the_report_of_a_machine_without_gpus(tmp_path):
 def test_the_report_of_gpus(tmp_path):
     assert program.main([*ARGUMENTS, "--out", str(tmp_path)]) == 0
 
-    found, _ = report_of(tmp_path)
-    assert [one["method"] for one in found["generations"]] == [UNSHARDED, "nccl", GRAPHAR]
-    assert [one["wrong"] for one in found["generations"]] == [0] * 3
+    content, _ = report_of(tmp_path)
+    assert [row["method"] for row in content["generations"]] == [UNSHARDED, "nccl", GRAPHAR]
+    assert [row["wrong"] for row in content["generations"]] == [0] * 3
 
 
 # ---- the report -----------------------------------------------------------------------------------------------------
@@ -167,13 +167,13 @@ def test_a_wrong_result_is_named_and_compared_with_nothing():
 def test_gpus_generate_with_layers_of_a_model_that_is_often_used(arguments, generated):
     plans = Model.plan(program.parse(["model", *arguments]), gpu_count=4)
 
-    found = [(one.size, one.layers, one.tokens) for one in plans if isinstance(one, GenerationPlan)]
-    assert found == generated
+    planned = [(plan.size, plan.layers, plan.tokens) for plan in plans if isinstance(plan, GenerationPlan)]
+    assert planned == generated
 
 
 def test_generation_can_be_left_out_and_be_all_that_is_measured():
     without = Model.plan(program.parse(["model", "--generate", "0"]), gpu_count=0)
     alone = Model.plan(program.parse(["model", "--decode", "--prefill"]), gpu_count=0)
 
-    assert not any(isinstance(one, GenerationPlan) for one in without)
+    assert not any(isinstance(plan, GenerationPlan) for plan in without)
     assert alone == [GenerationPlan("cpu", 2, TINY, 2, 16)]

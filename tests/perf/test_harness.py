@@ -193,7 +193,7 @@ def test_launches_take_turns_each_prepared_and_the_first_turn_does_not_count():
     times = iter(range(6))
     launches, prepare = ["a", "b"], [lambda: done.append("prepare a"), lambda: done.append("prepare b")]
 
-    found = time_in_turn(launches, 2, lambda launch: done.append(launch) or float(next(times)), prepare)
+    times_us = time_in_turn(launches, 2, lambda launch: done.append(launch) or float(next(times)), prepare)
 
-    assert found == [[2.0, 4.0], [3.0, 5.0]]
+    assert times_us == [[2.0, 4.0], [3.0, 5.0]]
     assert done == ["prepare a", "a", "prepare b", "b"] * 3

@@ -41,20 +41,20 @@ def plan_of(gpu_count, *argv):
 def test_a_run_on_the_cpu_is_reported_with_every_public_op(tmp_path, forked_ranks):
     assert program.main(["host", "--bursts", "1", "--out", str(tmp_path)]) == 0
 
-    found = read(tmp_path / "cpu", Host).report
-    own = [row for row in found.rows if row.is_own]
-    assert {row.op for row in own} == OPS
-    assert [(row.method, row.op) for row in found.rows if not row.is_own] == [
+    report = read(tmp_path / "cpu", Host).report
+    graphars = [row for row in report.rows if row.is_own]
+    assert {row.op for row in graphars} == OPS
+    assert [(row.method, row.op) for row in report.rows if not row.is_own] == [
         ("torch", "x + x"),
         ("torch", "linear"),
         ("gloo", "all_reduce"),
     ]
-    assert {(row.place, row.world_size, row.wrong) for row in found.rows} == {(CPU, 2, 0)}
-    assert {row.outputs for row in own} == set(BASELINES)
-    assert len({(row.op, row.option) for row in own}) == len(own)
-    assert found.skipped == []
+    assert {(row.place, row.world_size, row.wrong) for row in report.rows} == {(CPU, 2, 0)}
+    assert {row.outputs for row in graphars} == set(BASELINES)
+    assert len({(row.op, row.option) for row in graphars}) == len(graphars)
+    assert report.skipped == []
     page = (tmp_path / "cpu" / "host.md").read_text()
-    assert f"All {len(found.rows)} results were verified: none is wrong." in page
+    assert f"All {len(report.rows)} results were verified: none is wrong." in page
 
 
 @pytest.mark.parametrize(
@@ -99,14 +99,14 @@ def test_peers_get_the_input_where_they_take_it(monkeypatch):
     ranks, buffer = SimpleNamespace(size=2), torch.zeros(4096, dtype=torch.bfloat16)
     methods = [Method("anywhere", torch.neg), Method("symmetric", torch.neg, buffer=buffer)]
     monkeypatch.setattr(host_calls.catalogue, "make_methods", lambda plan, ranks: (methods, ["another: not installed"]))
-    given = SimpleNamespace(xs=[torch.full((8, 128), rank + 1.0).bfloat16() for rank in range(2)])
-    given.own = lambda of_ranks: of_ranks[1]
+    operands = SimpleNamespace(xs=[torch.full((8, 128), rank + 1.0).bfloat16() for rank in range(2)])
+    operands.own = lambda of_ranks: of_ranks[1]
 
-    trials, skipped = package_trials(given, ranks)
+    trials, skipped = package_trials(operands, ranks)
 
     assert skipped == ["another: not installed"]
     anywhere, symmetric = (trial.call.args[0] for trial in trials)
-    assert anywhere.data_ptr() == given.xs[1].data_ptr()
+    assert anywhere.data_ptr() == operands.xs[1].data_ptr()
     assert symmetric.data_ptr() == buffer.data_ptr()
     assert torch.equal(symmetric, anywhere)
     assert all(torch.equal(trial.expected[0], torch.full((1024,), 3.0).bfloat16()) for trial in trials)
@@ -114,7 +114,7 @@ def test_peers_get_the_input_where_they_take_it(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("found", "wrong"),
+    ("result", "wrong"),
     [
         (torch.tensor([1.0, 2.0]), 0),
         (torch.tensor([1.0, -2.0]), 1),
@@ -122,23 +122,24 @@ def test_peers_get_the_input_where_they_take_it(monkeypatch):
         (torch.tensor([1.0, 2.0]).double(), 2),
     ],
 )
-def test_elements_differ_by_bits_and_all_do_if_the_shape_or_dtype_does(found, wrong):
-    assert differing(found, torch.tensor([1.0, 2.0])) == wrong
+def test_elements_differ_by_bits_and_all_do_if_the_shape_or_dtype_does(result, wrong):
+    assert differing(result, torch.tensor([1.0, 2.0])) == wrong
 
 
 def test_a_call_is_compared_with_an_allreduce_that_makes_as_many_tensors():
     plan = HostPlan(SHARED, 2, 16, 1)
     times = {BASELINES[1]: 10.0, BASELINES[2]: 12.0, BASELINES[3]: 14.0}
     made = [
-        (Trial("graphar", "allreduce", option, None, []), n, one) for n, (option, one) in enumerate(times.items(), 1)
+        (Trial("graphar", "allreduce", option, None, []), n, spent)
+        for n, (option, spent) in enumerate(times.items(), 1)
     ]
     made += [(Trial("graphar", "allgather", "a tuple of 2", None, [], 1.5), 2, 24.0)]
     made += [(Trial("torch", "x + x", "", None, []), 1, 9.0)]
 
-    found = list(rows_of(plan, [(trial, n, spread(one, "p90"), 0) for trial, n, one in made]))
+    rows = list(rows_of(plan, [(trial, n, spread(spent, "p90"), 0) for trial, n, spent in made]))
 
-    assert [row.of_allreduce for row in found] == [1.0, 1.0, 1.0, 2.0, None]
-    assert [row.exceeds for row in found] == [False, False, False, True, False]
+    assert [row.of_allreduce for row in rows] == [1.0, 1.0, 1.0, 2.0, None]
+    assert [row.exceeds for row in rows] == [False, False, False, True, False]
 
 
 def peer(method, time_us, **more):

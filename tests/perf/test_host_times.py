@@ -65,10 +65,10 @@ def test_the_result_of_one_more_call_is_verified(factor, wrong):
 def test_with_an_output_graphar_writes_to_the_same_one_in_each_call():
     method, x = catalogue.make_one("graphar_out"), torch.ones(8)
     with torch.no_grad():
-        given = []
+        outs = []
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(catalogue.graphar, "allreduce", lambda x, out: given.append(out) or out)
+            patch.setattr(catalogue.graphar, "allreduce", lambda x, out: outs.append(out) or out)
             assert method.call(x) is method.call(x)
             method.call(torch.ones(4))
 
-    assert [out.numel() for out in given] == [8, 8, 4]
+    assert [out.numel() for out in outs] == [8, 8, 4]

@@ -97,13 +97,13 @@ def test_a_result_with_other_bits_than_the_specification_is_wrong(case, monkeypa
     monkeypatch.setattr(shared_gpu, "DEVICE", "cpu")
     ranks = operands(case, case.amount)
     right = expected(case, ranks)
-    numel = sum(one.numel() for own in ranks for one in own.outputs)
+    numel = sum(output.numel() for of_rank in ranks for output in of_rank.outputs)
     assert count_wrong(case, ranks, right) > numel // 2
 
-    for own, results in zip(ranks, right, strict=True):
-        for found, one in zip(own.outputs, results, strict=True):
-            assert found.shape == one.shape
-            found.copy_(one)
+    for of_rank, results in zip(ranks, right, strict=True):
+        for output, want in zip(of_rank.outputs, results, strict=True):
+            assert output.shape == want.shape
+            output.copy_(want)
     assert count_wrong(case, ranks, right) == 0
     ranks[1].outputs[0].view(-1)[-1] = 100.0
     assert count_wrong(case, ranks, right) > 0
@@ -177,7 +177,7 @@ def test_checkouts_take_turns_and_every_second_round_is_reversed(measure, tmp_pa
     rows, log, _ = measure(plan_of(tmp_path, Case("allreduce", 4, MB)))
     timed = [name for name, do in log if do == "time"]
     assert timed == ["own", "other", "other", "own"]
-    assert [(one.method, one.median, one.grid, one.share) for one in rows] == [
+    assert [(row.method, row.median, row.grid, row.share) for row in rows] == [
         (OWN, 5.0, "32 x 512", 0.2422),
         (OTHER, 5.0, "32 x 512", 0.2422),
     ]
@@ -186,21 +186,21 @@ def test_checkouts_take_turns_and_every_second_round_is_reversed(measure, tmp_pa
 
 def test_sizes_that_are_the_same_work_on_one_gpu_are_timed_once(measure, tmp_path):
     rows, _, _ = measure(plan_of(tmp_path, *(Case("allreduce", 4, size) for size in (64 * KB, 128 * KB))))
-    assert {one.size for one in rows} == {"64 KB"}
+    assert {row.size for row in rows} == {"64 KB"}
 
 
 @pytest.mark.parametrize("failing", ["make", "time", "verify"])
 def test_a_call_that_cannot_run_says_why(measure, tmp_path, failing):
     messages, _, _ = measure(plan_of(tmp_path, Case("allreduce", 4, MB)), errors=(failing,))
     assert f"all-reduce, 1 MB, 4 ranks, {OWN}: {failing} failed" in messages
-    assert not any(isinstance(one, type(row())) for one in messages)
+    assert not any(isinstance(message, type(row())) for message in messages)
 
 
 def test_times_stand_beside_those_of_the_last_committed_report_of_the_machine(measure, tmp_path):
     folder = tmp_path / "reports" / machine.slug(MACHINE)
     Latency(rows=[row(size="1 MB", time_us=10.0)]).write(folder, MACHINE, "python -m perf latency")
     rows, _, report = measure(plan_of(tmp_path, Case("allreduce", 4, MB)))
-    assert [one.of_before for one in rows] == [0.5, None]
+    assert [row.of_before for row in rows] == [0.5, None]
     assert report.before == "0123456789ab, 2026-01-31"
 
 

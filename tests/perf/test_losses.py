@@ -21,7 +21,7 @@ def test_the_progress_bar_counts_every_row():
 
 def test_shapes_after_one_that_fails_are_measured(monkeypatch):
     count_wrong = topic.wrong_of_own
-    monkeypatch.setattr(topic, "wrong_of_own", lambda own, results: count_wrong(own, results) // (len(own.x) - 1))
+    monkeypatch.setattr(topic, "wrong_of_own", lambda mine, got: count_wrong(mine, got) // (len(mine.x) - 1))
 
     reason, *rows = run_shapes(Losses, PassesPlan("cpu", [(1, 512, 1), SHAPE], [OWN]), 0, 0)
 
@@ -41,22 +41,22 @@ def results(method: str) -> tuple:
 
 @pytest.mark.parametrize("at", [0, 1])
 def test_a_wrong_loss_or_gradient_of_graphar_is_counted(at):
-    _, _, own, found = results(OWN)
-    assert wrong_of_own(own, found) == 0
+    _, _, method, outputs = results(OWN)
+    assert wrong_of_own(method, outputs) == 0
 
-    found[at].view(-1)[0] += 1
+    outputs[at].view(-1)[0] += 1
 
-    assert wrong_of_own(own, found) == 1
+    assert wrong_of_own(method, outputs) == 1
 
 
 @pytest.mark.parametrize("at", [0, 1])
 def test_a_wrong_loss_or_gradient_of_a_peer_is_counted(at):
-    x, target, _, found = results(TORCH)
-    assert wrong_of_peer(x, target, found) == 0
+    x, target, _, outputs = results(TORCH)
+    assert wrong_of_peer(x, target, outputs) == 0
 
-    found[at].view(-1)[0] += 1
+    outputs[at].view(-1)[0] += 1
 
-    assert wrong_of_peer(x, target, found) == 1
+    assert wrong_of_peer(x, target, outputs) == 1
 
 
 def test_the_report_has_both_passes_the_share_of_the_least_time_and_the_memory():

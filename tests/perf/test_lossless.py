@@ -104,7 +104,7 @@ def test_gradients_are_summed_and_weights_are_gathered_at_every_size():
 def test_an_option_limits_the_sizes_and_a_machine_without_gpus_has_none():
     def sizes(gpu_count, *arguments):
         options = program.parse(["lossless", "--world-size", "2", *arguments])
-        return [list(one.sizes) for one in Lossless.plan(options, gpu_count)]
+        return [list(plan.sizes) for plan in Lossless.plan(options, gpu_count)]
 
     assert sizes(4) == [[8 * MB << step for step in range(9)]]
     assert sizes(4, "--max-nbytes", "20M") == [[8 * MB, 16 * MB]]
@@ -125,15 +125,15 @@ def test_the_report_has_a_row_for_each_kind(tmp_path, monkeypatch):
 
 
 def test_a_report_without_ops_entropies_and_nccl_shows_its_all_reduces():
-    found = Lossless([LosslessRow("normal", 4, 64 * MB, 12.06, 293.0, 240.0)])
+    report = Lossless([LosslessRow("normal", 4, 64 * MB, 12.06, 293.0, 240.0)])
 
-    (section,) = found.sections()
+    (section,) = report.sections()
 
     assert section.title == "All-reduce, 4 ranks"
     _, ratios, _, times = section.body
     assert ratios.splitlines()[::2] == ["| data | bits | 64 MB: of_plain |", "| normal | 12.06 | 0.82 |"]
     assert times.splitlines()[::2] == ["| data, size | plain (us) | lossless (us) |", "| normal, 64 MB | 293 | 240 |"]
-    assert (found.glance().headline, found.glance().shortfall) == ("0.82", "")
+    assert (report.glance().headline, report.glance().shortfall) == ("0.82", "")
 
 
 def timed(op="allgather", kind="weights", nbytes=64 * MB, wrong=None):
@@ -141,9 +141,9 @@ def timed(op="allgather", kind="weights", nbytes=64 * MB, wrong=None):
 
 
 def test_each_op_has_a_section_with_the_time_over_both_others():
-    found = Lossless([timed("allreduce", "normal"), timed(), timed(nbytes=GB)])
+    report = Lossless([timed("allreduce", "normal"), timed(), timed(nbytes=GB)])
 
-    first, second = found.sections()
+    first, second = report.sections()
 
     assert [first.title, second.title] == ["All-reduce, 4 ranks", "All-gather, 4 ranks"]
     tables = [part.splitlines()[::2] for part in second.body[1::2]]
@@ -166,9 +166,9 @@ def test_wrong_results_are_not_compared_and_only_graphars_fail_a_run(tmp_path, m
     assert program.main(["lossless", "--out", str(tmp_path)]) == status
 
     (path,) = tmp_path.glob("*/lossless.json")
-    found = read(path.parent, Lossless).report
-    assert "all-gather, weights, 64 MB" in found.verdict()
-    (section,) = found.sections()
+    report = read(path.parent, Lossless).report
+    assert "all-gather, weights, 64 MB" in report.verdict()
+    (section,) = report.sections()
     assert [part.splitlines()[2].split(" | ")[3].removesuffix(" |") for part in section.body[1:4:2]] == ratios
     assert "**(3 WRONG)**" in section.body[5]
 

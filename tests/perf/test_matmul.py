@@ -84,21 +84,21 @@ def tiles(gpu, monkeypatch):
 
 
 def test_the_tile_taken_is_marked_and_every_tile_is_called(tiles):
-    found = list(Matmul().measure([SMALL]))
+    rows = list(Matmul().measure([SMALL]))
 
-    assert [one.method for one in found if one.is_taken] == [TAKEN]
-    assert [one.method for one in found if one.is_auto] == [TAKEN]
-    assert {one.sms for one in found} == {7}
+    assert [row.method for row in rows if row.is_taken] == [TAKEN]
+    assert [row.method for row in rows if row.is_auto] == [TAKEN]
+    assert {row.sms for row in rows} == {7}
     assert set(tiles) == set(MATMUL_TILES)
 
 
 def test_torchs_matmul_is_marked_where_auto_takes_it(tiles, monkeypatch):
     monkeypatch.setattr(topic, "find_table", lambda name: table_with(1.5))
 
-    found = list(Matmul().measure([SMALL]))
+    rows = list(Matmul().measure([SMALL]))
 
-    assert [one.method for one in found if one.is_taken] == [TAKEN]
-    assert [one.method for one in found if one.is_auto] == [TORCH]
+    assert [row.method for row in rows if row.is_taken] == [TAKEN]
+    assert [row.method for row in rows if row.is_auto] == [TORCH]
 
 
 @pytest.mark.parametrize(("odd", "status"), [(None, 0), (LAST, 1)])
@@ -115,7 +115,7 @@ def test_a_wrong_tile_fails_the_run(tiles, monkeypatch, tmp_path, odd, status):
 
     assert program.main(["matmul", "--shapes", "24x16x512", "--out", str(tmp_path)]) == status
     written = json.loads((tmp_path / "h200x1" / "matmul.json").read_text())
-    assert {one["sms"] for one in written["rows"]} == {7}
+    assert {row["sms"] for row in written["rows"]} == {7}
 
 
 LOW, WIDE = "graphar:64x64x12", "graphar:128x256x4c2"
@@ -176,10 +176,10 @@ def test_the_findings_are_means_and_the_worst_over_all_shapes_and_over_those_of_
 
 @pytest.mark.parametrize("shape", [FEW, MANY])
 def test_shapes_that_are_alike_have_one_sentence_for_each_ratio(shape):
-    found = Matmul(shape_rows(shape, 10.0, 10.0, 10.0)).findings()
+    sentences = Matmul(shape_rows(shape, 10.0, 10.0, 10.0)).findings()
 
-    assert [one.split(" over ")[1][:8] for one in found[:-1]] == ["1 shape:"] * 4
-    assert found[-1].startswith("The time of `auto` / the faster of torch's and graphar's is at most 1.00")
+    assert [sentence.split(" over ")[1][:8] for sentence in sentences[:-1]] == ["1 shape:"] * 4
+    assert sentences[-1].startswith("The time of `auto` / the faster of torch's and graphar's is at most 1.00")
 
 
 def test_a_glance_is_the_ratio_of_the_tile_taken_to_torch():
@@ -191,41 +191,41 @@ def test_a_glance_is_the_ratio_of_the_tile_taken_to_torch():
 
 
 def test_the_loss_of_auto_is_that_against_the_faster_of_torchs_and_graphars():
-    worse, found = report((WIDE, WIDE)), report((TORCH, TORCH))
+    worse, better = report((WIDE, WIDE)), report((TORCH, TORCH))
 
     assert worse.loss_of_auto() == f"1.60 ({WIDE}, 64 x 8192 x 2048: `{TORCH}` is fastest)"
-    assert found.loss_of_auto() == f"1.11 ({TORCH}, 4096 x 8192 x 2048: `{WIDE}` is fastest)"
+    assert better.loss_of_auto() == f"1.11 ({TORCH}, 4096 x 8192 x 2048: `{WIDE}` is fastest)"
     assert (
         worse.findings()[-1]
         == f"The time of `auto` / the faster of torch's and graphar's is at most {worse.loss_of_auto()}."
     )
-    assert "| torch.mm | 0.90 | 0.90 | 1.00 | 1.11 | 764 |" in found.sections()[0].body[0]
+    assert "| torch.mm | 0.90 | 0.90 | 1.00 | 1.11 | 764 |" in better.sections()[0].body[0]
 
 
 def test_a_wrong_tile_is_named_and_compared_with_nothing():
-    found = report(wrong=3)
+    made = report(wrong=3)
 
-    assert found.wrong() == [f"{WIDE} at {one}" for one in ("64 x 8192 x 2048", "4096 x 8192 x 2048")]
-    assert found.sections()[0].body[0].splitlines()[3] == (
+    assert made.wrong() == [f"{WIDE} at {shape}" for shape in ("64 x 8192 x 2048", "4096 x 8192 x 2048")]
+    assert made.sections()[0].body[0].splitlines()[3] == (
         "| 4096 x 8192 x 2048 | 200 | 128x256x4c2 | 180 **(3 WRONG)** | 64x64x12 | 400 | 128x256x4c2 | - | 2.00 "
         "| - | - | - |"
     )
-    assert found.ratio_chart().marks == []
-    assert [one.split(" ")[0] for one in found.findings()] == ["best/torch"] * 2
-    assert (found.glance().headline, found.loss_of_auto()) == ("-", "")
+    assert made.ratio_chart().marks == []
+    assert [sentence.split(" ")[0] for sentence in made.findings()] == ["best/torch"] * 2
+    assert (made.glance().headline, made.loss_of_auto()) == ("-", "")
 
 
 def test_a_shape_that_was_ended_early_is_shown_without_ratios():
-    found = Matmul([row(TORCH, 10.0, FEW)])
+    report = Matmul([row(TORCH, 10.0, FEW)])
 
     assert (
-        found.sections()[0].body[0].splitlines()[2]
+        report.sections()[0].body[0].splitlines()[2]
         == "| 64 x 8192 x 2048 | 10 | - | - | - | - | - | - | - | - | - | - |"
     )
 
 
 def test_a_line_says_which_tile_is_taken():
-    lines = [Matmul().line(one) for one in shape_rows(FEW, 10.0, 8.0, 16.0)]
+    lines = [Matmul().line(row) for row in shape_rows(FEW, 10.0, 8.0, 16.0)]
 
     assert [line.endswith(", taken, auto") for line in lines] == [False, False, True]
     assert Matmul().line(shape_rows(FEW, 10.0, 8.0, 16.0, TORCH)[0]).endswith("wrong, auto")
@@ -238,9 +238,9 @@ def test_a_line_says_which_tile_is_taken():
     not torch.cuda.is_available() or torch.cuda.get_device_capability(0) != (9, 0), reason="needs an sm_90 GPU"
 )
 def test_every_method_is_measured_and_verified_in_graphs_on_a_gpu():
-    found = list(Matmul().measure([(200, 1096, 1032)]))
+    rows = list(Matmul().measure([(200, 1096, 1032)]))
 
-    assert [one.method for one in found if isinstance(one, MatmulRow)] == list(METHODS)
-    assert [one for one in found if one.wrong or one.median <= 0] == []
-    assert sum(one.is_taken for one in found) == 1
-    assert sum(one.is_auto for one in found) == 1
+    assert [row.method for row in rows if isinstance(row, MatmulRow)] == list(METHODS)
+    assert [row for row in rows if row.wrong or row.median <= 0] == []
+    assert sum(row.is_taken for row in rows) == 1
+    assert sum(row.is_auto for row in rows) == 1

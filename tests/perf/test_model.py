@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from graphar.numerics.codecs import codec
 from perf import __main__ as program
 from perf.harness.ranks import InProcessRanks
 from perf.models.bench import after_linear
@@ -28,8 +29,9 @@ from perf.models.decoder import (
     make_inputs,
     rope_cos_sin,
 )
+from perf.peers.matmuls import Variant
 from perf.topics import model
-from perf.topics.model import ALONE, NORM, UNSHARDED, Model, ModelPlan, Variant
+from perf.topics.model import ALONE, NORM, UNSHARDED, Model, ModelPlan
 from perf.topics.norms import add_and_norm
 from tests.perf.samples import model_row as row
 
@@ -63,14 +65,14 @@ def test_no_token_of_a_prompt_sees_a_later_one():
 
     after = decoder.step(inputs, PLAIN, without_sum)
 
-    same = [torch.equal(one, other) for one, other in zip(before, after, strict=True)]
+    same = [torch.equal(tensor, other) for tensor, other in zip(before, after, strict=True)]
     assert same[:6] == [True] * 5 + [False]
 
 
 def test_it_has_the_logits_of_transformers_llama():
     transformers = pytest.importorskip("transformers", reason="transformers cannot be imported")
     made = make_decoder(SIZE, LAYERS, WHOLE)
-    layers = [Layer(**{name: one.float() for name, one in vars(layer).items()}) for layer in made.layers]
+    layers = [Layer(**{name: tensor.float() for name, tensor in vars(layer).items()}) for layer in made.layers]
     decoder = dataclasses.replace(made, layers=layers, final_norm=made.final_norm.float())
     tokens, embedding, head = torch.arange(9), make_head(SIZE, CPU).float(), make_head(SIZE, CPU).float()
     inputs = make_inputs(SIZE, LAYERS, Case(PREFILL, 9, 9), WHOLE)
@@ -101,18 +103,18 @@ def llama_config(transformers):
 
 def llama_weights(decoder, embedding, head):
     """A decoder's weights, by their names in transformers."""
-    found = {"model.embed_tokens.weight": embedding, "lm_head.weight": head, "model.norm.weight": decoder.final_norm}
+    weights = {"model.embed_tokens.weight": embedding, "lm_head.weight": head, "model.norm.weight": decoder.final_norm}
     kv_width = SIZE.kv_heads * SIZE.head_size
     for at, layer in enumerate(decoder.layers):
         query, key, value = layer.query_key_value.split([SIZE.hidden, kv_width, kv_width])
         gate, up = layer.gate_up.chunk(2)
         attention = {"q": query, "k": key, "v": value, "o": layer.out}
         mlp = {"gate": gate, "up": up, "down": layer.down}
-        of_layer = {f"self_attn.{name}_proj": one for name, one in attention.items()}
-        of_layer |= {f"mlp.{name}_proj": one for name, one in mlp.items()}
+        of_layer = {f"self_attn.{name}_proj": weight for name, weight in attention.items()}
+        of_layer |= {f"mlp.{name}_proj": weight for name, weight in mlp.items()}
         of_layer |= {"input_layernorm": layer.attention_norm, "post_attention_layernorm": layer.mlp_norm}
-        found |= {f"model.layers.{at}.{name}.weight": one for name, one in of_layer.items()}
-    return found
+        weights |= {f"model.layers.{at}.{name}.weight": weight for name, weight in of_layer.items()}
+    return weights
 
 
 def test_shares_of_a_model_are_its_parts():
@@ -128,17 +130,17 @@ def test_shares_of_a_model_are_its_parts():
 
 def test_a_model_without_its_sums_is_wrong_in_every_token(group_of):
     group_of(2)
-    found, expected = (
+    outputs, expected = (
         make_decoder(SIZE, LAYERS, share).step(
             make_inputs(SIZE, LAYERS, Case(PREFILL, 9, 9), share), PLAIN, without_sum
         )
         for share in (Shard(0, 2, CPU), WHOLE)
     )
 
-    errors, apart = model.compare_logits(found, expected, make_head(SIZE, CPU))
+    errors, apart = model.compare_logits(outputs, expected, make_head(SIZE, CPU))
 
     assert not apart.any()
-    assert model.wrong_tokens(errors, apart, Variant(ALONE, without_sum, quantised=True), LAYERS).all()
+    assert model.wrong_tokens(errors, apart, Variant(ALONE, without_sum, codec=codec("int8")), LAYERS).all()
 
 
 def test_a_token_whose_logits_are_not_the_first_ranks_is_apart(monkeypatch):
@@ -156,19 +158,19 @@ def test_a_token_whose_logits_are_not_the_first_ranks_is_apart(monkeypatch):
     [
         (0.03, False, {}, False),
         (0.04, False, {}, True),
-        (0.04, False, {"quantised": True}, False),
-        (0.2, False, {"quantised": True}, True),
+        (0.04, False, {"codec": codec("int8")}, False),
+        (0.2, False, {"codec": codec("int8")}, True),
         (float("nan"), False, {}, True),
         (0.0, True, {}, False),
-        (0.0, True, {"same_bits": True}, True),
+        (0.0, True, {"exact": True}, True),
     ],
 )
 def test_a_token_is_wrong_that_is_too_far_off_or_has_not_the_bits_it_promises(error, apart, kind, wrong):
     variant = Variant("one", without_sum, **kind)
 
-    found = model.wrong_tokens(torch.tensor([error]), torch.tensor([apart]), variant, layers=4)
+    mask = model.wrong_tokens(torch.tensor([error]), torch.tensor([apart]), variant, layers=4)
 
-    assert found.tolist() == [wrong]
+    assert mask.tolist() == [wrong]
 
 
 def test_without_the_unsharded_model_no_row_is_taken_for_right_and_the_next_case_is_measured(group_of):
@@ -181,11 +183,11 @@ def test_without_the_unsharded_model_no_row_is_taken_for_right_and_the_next_case
         raise RuntimeError("out of memory")
 
     bench = model.Bench(ModelPlan("cpu", 1, TINY, 1, (1,), ()), One(1), PLAIN)
-    variants = [Variant(UNSHARDED, too_large, sharded=False), Variant("graphar", without_sum)]
+    variants = [Variant(UNSHARDED, too_large), Variant("graphar", without_sum)]
 
-    found = list(bench.measure(Case(DECODE, 1, 4), variants))
+    rows = list(bench.measure(Case(DECODE, 1, 4), variants))
 
-    assert found == [
+    assert rows == [
         "unsharded, decode of 1 tokens: out of memory",
         "decode of 1 tokens: no result of the unsharded model to compare with",
     ]
@@ -225,15 +227,15 @@ def test_a_glance_is_of_the_fastest_method():
 
 
 def test_wrong_results_are_named_and_win_nothing():
-    found = Model([*ROWS[:-1], row(NORM, 250.0, wrong=2)])
+    report = Model([*ROWS[:-1], row(NORM, 250.0, wrong=2)])
 
-    assert "WRONG RESULTS: 1 of 3 (graphar + norm at 4 layers of llama-3-70b, decode of 8 tokens)" in found.verdict()
-    assert found.glance().headline == "0.80"  # graphar alone
-    assert "| graphar + norm **(2 WRONG)** |" in sections(found.rows).body[0]
+    assert "WRONG RESULTS: 1 of 3 (graphar + norm at 4 layers of llama-3-70b, decode of 8 tokens)" in report.verdict()
+    assert report.glance().headline == "0.80"  # graphar alone
+    assert "| graphar + norm **(2 WRONG)** |" in sections(report.rows).body[0]
 
 
 def test_nothing_is_compared_with_a_wrong_peer():
-    rows = [one if one.method != "nccl" else row("nccl", 400.0, wrong=2) for one in ROWS]
+    rows = [of_row if of_row.method != "nccl" else row("nccl", 400.0, wrong=2) for of_row in ROWS]
 
     assert "| graphar | 320.0 | - |" in sections(rows).body[0]
 

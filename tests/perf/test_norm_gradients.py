@@ -15,6 +15,7 @@ from graphar.errors import UnsupportedError
 from perf import machine
 from perf import passes as common
 from perf.compare import identity
+from perf.harness.verify import count_far
 from perf.passes import BOTH, COMPILED, CPU_METHODS, PassesPlan
 from perf.topics import norm_gradients as topic
 from perf.topics.norm_gradients import (
@@ -32,7 +33,6 @@ from perf.topics.norm_gradients import (
     make_operands,
     specified,
 )
-from perf.topics.norms import count_far
 from tests.perf.samples import norm_gradient_row as row
 
 SHAPE = (24, 264)
@@ -74,8 +74,8 @@ def test_the_least_bytes_are_those_of_each_operand_and_result(summed, passes, te
 
 @pytest.mark.parametrize(("clock_khz", "rate"), [(2_619_000, 3352.32), (0, None)])
 def test_the_rate_of_the_memory_is_that_of_its_clock_and_width(monkeypatch, clock_khz, rate):
-    found = SimpleNamespace(memory_clock_rate=clock_khz, memory_bus_width=5120)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: found)
+    properties = SimpleNamespace(memory_clock_rate=clock_khz, memory_bus_width=5120)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: properties)
 
     assert machine.memory_rate() == rate
 
@@ -103,8 +103,9 @@ def test_graphs_are_captured_on_the_stream_of_the_forward_pass_and_memory_is_tha
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 1000)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 6000)
-    given = make_operands((3, 16), True, "cpu")
-    trial = Trial(topic.TORCH, passes, make_method(topic.TORCH, True), given._replace(x=given.x.as_subclass(OnGpu)))
+    operands = make_operands((3, 16), True, "cpu")
+    operands = operands._replace(x=operands.x.as_subclass(OnGpu))
+    trial = Trial(topic.TORCH, passes, make_method(topic.TORCH, True), operands)
 
     trial.make_launch()()
 
@@ -112,20 +113,20 @@ def test_graphs_are_captured_on_the_stream_of_the_forward_pass_and_memory_is_tha
 
 
 @pytest.fixture
-def given(request):
+def operands(request):
     return make_operands(SHAPE, getattr(request, "param", True), "cpu")
 
 
-def wrong_gradients(found, given):
+def wrong_gradients(gradients, operands):
     """How many of the gradients of rows and of the weight are wrong."""
-    values, limits = exact(given)
-    pairs = zip(found, values[-2:], limits[-2:], strict=True)
-    return [count_far((one,), (value,), (limit,)) for one, value, limit in pairs]
+    values, limits = exact(operands)
+    pairs = zip(gradients, values[-2:], limits[-2:], strict=True)
+    return [count_far((gradient,), (value,), (limit,)) for gradient, value, limit in pairs]
 
 
-def by_formula(given, rounded=lambda one: one, whole_sum=False):
+def by_formula(operands, rounded=lambda x: x, whole_sum=False):
     """The gradients, with every intermediate result ``rounded``."""
-    x, residual, weight, g, more = (None if one is None else one.detach().double() for one in given)
+    x, residual, weight, g, more = (None if tensor is None else tensor.detach().double() for tensor in operands)
     r = x + residual if whole_sum else (x + residual).bfloat16().double()
     s = (r.square().mean(-1, keepdim=True) + EPS).rsqrt()
     u, scaled = rounded(r * s), rounded(g * weight)
@@ -133,80 +134,80 @@ def by_formula(given, rounded=lambda one: one, whole_sum=False):
     return rows if more is None else rounded(rows + more), rounded((g * u).sum(0))
 
 
-def to_bf16(one):
-    return one.bfloat16().double()
+def to_bf16(x):
+    return x.bfloat16().double()
 
 
 @SUMMED
 @pytest.mark.parametrize("whole_sum", [True, False])
-@pytest.mark.parametrize("rounded", [to_bf16, lambda one: one], ids=["rounded", "in_fp64"])
+@pytest.mark.parametrize("rounded", [to_bf16, lambda x: x], ids=["rounded", "in_fp64"])
 def test_a_peer_may_round_every_intermediate_result_and_leave_the_sum_unrounded(summed, whole_sum, rounded):
-    given = make_operands(SHAPE, summed, "cpu")
+    operands = make_operands(SHAPE, summed, "cpu")
 
-    assert wrong_gradients(by_formula(given, rounded, whole_sum), given) == [0, 0]
-
-
-@pytest.mark.parametrize("given", [True, False], indirect=True)
-def test_the_specification_is_within_the_bounds_of_peers(given):
-    assert count_far(specified(given), *exact(given)) == 0
+    assert wrong_gradients(by_formula(operands, rounded, whole_sum), operands) == [0, 0]
 
 
-def without_the_mean(given):
-    x, residual, weight, g, more = (one.detach().double() for one in given)
+@pytest.mark.parametrize("operands", [True, False], indirect=True)
+def test_the_specification_is_within_the_bounds_of_peers(operands):
+    assert count_far(specified(operands), *exact(operands)) == 0
+
+
+def without_the_mean(operands):
+    x, residual, weight, g, more = (tensor.detach().double() for tensor in operands)
     r = x + residual
     return r.square().mean(-1, keepdim=True).add(EPS).rsqrt() * g * weight + more
 
 
-def test_rows_without_the_mean_of_their_gradient_are_wrong(given):
-    of_rows = without_the_mean(given)
+def test_rows_without_the_mean_of_their_gradient_are_wrong(operands):
+    of_rows = without_the_mean(operands)
 
-    assert wrong_gradients((of_rows, by_formula(given)[1]), given)[0] > of_rows.numel() / 2
-
-
-def test_rows_without_the_gradient_of_the_sum_are_wrong(given):
-    of_rows, of_weight = by_formula(given._replace(of_summed=None))
-
-    found = wrong_gradients((of_rows, of_weight), given)
-
-    assert found[0] > of_rows.numel() / 2
-    assert found[1] == 0
+    assert wrong_gradients((of_rows, by_formula(operands)[1]), operands)[0] > of_rows.numel() / 2
 
 
-def test_a_gradient_of_the_weight_without_a_few_rows_is_wrong(given):
-    fewer = given.of_normed.clone()
+def test_rows_without_the_gradient_of_the_sum_are_wrong(operands):
+    of_rows, of_weight = by_formula(operands._replace(of_summed=None))
+
+    wrong = wrong_gradients((of_rows, of_weight), operands)
+
+    assert wrong[0] > of_rows.numel() / 2
+    assert wrong[1] == 0
+
+
+def test_a_gradient_of_the_weight_without_a_few_rows_is_wrong(operands):
+    fewer = operands.of_normed.clone()
     fewer[-4:] = 0
-    of_weight = by_formula(given._replace(of_normed=fewer))[1]
+    of_weight = by_formula(operands._replace(of_normed=fewer))[1]
 
-    assert wrong_gradients((by_formula(given)[0], of_weight), given)[1] > of_weight.numel() / 2
+    assert wrong_gradients((by_formula(operands)[0], of_weight), operands)[1] > of_weight.numel() / 2
 
 
 @SUMMED
 def test_float64_has_the_gradients_of_autograd(summed):
-    given = make_operands(SHAPE, summed, "cpu")
-    r, w = (one.detach().double().requires_grad_() for one in (given.x + given.residual, given.weight))
+    operands = make_operands(SHAPE, summed, "cpu")
+    r, w = (tensor.detach().double().requires_grad_() for tensor in (operands.x + operands.residual, operands.weight))
     normed = functional.rms_norm(r, w.shape, w, EPS)
-    results, gradients = [normed, r][: 1 + summed], [given.of_normed, given.of_summed][: 1 + summed]
-    expected = torch.autograd.grad(results, [r, w], [one.double() for one in gradients])
+    results, gradients = [normed, r][: 1 + summed], [operands.of_normed, operands.of_summed][: 1 + summed]
+    expected = torch.autograd.grad(results, [r, w], [gradient.double() for gradient in gradients])
 
-    found, _ = exact(given)
+    values, _ = exact(operands)
 
-    torch.testing.assert_close(list(found), [normed.detach(), r.detach(), expected[0], *expected])
+    torch.testing.assert_close(list(values), [normed.detach(), r.detach(), expected[0], *expected])
 
 
 @pytest.mark.parametrize("passes", PASSES)
 @pytest.mark.parametrize("name", CPU_METHODS)
-def test_a_launch_that_computes_nothing_leaves_nothing_right(given, name, passes):
-    trial = Trial(name, passes, make_method(name, True), given)
+def test_a_launch_that_computes_nothing_leaves_nothing_right(operands, name, passes):
+    trial = Trial(name, passes, make_method(name, True), operands)
     trial.make_launch()
 
     wrong = trial.count_wrong(lambda: None)
 
-    assert wrong == sum(one.numel() for one in trial.results) > 0
+    assert wrong == sum(result.numel() for result in trial.results) > 0
 
 
 @pytest.mark.parametrize("passes", PASSES)
-def test_a_wrong_bit_of_graphars_is_counted(given, passes):
-    trial = Trial(topic.OWN, passes, make_method(topic.OWN, True), given)
+def test_a_wrong_bit_of_graphars_is_counted(operands, passes):
+    trial = Trial(topic.OWN, passes, make_method(topic.OWN, True), operands)
     launch = trial.make_launch()
 
     def one_bit_off():
@@ -245,7 +246,7 @@ def test_a_compiled_backward_pass_may_not_reuse_the_memory_of_what_it_runs_on_ag
     assert not of_autograd.donated_buffer
 
 
-def refuse(*given):
+def refuse(*operands):
     raise RuntimeError("backend='inductor' raised:\nno compiler\nset TORCH_LOGS")
 
 
@@ -255,16 +256,16 @@ def test_a_method_that_fails_is_named_with_the_reason_and_the_others_are_measure
         forward, backward = make_method(name, summed)
         if name != topic.TORCH:
             return forward, backward
-        return method or (forward, lambda *given: refuse() if given[-1] else backward(*given))
+        return method or (forward, lambda *operands: refuse() if operands[-1] else backward(*operands))
 
     monkeypatch.setattr(topic, "make_method", made)
     plan = PassesPlan("cpu", [(3, 16)], CPU_METHODS)
 
-    found = list(topic.rows_of(plan, (3, 16)))[-4:]
+    measured = list(topic.rows_of(plan, (3, 16)))[-4:]
 
     told = "3 x 16, without a gradient of the sum: RuntimeError: backend='inductor' raised: no compiler"
-    assert [one for one in found if isinstance(one, str)] == [f"torch, {one}, {told}" for one in passes]
-    rows = [one for one in found if not isinstance(one, str)]
+    assert [row for row in measured if isinstance(row, str)] == [f"torch, {of_passes}, {told}" for of_passes in passes]
+    rows = [row for row in measured if not isinstance(row, str)]
     assert [row.passes for row in rows if row.method == topic.OWN] == list(PASSES)
     assert len(rows) == 4 - len(passes)
 
@@ -297,15 +298,15 @@ def test_a_process_that_ended_tells_its_error_or_its_signal(text, reason):
 
 
 def test_a_gpu_that_the_kernels_do_not_serve_is_told_rather_than_the_specification_timed(monkeypatch):
-    given = SimpleNamespace(is_cuda=True)
+    x = SimpleNamespace(is_cuda=True)
     monkeypatch.setattr(topic.residual_norm, "serves", lambda rows: False)
     monkeypatch.setattr(topic.residual_norm, "serves_backward", lambda rows: False)
     monkeypatch.setattr(topic, "missing_software", lambda: "")
 
     with pytest.raises(UnsupportedError, match=topic.NO_KERNEL):
-        topic.own_forward(given, given, given)
+        topic.own_forward(x, x, x)
     with pytest.raises(UnsupportedError, match=topic.NO_KERNEL):
-        topic.own_backward(given, given, given, True)
+        topic.own_backward(x, x, x, True)
 
 
 def ending(topic, plan, rank, port):
@@ -319,13 +320,14 @@ def ending(topic, plan, rank, port):
 def test_a_shape_whose_process_ends_does_not_take_the_others_with_it(monkeypatch):
     monkeypatch.setattr(common, "run_shapes", ending)
 
-    found = list(NormGradients().measure(PassesPlan("cuda", [(3, 16), (5, 16)], METHODS)))
+    rows = list(NormGradients().measure(PassesPlan("cuda", [(3, 16), (5, 16)], METHODS)))
 
-    assert found == ["3 x 16: RuntimeError: CUDA error: an illegal memory access", row("graphar", 1.0)]
+    assert rows == ["3 x 16: RuntimeError: CUDA error: an illegal memory access", row("graphar", 1.0)]
 
 
 def report(own=100.0, **more):
-    rows = [row(name, us, one, **more) for one in PASSES for name, us in (("graphar", own), ("torch", 400.0))]
+    times = {"graphar": own, "torch": 400.0}
+    rows = [row(name, us, of_passes, **more) for of_passes in PASSES for name, us in times.items()]
     return NormGradients([*rows, row("torch.compile", 200.0), row("torch.compile", 125.0, summed=False)])
 
 
@@ -343,7 +345,7 @@ def test_memory_has_a_table_of_its_own_where_it_was_measured():
 
     assert peaks.body[0].splitlines()[0].endswith("| graphar (MB) | torch (MB) |")
     assert peaks.body[0].splitlines()[2:] == ["| 4096 x 8192 | yes | 192 | 192 |"]
-    assert [one.title for one in report(peak_nbytes=None).sections()] == ["Backward", "Forward and backward"]
+    assert [section.title for section in report(peak_nbytes=None).sections()] == ["Backward", "Forward and backward"]
 
 
 def test_a_glance_is_the_ratio_of_the_backward_pass_to_the_best_peers():
@@ -358,11 +360,11 @@ def test_a_glance_is_the_ratio_of_the_backward_pass_to_the_best_peers():
 
 
 def test_a_wrong_result_of_graphars_fails_the_run_and_is_compared_with_nothing():
-    found = report(wrong=2)
+    made = report(wrong=2)
 
-    assert found.wrong() == [f"graphar at {one}, 4096 x 8192, with a gradient of the sum" for one in PASSES]
-    assert "| 100 **(2 WRONG)** | 400 **(2 WRONG)** | 200 | torch.compile | - |" in found.sections()[0].body[0]
-    assert found.ratio_chart().marks == []
+    assert made.wrong() == [f"graphar at {of_passes}, 4096 x 8192, with a gradient of the sum" for of_passes in PASSES]
+    assert "| 100 **(2 WRONG)** | 400 **(2 WRONG)** | 200 | torch.compile | - |" in made.sections()[0].body[0]
+    assert made.ratio_chart().marks == []
 
 
 def test_a_chart_has_a_row_for_each_shape():
@@ -372,21 +374,21 @@ def test_a_chart_has_a_row_for_each_shape():
 
 
 def test_times_of_two_runs_are_told_apart_by_pass_shape_and_gradient():
-    rows = [row("graphar", 1.0, one, summed=summed) for one in PASSES for summed in (True, False)]
+    rows = [row("graphar", 1.0, of_passes, summed=summed) for of_passes in PASSES for summed in (True, False)]
 
-    found = [identity(one) for one in NormGradients(rows).timed()]
+    identities = [identity(row) for row in NormGradients(rows).timed()]
 
-    assert found[0] == ("graphar", "1 rank", "backward", "4096 x 8192", "with a gradient of the sum")
-    assert len(set(found)) == 4
+    assert identities[0] == ("graphar", "1 rank", "backward", "4096 x 8192", "with a gradient of the sum")
+    assert len(set(identities)) == 4
 
 
 @pytest.mark.gpu(1)
 def test_every_method_is_measured_and_verified_in_graphs_on_a_gpu():
     plan = PassesPlan("cuda", [(200, 1024)], METHODS)
 
-    found = list(NormGradients().measure(plan))
+    rows = list(NormGradients().measure(plan))
 
-    assert [one for one in found if isinstance(one, str)] == []
-    assert {(row.method, row.passes) for row in found} == {(name, one) for name in METHODS for one in PASSES}
-    assert [row for row in found if row.wrong] == []
-    assert all((row.peak_nbytes is not None) == (row.passes == BOTH) for row in found)
+    assert [row for row in rows if isinstance(row, str)] == []
+    assert {(row.method, row.passes) for row in rows} == {(name, of_passes) for name in METHODS for of_passes in PASSES}
+    assert [row for row in rows if row.wrong] == []
+    assert all((row.peak_nbytes is not None) == (row.passes == BOTH) for row in rows)

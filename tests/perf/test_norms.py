@@ -11,9 +11,10 @@ import graphar
 from perf import __main__ as program
 from perf.harness import verify
 from perf.harness.ranks import InProcessRanks
+from perf.harness.verify import count_differing, count_far
 from perf.report import read
 from perf.topics import norms
-from perf.topics.norms import Norms, add_and_norm, bounds, compiled, count_far, count_wrong
+from perf.topics.norms import Norms, add_and_norm, bounds, compiled
 from tests.perf.samples import norm_row as row
 
 
@@ -23,11 +24,11 @@ def test_a_run_on_the_cpu_is_reported(tmp_path, monkeypatch, forked_ranks):
     assert program.main(["norms", "--hidden", "64", "--out", str(tmp_path)]) == 0
 
     folder = tmp_path / "cpu"
-    found = read(folder, Norms).report
-    measured = [(row.tokens, row.method, row.wrong) for row in found.rows]
+    report = read(folder, Norms).report
+    measured = [(row.tokens, row.method, row.wrong) for row in report.rows]
     methods = ("graphar", "graphar fp8", "gloo + norm", "graphar + norm")
     assert measured == [(3, method, 0) for method in methods]
-    assert found.skipped == []
+    assert report.skipped == []
     assert (
         "| tokens | graphar (us) | graphar fp8 (us) | gloo + norm (us) | graphar + norm (us) | best peer"
         in (folder / "norms.md").read_text()
@@ -45,11 +46,11 @@ def test_graphar_is_held_to_the_bit_and_peers_to_their_rounding():
     xs, residual, weight = data(2)
     expected = graphar.reference.allreduce_residual_rmsnorm(xs, residual, weight, norms.EPS, 0.0)
     limits = bounds(xs, residual, weight, expected)
-    found = expected[0].clone(), expected[1].clone()
-    found[1].view(torch.int16)[2, 3] ^= 1
+    results = expected[0].clone(), expected[1].clone()
+    results[1].view(torch.int16)[2, 3] ^= 1
 
-    assert count_wrong(found, expected) == 1
-    assert count_far(found, expected, limits) == 0
+    assert count_differing(results, expected) == 1
+    assert count_far(results, expected, limits) == 0
     assert count_far((expected[0] + 1, expected[1]), expected, limits) > 0.9 * residual.numel()
     assert count_far((expected[0] * torch.nan, expected[1]), expected, limits) == residual.numel()
 
@@ -69,7 +70,7 @@ def test_a_ring_that_rounds_at_every_hop_is_right_between_any_ranks_and_one_that
     limits = bounds(xs, residual, weight, expected)
     parts, dropped = xs, [*xs[:-1], torch.zeros_like(xs[-1])]
     if in_place:
-        limits = [verify.drift(world_size) * one for one in limits]
+        limits = [verify.drift(world_size) * limit for limit in limits]
         parts = [(x.double() * float(world_size) ** (1 - norms.CALLS)).bfloat16() for x in xs]
         for _ in range(norms.CALLS - 1):
             parts = [ring(parts)] * world_size
@@ -100,11 +101,11 @@ def test_a_glance_is_the_range_of_graphars_ratio_and_its_worst_case():
     rows = [row("graphar", 1, 4.0), row("nccl + norm", 1, 12.0), row("flashinfer_one_shot", 1, 8.0)]
     rows += [row("graphar", 8, 10.0), row("nccl + norm", 8, 8.0), row("graphar + norm", 8, 5.0)]
 
-    found = Norms(rows).glance()
+    glance = Norms(rows).glance()
 
-    assert found.headline == "0.50 to 1.25"
-    assert found.words == "graphar's time / the time of the best of 2 peers, by number of tokens"
-    assert found.shortfall == "1 of 2 cases; the worst is 1.25 (8 tokens, 4 ranks)"
+    assert glance.headline == "0.50 to 1.25"
+    assert glance.words == "graphar's time / the time of the best of 2 peers, by number of tokens"
+    assert glance.shortfall == "1 of 2 cases; the worst is 1.25 (8 tokens, 4 ranks)"
 
 
 @pytest.mark.parametrize(
@@ -156,9 +157,9 @@ def trial_of():
 def test_what_a_timed_launch_computes_is_known_even_where_sums_take_the_place_of_its_input(trial_of, call):
     trial, x, expected = trial_of(call)
 
-    found, drift = trial.results_of(trial.make_launch(), x, InProcessRanks(2))
+    results, drift = trial.results_of(trial.make_launch(), x, InProcessRanks(2))
 
-    assert count_wrong(found, expected) == 0
+    assert count_differing(results, expected) == 0
     assert drift == 1
 
 
@@ -166,9 +167,9 @@ def test_what_a_timed_launch_computes_is_known_even_where_sums_take_the_place_of
 def test_a_timed_launch_that_computes_nothing_leaves_nothing_right(trial_of, call):
     trial, x, expected = trial_of(call)
 
-    found, drift = trial.results_of(lambda: None, x, InProcessRanks(2))
+    results, drift = trial.results_of(lambda: None, x, InProcessRanks(2))
 
-    assert count_far(found, expected, [drift * torch.ones_like(x)] * 2) == 2 * x.numel()
+    assert count_far(results, expected, [drift * torch.ones_like(x)] * 2) == 2 * x.numel()
 
 
 def measure(methods, monkeypatch):
@@ -213,10 +214,10 @@ def test_graphar_may_not_refuse(monkeypatch):
 def test_what_is_compiled_leaves_no_reduction_to_be_timed_on_each_rank(monkeypatch):
     from torch._inductor import compile_fx, config
 
-    given = []
+    patches = []
 
     def compile_nothing(module, inputs, config_patches, **_):
-        given.append(config_patches)
+        patches.append(config_patches)
         return module
 
     monkeypatch.setattr(compile_fx, "compile_fx", compile_nothing)
@@ -224,7 +225,7 @@ def test_what_is_compiled_leaves_no_reduction_to_be_timed_on_each_rank(monkeypat
     with config.patch(compile_threads=1):
         compiled(lambda x: x.relu())(torch.ones(3))
 
-    assert [options["deterministic"] for options in given] == [True]
+    assert [options["deterministic"] for options in patches] == [True]
 
 
 @pytest.mark.gpu(1)

@@ -77,24 +77,24 @@ def counters() -> LinkCounters:
 
 
 def test_a_reading_has_the_bytes_of_every_active_link(nvml):
-    found = counters()
+    counted = counters()
 
-    assert found.links == (0, 2, 3)
-    assert found.read() == ([10 * 1024, 20 * 1024, 30 * 1024], [12 * 1024, 22 * 1024, 32 * 1024])
+    assert counted.links == (0, 2, 3)
+    assert counted.read() == ([10 * 1024, 20 * 1024, 30 * 1024], [12 * 1024, 22 * 1024, 32 * 1024])
 
 
 def test_a_reading_waits_until_the_counters_rest(nvml):
-    found = counters()
+    counted = counters()
     nvml.late = [5, 7, 9]
-    assert found.read()[0][0] == 10 * 1024
+    assert counted.read()[0][0] == 10 * 1024
 
 
 def test_a_reading_of_busy_links_ends_all_the_same(nvml, monkeypatch):
     monkeypatch.setattr(link_counters, "POLL_S", 1e-3)
     monkeypatch.setattr(link_counters, "SETTLE_S", 20e-3)
-    found = counters()
+    counted = counters()
     nvml.late, nvml.reads = list(range(1000)), 0
-    found.read()
+    counted.read()
     assert 2 <= nvml.reads <= 21
 
 

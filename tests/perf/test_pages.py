@@ -25,9 +25,9 @@ def sweep(mode="cpu", peer="gloo", wrong=0):
     """Rows of graphar and a peer at three sizes; graphar is slower at the last one."""
     sizes = ((2048, 10.0, 20.0), (64 << 10, 20.0, 30.0), (MB, 60.0, 40.0))
     return [
-        one
+        made
         for nbytes, ours, theirs in sizes
-        for one in (row("graphar", ours, wrong, nbytes, mode), row(peer, theirs, nbytes=nbytes, mode=mode))
+        for made in (row("graphar", ours, wrong, nbytes, mode), row(peer, theirs, nbytes=nbytes, mode=mode))
     ]
 
 
@@ -176,7 +176,7 @@ def test_the_index_has_a_column_a_folder_and_a_row_a_topic(tmp_path, capsys):
 
 
 def test_a_small_rate_has_two_significant_digits():
-    assert [rate(one) for one in (0.00032, 0.057, 0.57, 1.0, 335.61)] == ["0.00032", "0.057", "0.57", "1.0", "335.6"]
+    assert [*map(rate, (0.00032, 0.057, 0.57, 1.0, 335.61))] == ["0.00032", "0.057", "0.57", "1.0", "335.6"]
 
 
 @pytest.mark.parametrize("folder", COMMITTED, ids=lambda path: path.name)

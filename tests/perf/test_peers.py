@@ -228,15 +228,15 @@ def test_sglang_is_called_with_one_communicator(sgl, mode):
 
 @pytest.mark.usefixtures("sgl")
 def test_sglangs_planes_share_one_allocation_without_overlap():
-    communicator, (own, _, counter) = sglang.make_communicator(PLAN, OneOfTwo())
+    communicator, (mine, _, counter) = sglang.make_communicator(PLAN, OneOfTwo())
     (where, push), (_, pull) = communicator["push"], communicator["pull"]
     parts = (push["workspaces"][0], pull["workspaces"][0], pull["semaphores"][0])
 
     assert where == (0, 2)
-    assert sum(part.nbytes for part in parts) == own.nbytes
-    assert [part.data_ptr() - own.data_ptr() for part in parts] == [0, parts[0].nbytes, own.nbytes - parts[2].nbytes]
+    assert sum(part.nbytes for part in parts) == mine.nbytes
+    assert [part.data_ptr() - mine.data_ptr() for part in parts] == [0, parts[0].nbytes, mine.nbytes - parts[2].nbytes]
     assert (counter.shape, push["counter"].shape) == ((8, 1), (8, 4))
-    assert all(part.data_ptr() % 128 == own.data_ptr() % 128 for part in parts)
+    assert all(part.data_ptr() % 128 == mine.data_ptr() % 128 for part in parts)
 
 
 @pytest.mark.parametrize("world_size", range(2, 9))

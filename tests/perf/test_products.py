@@ -11,7 +11,8 @@ import torch
 from graphar.numerics import fp8_products, leaf_tree
 from perf import __main__ as program
 from perf import machine, products
-from perf.products import NEEDED, bf16_operands, calls_of, exact, is_far, limit_of, shape_of
+from perf.harness.verify import exceeds
+from perf.products import NEEDED, bf16_operands, calls_of, exact, limit_of, shape_of
 from perf.report import read
 from perf.topics import fp8, leaves, matmul
 from tests.perf.samples import MACHINE, product_row
@@ -133,7 +134,7 @@ def operands():
 def far(result, operands, may_split):
     """Which elements of a product with the first weight are wrong."""
     value, magnitude = exact(operands.a, operands.weight(0))
-    return is_far(result, value, limit_of(operands.a.shape[1], value, magnitude, may_split))
+    return exceeds(result, value, limit_of(operands.a.shape[1], value, magnitude, may_split))
 
 
 def test_a_product_is_compared_with_the_sum_of_its_terms_and_of_their_magnitudes(operands):
@@ -145,7 +146,7 @@ def test_a_product_is_compared_with_the_sum_of_its_terms_and_of_their_magnitudes
 
 
 def test_the_limit_is_a_rounding_and_sums_in_fp32():
-    value, magnitude = (torch.tensor([one], dtype=torch.float64) for one in (-2.0, 2.0**10))
+    value, magnitude = (torch.tensor([number], dtype=torch.float64) for number in (-2.0, 2.0**10))
 
     limit = limit_of(2048, value, magnitude, may_split=False)
 
@@ -232,12 +233,12 @@ def test_leaves_must_have_the_bits_of_the_tree(gpu, operands):
 
 @each_topic
 def test_every_method_is_timed_in_turn_and_right(gpu, topic):
-    found = list(topic().measure([SMALL]))
+    rows = list(topic().measure([SMALL]))
 
-    assert [(one.method, one.wrong, one.shape) for one in found] == [(name, 0, SMALL) for name in topic.columns]
+    assert [(row.method, row.wrong, row.shape) for row in rows] == [(name, 0, SMALL) for name in topic.columns]
     turns = len(topic.columns) * (1 + products.REPEATS // 2)  # after a warm-up; of the median
-    assert [one.median for one in found] == [turns + at + 1 for at in range(len(topic.columns))]
-    assert len(found) == topic.count([SMALL])
+    assert [row.median for row in rows] == [turns + at + 1 for at in range(len(topic.columns))]
+    assert len(rows) == topic.count([SMALL])
 
 
 @each_topic
@@ -270,7 +271,7 @@ def test_a_shape_that_the_kernel_refuses_is_told_and_the_others_are_measured(gpu
     first, *others = topic().measure([refused, SMALL])
 
     assert first == "24 x 12 x 512: 12 columns"
-    assert [one.method for one in others] == list(topic.columns)
+    assert [row.method for row in others] == list(topic.columns)
 
 
 def test_scales_of_blocks_that_torch_refuses_are_told(gpu, monkeypatch):
@@ -281,10 +282,10 @@ def test_scales_of_blocks_that_torch_refuses_are_told(gpu, monkeypatch):
 
     monkeypatch.setattr(torch, "_scaled_mm", refusing)
 
-    told, *found = fp8.Scaled().measure([SMALL])
+    told, *rows = fp8.Scaled().measure([SMALL])
 
     assert told == f"24 x 16 x 512: {fp8.TORCH_BLOCKS}: Invalid scaling configuration."
-    assert [one.method for one in found] == [method for method in fp8.METHODS if method != fp8.TORCH_BLOCKS]
+    assert [row.method for row in rows] == [method for method in fp8.METHODS if method != fp8.TORCH_BLOCKS]
 
 
 FEW, MANY = (16, 8192, 7168), (4096, 8192, 7168)
@@ -338,9 +339,9 @@ def test_the_findings_are_the_means_and_the_worst_of_few_rows_and_of_more():
         "leaves/torch over 1 shape of up to 64 rows: geometric mean 0.900, at worst 0.90 (16 x 8192 x 7168).",
         "leaves/torch over 1 shape of more rows: geometric mean 1.100, at worst 1.10 (4096 x 8192 x 7168).",
     ]
-    found = report(fp8.Scaled).findings()
-    assert len(found) == 8
-    assert found[:2] == [
+    sentences = report(fp8.Scaled).findings()
+    assert len(sentences) == 8
+    assert sentences[:2] == [
         "rows/torch over 1 shape of fewer than 64 rows: geometric mean 0.950, at worst 0.95 (16 x 8192 x 7168).",
         "rows/torch over 1 shape of 64 rows or more: geometric mean 0.900, at worst 0.90 (4096 x 8192 x 7168).",
     ]
@@ -355,16 +356,16 @@ def test_a_glance_is_the_ratio_to_torch():
     ("topic", "method", "compared"), [(leaves.Leaves, leaves.TREE, set()), (fp8.Scaled, fp8.ROWS, {"blocks/torch"})]
 )
 def test_a_wrong_result_is_named_and_compared_with_nothing(topic, method, compared):
-    found = report(topic, method)
+    made = report(topic, method)
 
-    assert found.wrong() == [f"{method} at 16 x 8192 x 7168", f"{method} at 4096 x 8192 x 7168"]
-    assert {one.split()[0] for one in found.findings()} == compared
-    assert found.glance().headline == "-"
+    assert made.wrong() == [f"{method} at 16 x 8192 x 7168", f"{method} at 4096 x 8192 x 7168"]
+    assert {sentence.split()[0] for sentence in made.findings()} == compared
+    assert made.glance().headline == "-"
 
 
 @each_topic
 def test_a_report_without_rows_has_no_figures(topic):
-    found = topic(skipped=[NEEDED])
+    report = topic(skipped=[NEEDED])
 
-    assert (found.glance().headline, found.findings(), found.sections()) == ("-", [], [])
-    assert found.loss_of_auto() == ""
+    assert (report.glance().headline, report.findings(), report.sections()) == ("-", [], [])
+    assert report.loss_of_auto() == ""

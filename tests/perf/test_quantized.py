@@ -50,8 +50,8 @@ def test_errors_of_known_vectors():
     exact = torch.tensor([3.0, 4.0], dtype=torch.float64)
 
     assert errors(torch.tensor([3.0, 4.0]), exact) == (0, 0, pytest.approx(1))
-    found = errors(torch.tensor([3.0, 3.0]), exact)
-    assert found == pytest.approx((0.2, 0.25, 21 / (5 * 18**0.5)))
+    three = errors(torch.tensor([3.0, 3.0]), exact)
+    assert three == pytest.approx((0.2, 0.25, 21 / (5 * 18**0.5)))
 
 
 @pytest.mark.usefixtures("little_data")
@@ -59,9 +59,9 @@ def test_more_bits_are_nearer_on_all_data():
     rows = list(error_rows([codec(f"int{bits}") for bits in (8, 6, 4, 2)], 2, CPU))
 
     for kind in KINDS:
-        found = [one.relative_l2 for one in rows if one.data == kind]
-        assert found == sorted(found)
-        assert found[0] < 0.003
+        by_codec = [row.relative_l2 for row in rows if row.data == kind]
+        assert by_codec == sorted(by_codec)
+        assert by_codec[0] < 0.003
 
 
 @pytest.mark.usefixtures("no_gpus", "little_data")
@@ -69,8 +69,8 @@ def test_the_report_of_a_machine_without_gpus(tmp_path):
     assert program.main(["quantized", "--world-size", "2", "--out", str(tmp_path)]) == 0
 
     folder = tmp_path / "cpu"
-    found = json.loads((folder / "quantized.json").read_text())
-    assert len(found["errors"]) == (1 + len(NAMES)) * len(KINDS)
+    content = json.loads((folder / "quantized.json").read_text())
+    assert len(content["errors"]) == (1 + len(NAMES)) * len(KINDS)
     text = (folder / "quantized.md").read_text()
     assert "24 errors were measured; times need GPUs." in text
     assert all(f"| {name} |" in text for name in NAMES)
@@ -82,11 +82,11 @@ def timed(method, time_us, **more):
 
 
 def test_a_timed_report_shows_ratios_and_the_wrong():
-    found = Quantized([], [timed("nccl", 100.0), timed("graphar_int4", 40.0, wrong=3)])
+    report = Quantized([], [timed("nccl", 100.0), timed("graphar_int4", 40.0, wrong=3)])
 
-    (section,) = found.sections()
+    (section,) = report.sections()
     times, _, ratios = section.body
-    assert found.verdict() == "**WRONG RESULTS: 1 of 2 (graphar_int4 at 64 MB).**"
+    assert report.verdict() == "**WRONG RESULTS: 1 of 2 (graphar_int4 at 64 MB).**"
     assert times.endswith("| 64 MB | 100 | 40 **(3 WRONG)** |")
     assert ratios.endswith("| 64 MB | - |")
 

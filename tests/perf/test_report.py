@@ -13,17 +13,17 @@ from tests.perf.samples import MACHINE, REPORTS, fused_row, row
 
 
 def test_a_row_goes_to_the_list_of_its_kind_and_a_string_to_what_was_skipped(capsys):
-    found, error = Quantized(), ErrorRow("int4", "normal", 4, 4.5, 0.1, 0.2, 0.99)
+    report, error = Quantized(), ErrorRow("int4", "normal", 4, 4.5, 0.1, 0.2, 0.99)
 
     for message in (row("nccl"), error, "vllm: no such package"):
-        found.take(message)
+        report.take(message)
 
-    assert (found.times, found.errors, found.skipped) == ([row("nccl")], [error], ["vllm: no such package"])
+    assert (report.times, report.errors, report.skipped) == ([row("nccl")], [error], ["vllm: no such package"])
     shown = capsys.readouterr()
     assert (shown.out.count("nccl"), shown.err) == (1, "# not measured: vllm: no such package\n")
 
 
-@pytest.mark.parametrize("report", REPORTS, ids=lambda one: one.name)
+@pytest.mark.parametrize("report", REPORTS, ids=lambda report: report.name)
 def test_every_report_says_a_word_in_markdown(report):
     text = report.markdown(MACHINE, "python -m perf one")
 
@@ -38,7 +38,7 @@ def test_every_report_says_a_word_in_markdown(report):
 
 
 @pytest.mark.parametrize("count", [0, 1])
-@pytest.mark.parametrize("sample", REPORTS, ids=lambda one: one.name)
+@pytest.mark.parametrize("sample", REPORTS, ids=lambda report: report.name)
 def test_a_run_that_is_ended_leaves_the_rows_before_or_else_an_earlier_report(sample, count, tmp_path, monkeypatch):
     topic, rows = type(sample), sample._rows()[0]
 
@@ -54,12 +54,12 @@ def test_a_run_that_is_ended_leaves_the_rows_before_or_else_an_earlier_report(sa
         with pytest.raises(KeyboardInterrupt):
             topic().run(None, tmp_path, MACHINE, "python -m perf")
 
-        found, text = read(tmp_path, topic).report, (tmp_path / f"{topic.name}.md").read_text()
+        stored, text = read(tmp_path, topic).report, (tmp_path / f"{topic.name}.md").read_text()
         if earlier and not count:
-            assert found == earlier
+            assert stored == earlier
             continue
-        assert found.skipped == [ENDED]
-        assert found._rows() == ([rows[:1]] if count else [])
+        assert stored.skipped == [ENDED]
+        assert stored._rows() == ([rows[:1]] if count else [])
         assert f"## Not measured\n\n- {ENDED}" in text
 
 

@@ -37,13 +37,13 @@ ALONE = Shard(0, 1, CPU)
 def test_it_has_the_output_of_the_decoder_with_a_cache():
     decoder, inputs = make_decoder(SIZE, 2, ALONE), make_inputs(SIZE, 2, Case(PREFILL, TOKENS, TOKENS), ALONE)
 
-    found = sequence.forward(decoder, replace(inputs, caches=()), WHOLE, PLAIN)
+    output = sequence.forward(decoder, replace(inputs, caches=()), WHOLE, PLAIN)
 
     def row_parallel_and_norm(a, weight, residual, scale):
         return add_and_norm(torch.nn.functional.linear(a, weight), residual, scale)
 
     expected = decoder.step(inputs, PLAIN, row_parallel_and_norm)
-    torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02)
+    torch.testing.assert_close(output, expected, rtol=0.02, atol=0.02)
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
@@ -51,10 +51,10 @@ def test_parts_of_gradients_are_those_of_the_weights(world_size):
     whole = sequence.named_weights(make_decoder(SIZE, 1, ALONE))
 
     for share in [Shard(rank, world_size, CPU) for rank in range(world_size)]:
-        own = sequence.named_weights(make_decoder(SIZE, 1, share))
-        assert own.keys() == whole.keys()
-        for name, one in whole.items():
-            assert torch.equal(sequence.part_of(name, one, SIZE, share), own[name]), name
+        shards = sequence.named_weights(make_decoder(SIZE, 1, share))
+        assert shards.keys() == whole.keys()
+        for name, weight in whole.items():
+            assert torch.equal(sequence.part_of(name, weight, SIZE, share), shards[name]), name
 
 
 def bench(world_size):
@@ -64,18 +64,18 @@ def bench(world_size):
 def rows_of_methods(rank, world_size, names):
     made = bench(world_size)
     methods = [sequence.make_method(name) for name in names]
-    return [one for phase in (PREFILL, TRAINING) for one in made.measure(phase, TOKENS, methods)]
+    return [message for phase in (PREFILL, TRAINING) for message in made.measure(phase, TOKENS, methods)]
 
 
 def test_every_method_has_the_logits_and_gradients_of_the_unsharded_model():
-    for found in run_ranks(rows_of_methods, 4, CPU_METHODS):
-        assert [(one.method, one.phase) for one in found] == [
+    for rows in run_ranks(rows_of_methods, 4, CPU_METHODS):
+        assert [(row.method, row.phase) for row in rows] == [
             (name, phase) for phase in (PREFILL, TRAINING) for name in CPU_METHODS
         ]
-        assert [one.wrong for one in found] == [0] * len(found)
-        assert all(0 < one.error < 0.015 for one in found)
-        assert all(one.gradient_error is None for one in found if one.phase == PREFILL)
-        assert all(0 < one.gradient_error < 0.03 for one in found if one.phase == TRAINING)
+        assert [row.wrong for row in rows] == [0] * len(rows)
+        assert all(0 < row.error < 0.015 for row in rows)
+        assert all(row.gradient_error is None for row in rows if row.phase == PREFILL)
+        assert all(0 < row.gradient_error < 0.03 for row in rows if row.phase == TRAINING)
 
 
 class Counted(Exception):
@@ -167,8 +167,10 @@ ONLY = ["model", "--decode", "--prefill", "--generate", "0", "--sequence-paralle
 def test_lengths_are_those_that_are_given_or_those_of_a_prefill(argv, lengths):
     plans = Model.plan(program.parse(argv), gpu_count=4)
 
-    found = [one for one in plans if isinstance(one, SequencePlan)]
-    assert [(one.size, one.layers, one.tokens) for one in found] == ([("llama-3-70b", 4, lengths)] if lengths else [])
+    planned = [plan for plan in plans if isinstance(plan, SequencePlan)]
+    assert [(plan.size, plan.layers, plan.tokens) for plan in planned] == (
+        [("llama-3-70b", 4, lengths)] if lengths else []
+    )
     assert (len(plans) == 1) == (argv != ["model"] and argv[1] == "--decode")
 
 
@@ -176,15 +178,15 @@ ROWS = [row("nccl", 1000.0), row("async_tp", 900.0), row(TENSOR_PARALLEL, 850.0)
 
 
 def test_a_step_has_a_table():
-    found = Model(sequences=ROWS)
+    report = Model(sequences=ROWS)
 
-    section, notes = found.sections()
+    section, notes = report.sections()
     title = "4 ranks, 4 layers of llama-3-70b, sequence parallelism: training on 8192 tokens"
     assert section.title == title
     *_, last = section.body[0].splitlines()
     assert last == f"| {SEQUENCE_PARALLEL} | 720.0 | 0.80 | 14.4 | 568,889 | 0.0100 | 0.0200 |"
     assert notes.title == "How sequence parallelism was measured"
-    assert found.glance().headline == "0.80"
+    assert report.glance().headline == "0.80"
 
 
 def test_wrong_results_are_named():

@@ -54,4 +54,4 @@ def test_sums_are_compared_with_gloo_and_steps_have_the_documents_columns():
 def test_a_size_that_takes_too_long_at_a_rate_is_left_out():
     took = [nbytes * 8 / slow_links.bits_a_second("100mbit") for nbytes in slow_links.SIZES]
 
-    assert [one <= slow_links.MOST_SECONDS for one in took] == [True, True, True, False]
+    assert [seconds <= slow_links.MOST_SECONDS for seconds in took] == [True, True, True, False]

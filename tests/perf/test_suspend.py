@@ -15,6 +15,7 @@ from graphar.runtime.engine import open_engines
 from graphar.runtime.watch.stats import Memory, MemoryUse
 from perf import __main__ as program
 from perf import machine
+from perf.harness import timing
 from perf.harness.ranks import ProcessRanks
 from perf.models.decoder import DECODE, PREFILL, SIZES, TINY, Case, Shard
 from perf.report import read
@@ -67,7 +68,7 @@ def gpu(monkeypatch):
     times = iter(range(1000, 10**6, 1000))
     scratch = {"one_shot_push": MemoryUse(SCRATCH_NBYTES, SCRATCH_NBYTES)}
     monkeypatch.setattr(graphar.Communicator, "memory", lambda self: Memory(scratch, MemoryUse(0, 0)))
-    monkeypatch.setattr(topic, "capture", lambda run: run)
+    monkeypatch.setattr(timing, "capture", lambda run: run)
     monkeypatch.setattr(topic, "free_nbytes", lambda: 10**9 + SCRATCH_NBYTES * is_suspended())
     monkeypatch.setattr(topic, "host_time_us", lambda call: call() or next(times))
     monkeypatch.setattr(topic.ranks_of, "join", OneRank)
@@ -92,22 +93,22 @@ def after_resumption(monkeypatch, act):
 
 
 def test_a_case_is_suspended_and_resumed_in_cycles_and_gives_its_memory_back(gpu):
-    (found,) = measured(DECODED)
+    (result,) = measured(DECODED)
 
-    assert (found.words, found.cycles, found.wrong) == ("decode of 2 tokens", CYCLES, 0)
-    assert (found.scratch, found.symmetric_nbytes) == ({"one_shot_push": SCRATCH_NBYTES}, 0)
-    assert (found.freed_nbytes, found.grown_nbytes) == (SCRATCH_NBYTES, 0)
+    assert (result.words, result.cycles, result.wrong) == ("decode of 2 tokens", CYCLES, 0)
+    assert (result.scratch, result.symmetric_nbytes) == ({"one_shot_push": SCRATCH_NBYTES}, 0)
+    assert (result.freed_nbytes, result.grown_nbytes) == (SCRATCH_NBYTES, 0)
     # suspensions and resumptions took turns: 1, 3 and 5 ms, and 2, 4 and 6 ms
-    assert (found.first_suspend_us, found.suspend_us["median"]) == (1000.0, 3000.0)
-    assert (found.first_resume_us, found.resume_us["median"]) == (2000.0, 4000.0)
-    assert found.before_us == found.after_us == {"median": 7.0, "p10": 7.0, "p99": 7.0}
+    assert (result.first_suspend_us, result.suspend_us["median"]) == (1000.0, 3000.0)
+    assert (result.first_resume_us, result.resume_us["median"]) == (2000.0, 4000.0)
+    assert result.before_us == result.after_us == {"median": 7.0, "p10": 7.0, "p99": 7.0}
 
 
 def test_the_content_of_symmetric_tensors_is_kept_where_there_are_some(gpu, monkeypatch):
     asked, suspend = [], graphar.suspend
     monkeypatch.setattr(graphar, "suspend", lambda keep: asked.append(keep) or suspend(keep))
 
-    assert [one.wrong for one in measured(DECODED, PREFILLED)] == [0, 0]
+    assert [row.wrong for row in measured(DECODED, PREFILLED)] == [0, 0]
     assert asked == [None] * CYCLES + ["symmetric"] * CYCLES
 
 
@@ -115,9 +116,9 @@ def test_the_least_that_was_freed_and_the_most_that_was_not_given_back_are_told(
     free = iter([100, 148, 99, 99, 139, 99, 99, 147, 99])  # before, while suspended and after, in each cycle
     monkeypatch.setattr(topic, "free_nbytes", lambda: next(free))
 
-    (found,) = measured(DECODED)
+    (result,) = measured(DECODED)
 
-    assert (found.freed_nbytes, found.grown_nbytes) == (40, 1)
+    assert (result.freed_nbytes, result.grown_nbytes) == (40, 1)
 
 
 def test_a_bit_that_differs_after_a_resumption_is_wrong_in_every_replay(gpu, monkeypatch):
@@ -127,23 +128,23 @@ def test_a_bit_that_differs_after_a_resumption_is_wrong_in_every_replay(gpu, mon
     def captured(run):
         def replay():
             run()
-            run.__self__.result.view(torch.int16)[1, 5] ^= len(flips[:1])
+            run.func.__self__.result.view(torch.int16)[1, 5] ^= len(flips[:1])
 
         return replay
 
-    monkeypatch.setattr(topic, "capture", captured)
+    monkeypatch.setattr(timing, "capture", captured)
 
-    assert [one.wrong for one in measured(DECODED)] == [REPLAYS * CYCLES]
+    assert [row.wrong for row in measured(DECODED)] == [REPLAYS * CYCLES]
 
 
 def test_a_replay_that_computes_nothing_leaves_nothing_right(gpu, monkeypatch):
     ended = []
     after_resumption(monkeypatch, lambda: ended.append(1))
-    monkeypatch.setattr(topic, "capture", lambda run: lambda: None if ended else run())
+    monkeypatch.setattr(timing, "capture", lambda run: lambda: None if ended else run())
 
-    (found,) = measured(DECODED)
+    (result,) = measured(DECODED)
 
-    assert found.wrong == REPLAYS * CYCLES * found.tokens * SIZES[TINY].hidden
+    assert result.wrong == REPLAYS * CYCLES * result.tokens * SIZES[TINY].hidden
 
 
 def test_bytes_of_a_symmetric_tensor_that_do_not_come_back_are_wrong(gpu, monkeypatch):
@@ -158,7 +159,7 @@ def test_bytes_of_a_symmetric_tensor_that_do_not_come_back_are_wrong(gpu, monkey
 
     after_resumption(monkeypatch, lose)
 
-    assert [one.wrong for one in measured(PREFILLED)] == [5 * CYCLES]
+    assert [row.wrong for row in measured(PREFILLED)] == [5 * CYCLES]
 
 
 def test_memory_that_cannot_be_given_back_is_told_for_each_case(gpu, monkeypatch):
@@ -224,9 +225,9 @@ def test_a_table_has_the_memory_and_another_the_times():
 
 
 def test_numbers_of_ranks_have_sections_of_their_own():
-    found = Suspend([row(), row(world_size=4)]).sections()
+    sections = Suspend([row(), row(world_size=4)]).sections()
 
-    assert [one.title.split(",")[0] for one in found] == ["2 ranks", "2 ranks", "4 ranks", "4 ranks"]
+    assert [section.title.split(",")[0] for section in sections] == ["2 ranks", "2 ranks", "4 ranks", "4 ranks"]
 
 
 def test_a_glance_is_the_time_to_resume_the_most_memory():
@@ -237,21 +238,22 @@ def test_a_glance_is_the_time_to_resume_the_most_memory():
 
 
 def test_a_wrong_result_is_named():
-    found = Suspend([row(wrong=3), prefill()])
+    report = Suspend([row(wrong=3), prefill()])
 
-    assert found.wrong() == ["graphar at 4 layers of llama-3-70b, decode of 8 tokens"]
-    assert "| **3 WRONG** |" in found.sections()[1].body[0]
+    assert report.wrong() == ["graphar at 4 layers of llama-3-70b, decode of 8 tokens"]
+    assert "| **3 WRONG** |" in report.sections()[1].body[0]
     assert Suspend([row(wrong=3)]).glance().headline == "-"
 
 
 def test_two_runs_are_compared_by_suspensions_resumptions_and_steps():
-    found = Suspend([prefill()]).timed()
+    timed = Suspend([prefill()]).timed()
 
-    assert [(one.method, one.median) for one in found] == [("suspend", 40e3), ("resume", 3e3), ("step after", 1010.0)]
-    assert (found[0].time_us["p10"], found[0].time_us["p90"]) == (30e3, 50e3)
+    medians = {call.method: call.median for call in timed}
+    assert medians == {"suspend": 40e3, "resume": 3e3, "step after": 1010.0}
+    assert (timed[0].time_us["p10"], timed[0].time_us["p90"]) == (30e3, 50e3)
 
 
 def test_a_report_without_rows_has_no_figures():
-    found = Suspend(skipped=[NEEDED])
+    report = Suspend(skipped=[NEEDED])
 
-    assert (found.glance().headline, found.sections()) == ("-", [])
+    assert (report.glance().headline, report.sections()) == ("-", [])

@@ -101,14 +101,14 @@ def test_a_short_run_is_reported(tmp_path, capsys):
     assert program.main(argv) == 0
 
     folder = tmp_path / "cpu"
-    found = json.loads((folder / "throughput.json").read_text())
-    rows = {(one["way"]["backend"], one["way"]["bits"]): one for one in found["rows"]}
-    assert len(rows) == len(found["rows"]) == 10
-    assert {one["steps"] for one in rows.values()} == {13}  # the first three are not timed
+    content = json.loads((folder / "throughput.json").read_text())
+    rows = {(row["way"]["backend"], row["way"]["bits"]): row for row in content["rows"]}
+    assert len(rows) == len(content["rows"]) == 10
+    assert {row["steps"] for row in rows.values()} == {13}  # the first three are not timed
     assert rows["gloo", 32]["loss"] == rows["graphar", 32]["loss"]  # of two ranks there is one order
     assert rows["one by one", 32]["loss"] == rows["flattened", 32]["loss"] == rows["gloo", 32]["loss"]
-    assert len({one["loss"] for one in rows.values()}) == 7
-    assert all(one["loss"] < 2.3 and one["same_bits"] for one in rows.values())
+    assert len({row["loss"] for row in rows.values()}) == 7
+    assert all(row["loss"] < 2.3 and row["same_bits"] for row in rows.values())
     text = (folder / "throughput.md").read_text()
     assert "All 10 results were verified: none is wrong." in text
     assert "| tiny, img |" in text
@@ -119,19 +119,19 @@ def train_where_one_copy_fits(rank, world_size):
     plan = runs.ThroughputPlan("cpu", world_size, ("tiny",), steps=10, batch_size=2, budget_s=None)
     alive, at_once = [], runs.train_and_time
 
-    def train_and_time(trainings, *more):
-        alive.append(len(trainings))
-        return at_once(trainings, *more)
+    def train_and_time(trainers, *more):
+        alive.append(len(trainers))
+        return at_once(trainers, *more)
 
     some = runs.reductions("gloo")[:3]
     runs.train_and_time, runs.reductions = train_and_time, lambda backend: some
     ranks = ProcessRanks(CPU, dist.distributed_c10d._get_default_store())
-    found = list(runs.rows_of(plan, workload, ranks))
-    return [str(row.way) for row in found], alive
+    rows = list(runs.rows_of(plan, workload, ranks))
+    return [str(row.way) for row in rows], alive
 
 
 def test_of_a_model_that_fits_once_one_reduction_is_trained_after_another():
-    names = [str(one) for one in runs.reductions("gloo")[:3]]
+    names = [str(reduction) for reduction in runs.reductions("gloo")[:3]]
 
     assert run_ranks(train_where_one_copy_fits, 2) == [(names, [1] * 3)] * 2
 
@@ -222,13 +222,13 @@ def test_ranks_that_ended_apart_are_named_and_marked():
 
 def test_what_was_measured_of_a_model_before_a_run_ended_is_reported():
     begun = [dataclasses.replace(row, model="gpt2_xl") for row in rows()[::2]]  # alone, and exact
-    found = Throughput([*rows(), *begun])
+    report = Throughput([*rows(), *begun])
 
-    overview, _, model = found.sections()
+    overview, _, model = report.sections()
 
     assert "| gpt2_xl, img | - | - | - | - |" in overview.body[0]
     assert "| exact | 32 | 9.00 | - | 14,222 | 11.1 |" in model.body[-1]
-    assert found.glance().ratios == {"resnet50": 0.9}
+    assert report.glance().ratios == {"resnet50": 0.9}
 
 
 def test_nothing_is_compared_with_torchs_own_where_that_is_wrong():

@@ -69,7 +69,7 @@ def test_a_short_run_is_reported(tmp_path):
     folder = tmp_path / "cpu"
     rows = json.loads((folder / "training.json").read_text())["rows"]
     assert len(rows) == 7
-    losses = {(one["backend"], one["mode"], one["bits"]): one["outcome"]["test_loss"] for one in rows}
+    losses = {(row["backend"], row["mode"], row["bits"]): row["outcome"]["test_loss"] for row in rows}
     assert losses["torch", "exact", 32] == losses["graphar", "exact", 32]  # of two ranks there is one order
     assert len(set(losses.values())) == 6
     text = (folder / "training.md").read_text()
@@ -149,9 +149,9 @@ def test_the_conclusion_tells_near_from_far():
 
 
 def test_ranks_that_ended_apart_are_named_and_marked():
-    found = Training([row(), row(Codec(4, 128), same_bits=False)])
+    report = Training([row(), row(Codec(4, 128), same_bits=False)])
 
-    text = found.markdown(MACHINE, "python -m perf train")
+    text = report.markdown(MACHINE, "python -m perf train")
 
     assert "**WRONG RESULTS: 1 of 2 (digits graphar absmax nearest).**" in text
     assert "| graphar **(WRONG)** | absmax nearest |" in text

@@ -26,12 +26,12 @@ def fail(rank, port):
 
 @pytest.mark.usefixtures("forked_ranks")
 def test_what_was_found_before_a_rank_failed_comes_before_the_failure():
-    found = []
+    results = []
 
     with pytest.raises(ProcessRaisedException, match="out of memory"):
-        found.extend(ranks.run(1, fail))
+        results.extend(ranks.run(1, fail))
 
-    assert found == [0, 1, 2]
+    assert results == [0, 1, 2]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a run on GPUs takes longer to begin")
