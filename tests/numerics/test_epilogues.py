@@ -230,7 +230,7 @@ FUSED = "cannot be fused: arithmetic, comparisons, casts and these functions can
             {},
             "holds a tensor of its own, of shape [1, 1]; pass it as an argument: Epilogue(function",
         ),
-        (lambda v: v + ON_META, {}, "holds a tensor of its own; pass it as an argument"),
+        (lambda v: v + ON_META, {}, "holds a tensor of its own, of shape []; pass it as an argument"),
         (lambda v: v if v.sum() > 0 else -v, {}, "cannot be traced, with [7, 11] in place of the sum's sizes"),
         (lambda v: (v, v), {}, "must return one tensor"),
         (lambda v: 3.0, {}, "must return one tensor"),

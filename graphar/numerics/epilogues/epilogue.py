@@ -14,6 +14,7 @@ from graphar.numerics.dtypes import TYPE_NAMES
 from graphar.numerics.epilogues import syntax
 from graphar.numerics.epilogues.code import Corner, Generated, Whole, Window, evaluate, generate
 from graphar.numerics.epilogues.syntax import Apply, Expression, Name, Operand, parse
+from graphar.numerics.epilogues.tracer import trace
 
 _WINDOW_NUMEL = 1 << 20  # elements evaluated at once, to bound memory: a place takes 8 bytes
 
@@ -154,18 +155,19 @@ def _kind(tensor: torch.Tensor, x: torch.Tensor, whole: int | None = None) -> st
 
 
 def _constant_to_compilers(function: Callable) -> Callable:
-    """Does what torch.compiler.assume_constant_result does, without importing the compiler."""
-    function.__dict__["_dynamo_marked_constant"] = True
-    return function
+    """Caches a function, and does what torch.compiler.assume_constant_result does, without importing the compiler."""
+    cached = functools.lru_cache(maxsize=1024)(function)
+
+    @functools.wraps(function)
+    def of_constants(*arguments):
+        return cached(*arguments)
+
+    of_constants.__dict__["_dynamo_marked_constant"] = True
+    return of_constants
 
 
 @_constant_to_compilers
 def _text(what: str, tensors: tuple[str, ...], scalars: tuple[str, ...]) -> str:
-    return _checked_text(what, tensors, scalars)
-
-
-@functools.lru_cache(maxsize=1024)
-def _checked_text(what: str, tensors: tuple[str, ...], scalars: tuple[str, ...]) -> str:
     expression = parse(what)
     for kind, named, given in (("tensor", expression.tensors, tensors), ("number", expression.scalars, scalars)):
         if named != given:
@@ -193,11 +195,7 @@ def _text_after_bias(text: str, tensors: tuple[str, ...], scalars: tuple[str, ..
     return syntax.written(syntax.replaced(parse(text).tree, v, Apply("+", (v, Operand(name, "col"))))), name
 
 
-@_constant_to_compilers
-def _traced_text(what: Callable, ndim: int, tensors: tuple, kinds: tuple, scalars: tuple) -> str:
-    from graphar.numerics.epilogues.tracer import trace  # the import is slow, and few need it
-
-    return trace(what, ndim, tensors, kinds, scalars)
+_traced_text = _constant_to_compilers(trace)
 
 
 # ---- in a call ------------------------------------------------------------------------------------------------------
