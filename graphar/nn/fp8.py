@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from graphar.numerics import fp8_rows
+from graphar.numerics import fp8_products
 from graphar.numerics.fp8_products import BLOCK, FP8
 from graphar.ops.linear import linear
 from graphar.ops.matmul_operands import RESULT_DTYPES, check_no_gradient
@@ -65,8 +65,8 @@ def quantize_rows(
         )
     wide = x.detach().float()
     if scale is not None:
-        return fp8_rows.to_fp8(wide, scale.reshape(())), scale
-    return fp8_rows.quantized(wide, group_size)
+        return fp8_products.to_fp8(wide, scale.reshape(())), scale
+    return fp8_products.quantized(wide, group_size)
 
 
 class MayBeFp8(torch.nn.Module):
@@ -195,12 +195,12 @@ def _quantized(weight: torch.Tensor, scales: str) -> SimpleNamespace:
         raise ValueError(f"graphar.nn.Fp8Linear: scales must be one of {', '.join(FORMATS)}, got {scales!r}")
     wide, (rows, columns) = weight.detach().float(), weight.shape
     if scales != "blocks":
-        scale = fp8_rows.scales_of(wide, (1,) if scales == "rows" else (0, 1))
-        return SimpleNamespace(weight=fp8_rows.to_fp8(wide, scale), weight_scale=scale)
+        scale = fp8_products.scales_of(wide, (1,) if scales == "rows" else (0, 1))
+        return SimpleNamespace(weight=fp8_products.to_fp8(wide, scale), weight_scale=scale)
     padded = functional.pad(wide, (0, -columns % BLOCK, 0, -rows % BLOCK))
     blocks = padded.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))
-    scale = fp8_rows.scales_of(blocks, (1, 3))
-    in_fp8 = fp8_rows.to_fp8(blocks, scale).flatten(2).flatten(0, 1)[:rows, :columns]
+    scale = fp8_products.scales_of(blocks, (1, 3))
+    in_fp8 = fp8_products.to_fp8(blocks, scale).flatten(2).flatten(0, 1)[:rows, :columns]
     return SimpleNamespace(weight=in_fp8.contiguous(), weight_scale_inv=scale[:, 0, :, 0])
 
 

@@ -189,11 +189,7 @@ _DEFAULTS = {argument.name: argument.default for argument in fields(Codec) if ar
 
 @functools.cache
 def codec(text: str) -> Codec:
-    """Returns the codec of one of :data:`NAMES`, or the codec with that ``text``.
-
-    Raises:
-        ValueError: ``text`` is neither.
-    """
+    """Returns the codec of one of :data:`NAMES`, or the codec with that ``text``; ValueError if it is neither."""
     if text in _NAMED:
         return Codec(**_NAMED[text])
     words = dict(part.split("=", 1) for part in text.split(", ") if "=" in part)
@@ -205,12 +201,7 @@ def codec(text: str) -> Codec:
 
 
 def as_codec(op: str, wanted: object) -> Codec:
-    """Returns the codec that ``wanted`` is or names.
-
-    Raises:
-        TypeError: it is neither a Codec nor a string.
-        ValueError: the string names no codec.
-    """
+    """Returns the codec that ``wanted`` is or names; TypeError or ValueError, which name ``op``, if it is none."""
     if isinstance(wanted, Codec):
         return wanted
     if not isinstance(wanted, str):

@@ -23,7 +23,7 @@ from torch import Tensor
 from graphar.numerics import codec_reference as specification
 from graphar.numerics.codec_reference import LANES, ROWS, RUN, WORD, Noise
 from graphar.numerics.codecs import TILE_NUMEL, Codec
-from graphar.numerics.nan import SAME_SIZE_INTEGER, with_canonical_nan
+from graphar.numerics.dtypes import SAME_SIZE_INTEGER, with_canonical_nan
 
 _CHUNK_TILES = 256  # 1 MB of fp32. Of less, calling torch's functions would take longer than they do
 _CHECKED = 32  # elements that are looked at together, and rounded again together

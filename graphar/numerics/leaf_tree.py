@@ -96,11 +96,8 @@ def check_columns(op: str, columns: int, world_size: int, what: str = "columns")
 
 
 def check_rows(op: str, rows: int, world_size: int) -> None:
-    """Raises ValueError, which names ``op``, unless ranks with equally many rows have whole leaves of rows.
-
-    A single rank may have any number of rows: torch.tensor_split then makes leaves that differ by one row.
-    """
+    """Raises ValueError, which names ``op``, unless ranks with equally many rows have whole leaves of rows."""
     check_ranks(op, world_size)
     leaves = LEAVES // world_size
-    if world_size > 1 and rows % leaves:
+    if world_size > 1 and rows % leaves:  # the leaves of a single rank may differ by a row, as torch.tensor_split cuts
         raise ValueError(f"{op}: the rows of each of {world_size} ranks must be a multiple of {leaves}, got {rows}")

@@ -37,9 +37,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from graphar.numerics.dtypes import fp32
+from graphar.numerics.dtypes import fp32, with_canonical_nan
 from graphar.numerics.exact_fma import fma, fma_in_doubles
-from graphar.numerics.nan import with_canonical_nan
 
 PREPARED = ("cross_entropy", "log_probs")  # names under which the kernels of both are prepared
 LANES, PACK, PACKS_OF_STEP = 64, 8, 4

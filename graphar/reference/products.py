@@ -12,10 +12,9 @@ import torch
 
 from graphar.numerics import leaf_tree, norms, partitions
 from graphar.numerics.codecs import Codec, CodecName
-from graphar.numerics.dtypes import ACCUMULATION_DTYPES
+from graphar.numerics.dtypes import ACCUMULATION_DTYPES, with_canonical_nan
 from graphar.numerics.epilogues.epilogue import Epilogue, EpilogueInputs, Pointwise, as_epilogue, bind
 from graphar.numerics.fp8_products import rows_of_scale, scaled_linear
-from graphar.numerics.nan import with_canonical_nan
 from graphar.numerics.partitions import Partition
 from graphar.reference.sums import (
     Order,

@@ -104,11 +104,7 @@ def number(value: float) -> Node:
 
 
 def expression(tree: Node) -> Expression:
-    """Returns the expression of a tree.
-
-    Raises:
-        ValueError: the tree is too large, takes too many arguments, or uses one name as a tensor and as a scalar.
-    """
+    """Returns the expression of a tree; ValueError if it is too large, or its arguments are too many or ambiguous."""
     nodes: list[Node] = []
     for node, _ in _nodes_and_depths(tree):
         nodes.append(node)
@@ -128,12 +124,7 @@ def expression(tree: Node) -> Expression:
 
 
 def written(tree: Node) -> str:
-    """Returns a text that parses to this tree.
-
-    Raises:
-        ValueError: the tree is nested too deeply to be parsed, is too large, takes too many arguments, or uses one name
-            as a tensor and as a scalar.
-    """
+    """Returns a text that parses to this tree; ValueError as for :func:`expression`, or if it is nested too deeply."""
     text = str(expression(tree))
     if any(depth > _MAX_DEPTH for _, depth in _nodes_and_depths(tree)):
         raise ValueError("epilogue: nested too deeply")

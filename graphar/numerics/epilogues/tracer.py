@@ -173,7 +173,8 @@ class _Tracer(TorchDispatchMode):
 
     def _operand(self, name: str, x: torch.Tensor) -> Node:
         """Returns the element that an operation reads of an argument ``x``, in the shape that views gave it."""
-        shape = tuple(1 if stride == 0 else size for size, stride in zip(x.shape, x.stride(), strict=True))  # unexpanded
+        sizes = zip(x.shape, x.stride(), strict=True)
+        shape = tuple(size if stride else 1 for size, stride in sizes)  # an expanded dimension has the stride 0
         if math.prod(shape) == 1:
             return Operand(name, "0")
         if shape == self._shape:
