@@ -24,8 +24,7 @@ from graphar.communicator import Communicator
 from graphar.errors import GrapharError, Reason
 from graphar.integrations.collectives import Calls, why_no_splits
 from graphar.integrations.torch_group import TorchGroup
-from graphar.integrations.untraced import untraced
-from graphar.integrations.works import Arguments, GrapharWork, combined
+from graphar.integrations.works import Arguments, GrapharWork, combined, untraced
 from graphar.numerics.dtypes import TYPE_NAMES
 from graphar.plan.work import MOVING
 from graphar.ranks.cpu.transport import wait
