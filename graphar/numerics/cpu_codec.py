@@ -14,6 +14,7 @@ distance. A lane's 32 codes are four such runs.
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Iterator
 
@@ -213,10 +214,7 @@ def _pack_codes(wire: Tensor, codes: Tensor, codec: Codec) -> None:
             shift = row * nbits - place * 64
             if -nbits < shift < 64:
                 parts.append(values << shift if shift > 0 else values >> -shift if shift else values)
-        whole = parts[0]
-        for part in parts[1:]:
-            whole = whole | part
-        word.copy_(whole)
+        word.copy_(functools.reduce(torch.bitwise_or, parts))
 
 
 def _unpack_codes(wire: Tensor, codec: Codec) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 
 from graphar.numerics import leaf_tree
 from graphar.numerics.dtypes import with_canonical_nan
-from graphar.numerics.leaf_tree import LEAVES, partial, tree_sum
+from graphar.numerics.leaf_tree import LEAVES, in_leaves, tree_sum
 from graphar.reference.products import linear
 
 
@@ -46,7 +46,8 @@ def column_parallel(
     input, and each rank gets its rows of ``dx``. All are bf16, fp16 or fp32.
     """
     leaf_tree.check_operands("column_parallel", dy)
-    of_x = tree_sum([partial(gradient, weight.t(), len(dy)) for gradient, weight in zip(dy, w, strict=True)])
+    leaves = LEAVES // len(dy)
+    of_x = tree_sum([in_leaves(of_rank, weight.t(), leaves) for of_rank, weight in zip(dy, w, strict=True)])
     of_w = [_of_weight(of_rank, x) for of_rank in dy]
     return with_canonical_nan(of_x.to(x.dtype)), of_w, [_of_bias(of_rank) for of_rank in dy]
 
@@ -59,7 +60,7 @@ def bias_partial(dy: torch.Tensor, world_size: int) -> torch.Tensor:
     partial of a single rank. ``dy`` is the rank's gradient [tokens / world_size, N], bf16, fp16 or fp32.
     """
     leaf_tree.check_rows("bias_partial", len(dy), world_size)
-    return leaf_tree.in_leaves(dy.new_ones(1, len(dy)), dy.t(), LEAVES // world_size).squeeze(0)
+    return in_leaves(dy.new_ones(1, len(dy)), dy.t(), LEAVES // world_size).squeeze(0)
 
 
 def _of_weight(dy: torch.Tensor, a: torch.Tensor) -> torch.Tensor:

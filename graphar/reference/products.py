@@ -339,7 +339,8 @@ def _products(
     if codec is not None:
         raise ValueError("reference: takes a codec or tp_invariant, not both")
     leaf_tree.check_operands("reference", flat)
-    return [leaf_tree.partial(*pair, len(a)) for pair in zip(flat, w, strict=True)], "tree", a[0].dtype
+    leaves = leaf_tree.LEAVES // len(a)
+    return [leaf_tree.in_leaves(*pair, leaves) for pair in zip(flat, w, strict=True)], "tree", a[0].dtype
 
 
 def _summed(

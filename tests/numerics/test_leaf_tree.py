@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graphar.numerics.leaf_tree import LEAF_UNIT, LEAVES, check_operands, check_ranks, partial, product, tree_sum
+from graphar.numerics.leaf_tree import LEAF_UNIT, LEAVES, check_operands, check_ranks, in_leaves, product, tree_sum
 from tests.cases import HALVES, KERNEL_DTYPES, LAYOUTS, bit_patterns, far_apart, lay_out, normal, same_bits
 
 RANKS = (1, 2, 4, 8)
@@ -22,7 +22,8 @@ def operands(m, n, k, dtype=torch.bfloat16, fill=normal):
 
 
 def partials(a, w, world_size):
-    return [partial(*own, world_size) for own in zip(a.chunk(world_size, 1), w.chunk(world_size, 1), strict=True)]
+    leaves, of_ranks = LEAVES // world_size, zip(a.chunk(world_size, 1), w.chunk(world_size, 1), strict=True)
+    return [in_leaves(*own, leaves) for own in of_ranks]
 
 
 def invariant(a, w, world_size=1):

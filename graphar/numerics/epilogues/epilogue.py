@@ -169,20 +169,21 @@ def _constant_to_compilers(function: Callable) -> Callable:
 @_constant_to_compilers
 def _text(what: str, tensors: tuple[str, ...], scalars: tuple[str, ...]) -> str:
     expression = parse(what)
-    for kind, named, given in (("tensor", expression.tensors, tensors), ("number", expression.scalars, scalars)):
-        if named != given:
-            missing, spare = sorted(set(named) - set(given)), sorted(set(given) - set(named))
-            if bare := sorted(set(expression.scalars) & set(tensors)):
-                name = bare[0]
-                raise ValueError(
-                    f"epilogue: {what!r}: {name!r} is a tensor; write {name}[col] for an element a column, {name}[row] "
-                    f"for one a row, {name}[index] for a tensor like x, or {name}[0] for one element"
-                )
-            if bracketed := sorted(set(expression.tensors) & set(scalars)):
-                raise ValueError(f"epilogue: {what!r}: {bracketed[0]!r} is a number; write {bracketed[0]}")
-            wrong = f"needs the {kind} {missing[0]!r}" if missing else f"has no {kind} {spare[0]!r}"
-            advice = f"; pass Epilogue(..., {missing[0]}=...); the sum is v" if missing else ""
-            raise ValueError(f"epilogue: {what!r} {wrong}, got {kind}s {', '.join(given) or 'none'}{advice}")
+    if bare := set(expression.scalars) & set(tensors):
+        name = min(bare)
+        raise ValueError(
+            f"epilogue: {what!r}: {name!r} is a tensor; write {name}[col] for an element a column, {name}[row] for one "
+            f"a row, {name}[index] for a tensor like x, or {name}[0] for one element"
+        )
+    if bracketed := set(expression.tensors) & set(scalars):
+        raise ValueError(f"epilogue: {what!r}: {min(bracketed)!r} is a number; write {min(bracketed)}")
+    for kind, named, passed in (("tensor", expression.tensors, tensors), ("number", expression.scalars, scalars)):
+        got = f"got {kind}s {', '.join(passed) or 'none'}"
+        if missing := set(named) - set(passed):
+            advice = f"pass Epilogue(..., {min(missing)}=...); the sum is v"
+            raise ValueError(f"epilogue: {what!r} needs the {kind} {min(missing)!r}, {got}; {advice}")
+        if spare := set(passed) - set(named):
+            raise ValueError(f"epilogue: {what!r} has no {kind} {min(spare)!r}, {got}")
     return what
 
 
