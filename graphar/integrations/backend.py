@@ -30,10 +30,10 @@ def register() -> None:
         dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
 
 
-def _create(given: Any, backend_options: object) -> object:
-    ranks = given.global_ranks_in_group or range(given.group_size)  # the default group has none
+def _create(group: Any, backend_options: object) -> object:
+    ranks = group.global_ranks_in_group or range(group.group_size)  # the default group has none
     form = GrapharBackend if torch.__version__ >= "2.14" else GrapharProcessGroup
-    return form(given.store, given.group_rank, list(ranks), given.group_id, given.timeout)
+    return form(group.store, group.group_rank, list(ranks), group.group_id, group.timeout)
 
 
 @untraced
@@ -53,15 +53,15 @@ class GrapharBackend(Routing, dist._Backend):
 
     @property
     def options(self):
-        found = dist._Backend.Options(NAME, timeout=self._timeout)
-        found.global_ranks_in_group, found.group_name = self._ranks, self._name
-        return found
+        options = dist._Backend.Options(NAME, timeout=self._timeout)
+        options.global_ranks_in_group, options.group_name = self._ranks, self._name
+        return options
 
     def split(self, store: Store, ranks: Sequence[int], opts: dist._Backend.Options) -> GrapharBackend:
         """Returns the backend of a group of these of the group's ranks."""
         if self._rank not in ranks:  # for None, which says so, torch 2.15 reads a null pointer
             raise UnsupportedError(f"split_group: rank {self._rank} of {self._name} must be in one of the groups")
-        processes = [self._ranks[one] for one in ranks]
+        processes = [self._ranks[rank] for rank in ranks]
         return GrapharBackend(store, list(ranks).index(self._rank), processes, opts.group_name, opts._timeout)
 
     def perform_nocolor_split(self, device: torch.device) -> None:
@@ -85,19 +85,19 @@ class GrapharProcessGroup(Routing, dist.ProcessGroup):
         self._devices: set[str] | None = None  # for which graphar is the backend
         # torch drops what it has made for other devices. Let no rank do so while another still connects to it.
         store.set(f"graphar/made/{rank}", "1")
-        store.wait([f"graphar/made/{one}" for one in range(len(ranks))], timeout)
+        store.wait([f"graphar/made/{other}" for other in range(len(ranks))], timeout)
 
     def _is_backend_of(self, device: torch.device) -> bool:
         if self._devices is None:
-            given = c10d._world.pg_backend_config[self]  # such as "cpu:gloo,cuda:graphar"
-            self._devices = {one.partition(":")[0] for one in given.split(",") if one.endswith(f":{NAME}")}
+            config = c10d._world.pg_backend_config[self]  # such as "cpu:gloo,cuda:graphar"
+            self._devices = {entry.partition(":")[0] for entry in config.split(",") if entry.endswith(f":{NAME}")}
         return device.type in self._devices
 
-    def _begin(self, op: str, given: Sequence[object]) -> None:
-        super()._begin(op, given)
+    def _begin(self, op: str, arguments: Sequence[object]) -> None:
+        super()._begin(op, arguments)
         if get_debug_level() == DebugLevel.DETAIL:  # in which torch has no check for a group in Python
             self._torch.serving(torch.device("cpu"))  # torch keeps a group's name, which ranks meet by, in a backend
-            said = f"{_words(op, given)}, call {self._collectives} of the group"
+            said = f"{_words(op, arguments)}, call {self._collectives} of the group"
             self.communicator.engine.rendezvous().exchange(said, b"", self._timeout.total_seconds())
 
     @property
@@ -107,7 +107,7 @@ class GrapharProcessGroup(Routing, dist.ProcessGroup):
     @property
     def _device_types(self) -> list[torch.device]:
         backend = str(dist.get_backend_config(self._torch.group))
-        return [torch.device(one.partition(":")[0]) for one in backend.split(",")]
+        return [torch.device(entry.partition(":")[0]) for entry in backend.split(",")]
 
     def _get_backend(self, device: torch.device):
         device = torch.device(device)
@@ -120,15 +120,15 @@ class GrapharProcessGroup(Routing, dist.ProcessGroup):
         return self.end_coalescing()
 
 
-def _words(op: str, given: Sequence[Any]) -> str:
+def _words(op: str, arguments: Sequence[Any]) -> str:
     """Returns what all ranks must have alike in a call of torch.distributed, in words."""
-    said, x = op.removesuffix("_lists"), next(tensors_in(given), None)
+    said, x = op.removesuffix("_lists"), next(tensors_in(arguments), None)
     if x is not None:
         size = f"{x.numel()} elements of " if said in _OF_EQUAL_SIZE else ""
         said = f"{said} of {size}{x.dtype} on {x.device.type}"
-    for one in given:
-        said += f", {one.reduceOp.op.name}" if hasattr(one, "reduceOp") else ""
-        said += f", root {one.rootRank}" if hasattr(one, "rootRank") else ""
+    for options in arguments:
+        said += f", {options.reduceOp.op.name}" if hasattr(options, "reduceOp") else ""
+        said += f", root {options.rootRank}" if hasattr(options, "rootRank") else ""
     return said
 
 
@@ -156,10 +156,10 @@ def _of_torch_group(op: dist.P2POp) -> dist.P2POp:
 @functools.cache
 def _serve_functional_ops() -> torch.library.Library:
     """Serves Inductor's bucketed all-gathers, for which torch calls no method of a group in Python."""
-    found = torch.library.Library("_c10d_functional", "IMPL")
+    library = torch.library.Library("_c10d_functional", "IMPL")
     for device in ("CPU", "CUDA"):
-        found.impl("all_gather_into_tensor_out", _all_gather_into_tensor_out, device)
-    return found
+        library.impl("all_gather_into_tensor_out", _all_gather_into_tensor_out, device)
+    return library
 
 
 def _all_gather_into_tensor_out(x, group_size, group_name, *, out):

@@ -61,13 +61,16 @@ def test_the_platform_is_vllms_with_another_class_of_communicators(monkeypatch, 
     communicator = type("Communicator", (), {})
     monkeypatch.setitem(sys.modules, "a", SimpleNamespace(Cuda=mine, Cpu=mine, Communicator=communicator))
 
+    for made in ("Platform", "DeviceCommunicator"):
+        monkeypatch.setattr(vllm, made, None, raising=False)  # they are made anew, and forgotten after the test
+
     assert vllm.platform() == "graphar.integrations.vllm.Platform"
-    platform = vllm._make_platform()
+    platform = vllm.__getattr__("Platform")
 
     assert issubclass(platform, mine)
     assert platform.kept == own
     assert platform.get_device_communicator_cls() == "graphar.integrations.vllm.DeviceCommunicator"
-    assert vllm._make_device_communicator().__mro__[1:3] == (vllm.TensorParallel, communicator)
+    assert vllm.__getattr__("DeviceCommunicator").__mro__[1:3] == (vllm.TensorParallel, communicator)
 
 
 def test_platforms_that_graphar_does_not_know_are_left_as_they_are(monkeypatch):
