@@ -146,11 +146,11 @@ def _batch_isend_irecv(p2p_op_list):
 
 
 def _of_torch_group(op: dist.P2POp) -> dist.P2POp:
-    own = getattr(op, "group", None)
-    if not isinstance(own, GrapharProcessGroup):
+    group = getattr(op, "group", None)
+    if not isinstance(group, GrapharProcessGroup):
         return op
-    group = own._torch.serving(op.tensor.device)
-    return dist.P2POp(op.op, op.tensor, group=group, tag=op.tag, group_peer=op.group_peer)
+    of_torch = group._torch.serving(op.tensor.device)
+    return dist.P2POp(op.op, op.tensor, group=of_torch, tag=op.tag, group_peer=op.group_peer)
 
 
 @functools.cache

@@ -272,7 +272,7 @@ def test_sglangs_collectives_of_a_tensor_parallel_group_are_graphars(rank, world
     sglang.all_reduce_in_place(own, coordinator, in_place)
     results = [
         sglang.all_reduce(own, coordinator, x),
-        sglang.all_reduce_out_place(own, coordinator, x, "auto"),
+        sglang.all_reduce(own, coordinator, x, "auto"),
         in_place,
         sglang.reduce_scatter_tensor(own, coordinator, part, x),
     ]
@@ -310,7 +310,7 @@ def test_other_groups_dtypes_and_sizes_go_to_sglangs_own(rank, world_size):
     def every_call(coordinator, whole, part):
         return [
             sglang.all_reduce(own, coordinator, whole),
-            sglang.all_reduce_out_place(own, coordinator, whole, "auto"),
+            sglang.all_reduce(own, coordinator, whole, "auto"),
             sglang.reduce_scatter_tensor(own, coordinator, part, whole),
         ]
 
