@@ -225,11 +225,7 @@ FUSED = "cannot be fused: arithmetic, comparisons, casts and these functions can
         (lambda v: v * v.shape[-1], {}, "depends on sizes; pass what it needs as a number"),
         (lambda v: v * CAPTURED, {}, "holds a tensor of its own, of shape []; pass it as an argument"),
         (lambda v: v * CAPTURED.view(1, 1), {}, "holds a tensor of its own, of shape []; pass it as an argument"),
-        (
-            lambda v: v + ROW_CAPTURED,
-            {},
-            "holds a tensor of its own, of shape [1, 1]; pass it as an argument: Epilogue(function",
-        ),
+        (lambda v: v + ROW_CAPTURED, {}, "its own, of shape [1, 1]; pass it as an argument: Epilogue(function, name="),
         (lambda v: v + ON_META, {}, "holds a tensor of its own, of shape []; pass it as an argument"),
         (lambda v: v if v.sum() > 0 else -v, {}, "cannot be traced, with [7, 11] in place of the sum's sizes"),
         (lambda v: (v, v), {}, "must return one tensor"),

@@ -249,25 +249,17 @@ def bucket_of(*parameters):
     return SimpleNamespace(parameters=lambda: [*parameters], index=lambda: 0, buffer=lambda: buffer)
 
 
-def averaged(engine, gradients):
-    bucket = bucket_of(gradients[None])
-    return ddp._Quantized(Codec(4), True, ddp.has_one_dimension)(engine, bucket, gradients)
+def test_sums_with_a_codec_take_the_full_grid_and_what_no_codec_rounds_is_refused():
+    calls, x, quantized = [], torch.ones(4), ddp._Quantized(Codec(4), True, ddp.has_one_dimension)
+    engine = SimpleNamespace(world_size=2, run=lambda *call: calls.append(call))
 
-
-def test_sums_with_a_codec_take_the_full_grid():
-    calls, x = [], torch.ones(4)
-
-    averaged(SimpleNamespace(world_size=2, run=lambda *given: calls.append(given)), x)
+    quantized(engine, bucket_of(x[None]), x)
 
     ((call, [operands]),) = calls
     assert call == Call.of(Sum(4, Codec(4, feedback=True).text), x)
-    assert operands.outputs == (x,)
-    assert [one.tolist() for one in operands.inputs] == [[0.5] * 4, [0.0] * 4]
-
-
-def test_gradients_that_no_codec_rounds_are_refused():
+    assert ([gradients.tolist() for gradients in operands.inputs], operands.outputs) == ([[0.5] * 4, [0.0] * 4], (x,))
     with pytest.raises(ValueError, match=r"quantized_hook: a codec rounds .*, got a tensor of torch\.float64"):
-        averaged(SimpleNamespace(world_size=2), torch.ones(4).double())
+        quantized(engine, bucket_of(x[None]), x.double())
 
 
 def test_a_bucket_that_comes_with_other_parameters_is_divided_anew():
