@@ -19,6 +19,7 @@ from torch.nn import functional
 
 from graphar.numerics import fp8_products
 from graphar.numerics.fp8_products import BLOCK, FP8
+from graphar.numerics.norms import output_of
 from graphar.ops.linear import linear
 from graphar.ops.matmul_operands import RESULT_DTYPES, check_no_gradient
 
@@ -56,13 +57,7 @@ def quantize_rows(
     Raises:
         ValueError: the columns are no multiple of ``group_size``, which must be 128, or it goes with a ``scale``.
     """
-    if scale is not None and group_size is not None:
-        raise ValueError("quantize_rows: takes scale or group_size, not both")
-    if group_size is not None and (group_size != BLOCK or x.shape[-1] % BLOCK):
-        raise ValueError(
-            f"quantize_rows: group_size must be None or {BLOCK}, and divide the columns of x, {x.shape[-1]}, got "
-            f"{group_size!r}"
-        )
+    output_of("quantize_rows", x.dtype, x.shape[-1], FP8, scale, group_size)  # raises
     wide = x.detach().float()
     if scale is not None:
         return fp8_products.to_fp8(wide, scale.reshape(())), scale

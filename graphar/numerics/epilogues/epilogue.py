@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -13,7 +14,7 @@ import torch
 from graphar.numerics.dtypes import TYPE_NAMES
 from graphar.numerics.epilogues import syntax
 from graphar.numerics.epilogues.code import Corner, Generated, Whole, Window, evaluate, generate
-from graphar.numerics.epilogues.syntax import Apply, Expression, Name, Operand, parse
+from graphar.numerics.epilogues.syntax import Expression, parse
 from graphar.numerics.epilogues.tracer import trace
 
 _WINDOW_NUMEL = 1 << 20  # elements evaluated at once, to bound memory: a place takes 8 bytes
@@ -145,13 +146,12 @@ def _kind(tensor: torch.Tensor, x: torch.Tensor, whole: int | None = None) -> st
     if tensor.shape == x.shape:
         return syntax.LIKE_X
     missing = x.ndim - tensor.ndim
-    sizes = tuple(x.shape)[max(0, missing) :]
-    at_whole = None if whole is None else whole - missing
+    letters = ["x" if size != 1 or at == whole else "1" for at, size in enumerate(tensor.shape, missing)]
     if missing < 0 or any(
-        a != b and (a != 1 or at == at_whole) for at, (a, b) in enumerate(zip(tensor.shape, sizes, strict=True))
+        letter == "x" and a != b for letter, a, b in zip(letters, tensor.shape, x.shape[missing:], strict=True)
     ):
         raise ValueError(f"epilogue: a tensor of shape {list(tensor.shape)} does not broadcast over {list(x.shape)}")
-    return "".join(["x" if a != 1 or at == at_whole else "1" for at, a in enumerate(tensor.shape)])
+    return "".join(letters)
 
 
 def _constant_to_compilers(function: Callable) -> Callable:
@@ -192,8 +192,7 @@ def _text_after_bias(text: str, tensors: tuple[str, ...], scalars: tuple[str, ..
     name = "bias"
     while name in (*tensors, *scalars):
         name += "_"
-    v = Name("v")
-    return syntax.written(syntax.replaced(parse(text).tree, v, Apply("+", (v, Operand(name, "col"))))), name
+    return syntax.written(parse(re.sub(r"\bv\b", f"(v + {name}[col])", text)).tree), name
 
 
 _traced_text = _constant_to_compilers(trace)

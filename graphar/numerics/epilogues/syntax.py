@@ -131,15 +131,6 @@ def written(tree: Node) -> str:
     return text
 
 
-def replaced(tree: Node, old: Node, new: Node) -> Node:
-    """Returns the tree with every ``old`` replaced by ``new``."""
-    if tree == old:
-        return new
-    if isinstance(tree, Apply):
-        return Apply(tree.operation, tuple(replaced(argument, old, new) for argument in tree.of))
-    return tree
-
-
 def _nodes_and_depths(tree: Node) -> Iterator[tuple[Node, int]]:
     """Yields each node in the order of the text, and how deeply the parser nests to read it."""
     rest = [(tree, 1)]
