@@ -258,8 +258,8 @@ def partial(logits: Tensor, target: Tensor, first: int, leaves_of_rank: int, ter
     for rows, targets in zip(logits.split(step), target.split(step), strict=True):
         x = rows.float() * terms.inverse_temperature
         node = tree(leaves(x.unflatten(1, (leaves_of_rank, -1)), present.view(leaves_of_rank, -1), terms))
-        own = (targets >= first) & (targets < min(first + columns, terms.vocab_size))
-        of_target = torch.where(own, x.gather(1, torch.where(own, targets - first, 0)[:, None])[:, 0], 0.0)
+        is_here = (targets >= first) & (targets < min(first + columns, terms.vocab_size))
+        of_target = torch.where(is_here, x.gather(1, torch.where(is_here, targets - first, 0)[:, None])[:, 0], 0.0)
         top1 = None
         if terms.top1:
             largest = torch.where(present, x, -math.inf).argmax(1)
