@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -112,7 +112,6 @@ class _Hook:
         return future
 
 
-@dataclass
 class _Exact:
     """Exact averages. The times of what else was tried are in reports/h200x2/notes.md.
 
@@ -121,10 +120,10 @@ class _Exact:
     fits a place of the scratch is one chunk, and a local sum takes all SMs for its short time.
     """
 
-    algorithm: str
-    priority: ClassVar[int] = -1
+    priority = -1
 
-    def __post_init__(self) -> None:
+    def __init__(self, algorithm: str) -> None:
+        self.algorithm = algorithm
         self._calls: dict[Hashable, tuple[Call, str]] = {}  # what `_call` has returned
 
     def __reduce__(self):
