@@ -119,8 +119,7 @@ class MayBeFp8(torch.nn.Module):
         if self._weight_scale and isinstance(weight, torch.Tensor) and weight.dtype != FP8:
             error_msgs.append(f"{prefix}weight must be {FP8}, as the layer's, got {weight.dtype}")
             return
-        more = local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-        super()._load_from_state_dict(state, prefix, *more)
+        super()._load_from_state_dict(state, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
 
     def _from_checkpoint(self, state_dict: dict, prefix: str) -> dict:
         """Returns a checkpoint with the layer's scales in fp32, and those of rows as a column."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import torch
 
 TYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}  # dtypes that kernels sum
@@ -24,7 +26,7 @@ ACCUMULATION_DTYPES = {
 
 def fp32(number: float) -> float:
     """Returns a number rounded to fp32."""
-    return torch.tensor(number, dtype=torch.float32).item()
+    return ctypes.c_float(number).value
 
 
 def with_canonical_nan(x: torch.Tensor) -> torch.Tensor:

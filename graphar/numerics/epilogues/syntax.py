@@ -11,13 +11,13 @@ The C++ code of an expression is printed from its tree, with names of its own. N
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from graphar.numerics.dtypes import fp32
 from graphar.numerics.epilogues.operations import FUNCTIONS
 
 PLACES = ("row", "col", "index")
@@ -97,7 +97,7 @@ class Expression:
 
 def number(value: float) -> Node:
     """Returns a constant of either sign, rounded to fp32, as a tree."""
-    rounded = ctypes.c_float(value).value
+    rounded = fp32(value)
     if math.copysign(1.0, rounded) < 0 and not math.isnan(rounded):
         return Apply("neg", (Number(-rounded),))
     return Number(rounded)
