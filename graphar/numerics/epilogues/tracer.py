@@ -192,9 +192,8 @@ class _Tracer(TorchDispatchMode):
 _FUSED = ", ".join(
     sorted({*FUNCTIONS, "celu", "hardsigmoid", "hardtanh", "leaky_relu", "relu6", "selu"} - {"bf16", "fp16"})
 )
-
-
 _TRUTHS = ("<", "<=", ">", ">=", "==", "!=", "&&", "||", "!", "isnan")  # these give 0 or 1
+_ONE, _MINUS_ONE, _SLOPE, _THRESHOLD = map(number, (1.0, -1.0, 0.01, 20.0))  # default arguments of torch's functions
 
 
 def as_stored(tree: Node, dtype: torch.dtype) -> Node:
@@ -234,26 +233,21 @@ def _pow(a: Node, b: Node) -> Node:
     return Apply("sqrt", (a,)) if b == number(0.5) else Apply("pow", (a, b))
 
 
-def _leaky_relu(a: Node, slope: Node | None = None) -> Node:
-    return Apply("?:", (Apply(">", (a, number(0.0))), a, Apply("*", (a, slope or number(0.01)))))
-
-
-_ONE = number(1.0)
+def _leaky_relu(a: Node, slope: Node = _SLOPE) -> Node:
+    return Apply("?:", (Apply(">", (a, number(0.0))), a, Apply("*", (a, slope))))
 
 
 def _times(a: Node, factor: Node) -> Node:
     return a if factor == _ONE else Apply("*", (a, factor))
 
 
-def _softplus(a: Node, beta: Node | None = None, threshold: Node | None = None) -> Node:
-    beta, threshold = beta or _ONE, threshold or number(20.0)
+def _softplus(a: Node, beta: Node = _ONE, threshold: Node = _THRESHOLD) -> Node:
     scaled = _times(a, beta)
     smooth = Apply("softplus", (a,)) if beta == _ONE else Apply("/", (Apply("softplus", (scaled,)), beta))
-    return smooth if threshold == number(20.0) else Apply("?:", (Apply(">", (scaled, threshold)), a, smooth))
+    return smooth if threshold == _THRESHOLD else Apply("?:", (Apply(">", (scaled, threshold)), a, smooth))
 
 
-def _elu(a: Node, alpha: Node | None = None, scale: Node | None = None, input_scale: Node | None = None) -> Node:
-    alpha, scale, input_scale = (factor or _ONE for factor in (alpha, scale, input_scale))
+def _elu(a: Node, alpha: Node = _ONE, scale: Node = _ONE, input_scale: Node = _ONE) -> Node:
     if alpha == input_scale == _ONE:
         return _times(Apply("elu", (a,)), scale)
     below = _times(Apply("elu", (_times(a, input_scale),)), alpha)
@@ -287,12 +281,12 @@ RULES: dict[str, Callable[..., Node]] = {
     "clamp": _clamp,
     "clamp_min": _of("max"),
     "clamp_max": _of("min"),
-    "hardtanh": lambda a, low=None, high=None: _clamp(a, low or number(-1.0), high or number(1.0)),
+    "hardtanh": lambda a, low=_MINUS_ONE, high=_ONE: _clamp(a, low, high),
     "leaky_relu": _leaky_relu,
     "gelu": _gelu,
     "softplus": _softplus,
     "elu": _elu,
-    "celu": lambda a, alpha=None: _elu(a, alpha, None, alpha and Apply("/", (_ONE, alpha))),
+    "celu": lambda a, alpha=_ONE: _elu(a, alpha, _ONE, alpha if alpha == _ONE else Apply("/", (_ONE, alpha))),
     "hardsigmoid": _hardsigmoid,
     "round": _of("rint"),
     "where": _of("?:"),
