@@ -92,8 +92,9 @@ def __getattr__(name: str) -> type:
     if name not in ("Platform", "DeviceCommunicator"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     platform_of_vllm: Any = resolve_name(_name_of_own_platform() or "")
-    bases, members = (platform_of_vllm,), {"__module__": __name__}
+    members: dict[str, Any] = {"__module__": __name__}
     if name == "Platform":
+        bases = (platform_of_vllm,)
         members["get_device_communicator_cls"] = classmethod(lambda cls: f"{__name__}.DeviceCommunicator")
     else:
         bases = TensorParallel, resolve_name(platform_of_vllm.get_device_communicator_cls())
