@@ -101,8 +101,7 @@ class _Collective:
         if group is not None:
             engine_of(group, self._name)  # raises its errors here, not in the first step
         self._group, self._blocks, self._algorithm = group, blocks, algorithm
-        # By the engine's name and what else a call depends on: the call, and its numbers.
-        self._calls: dict[Hashable, tuple[Call, tuple[float, ...]]] = {}
+        self._calls: dict[Hashable, Call] = {}  # by the engine's name and what else a call depends on
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Returns an uninitialised tensor for an input or output."""
@@ -139,31 +138,26 @@ class _Collective:
         """
         sides = engine.symmetric_sides(x, out)
         key = engine.name, op, part.numel(), x.dtype, x.get_device(), sides, averages
-        if (known := self._calls.get(key)) is None:
-            known = self._calls[key] = self._call(engine, op, x, part.numel(), sides, averages)
-        call, numbers = known
+        if (call := self._calls.get(key)) is None:
+            call = self._calls[key] = self._call(engine, op, x, part.numel(), sides, averages)
+        by_copies = call.algorithm == COPYING[op].value
+        numbers = (1 / engine.world_size,) if averages and by_copies else ()
         engine.run(call, [Operands((x,), (out,), numbers)])
-        return call.algorithm == COPYING[op].value
+        return by_copies
 
-    def _call(
-        self, engine: Engine, op: str, x: Tensor, numel: int, sides: tuple[str, ...], averages: bool
-    ) -> tuple[Call, tuple[float, ...]]:
-        call = Call.of(Parts(op, (numel,) * engine.world_size), x)
+    def _call(self, engine: Engine, op: str, x: Tensor, numel: int, sides: tuple[str, ...], averages: bool) -> Call:
+        work = Parts(op, (numel,) * engine.world_size)
+        call = Call.of(work, x, blocks=self._blocks)
         if self._takes_copies(engine, call, x):
-            direct = COPYING[op].row.direct
-            symmetric = (direct,) if direct in sides else ()
-            call = call._replace(algorithm=COPYING[op].value, blocks=self._blocks, symmetric=symmetric)
-            if not averages:
-                return call, ()
-            work = call.work._replace(beside="divided by the number of ranks")
-            return call._replace(work=work), (1 / engine.world_size,)
+            work = work._replace(beside="divided by the number of ranks") if averages else work
+            symmetric = tuple(side for side in sides if side == COPYING[op].row.direct)
+            return call._replace(work=work, algorithm=COPYING[op].value, symmetric=symmetric)
         if self._blocks is not None:
-            return call._replace(blocks=self._blocks), ()
+            return call
         with engine.keeping_failure():
             compresses = engine.select(call, x).config.algorithm.row.compresses
-        if not compresses:  # few blocks would limit a compressed call
-            call = call._replace(blocks=engine.table.training.most_blocks(engine.world_size))
-        return call, ()
+        # Few blocks would limit a compressed call.
+        return call if compresses else call._replace(blocks=engine.table.training.most_blocks(engine.world_size))
 
     def _takes_copies(self, engine: Engine, call: Call, x: Tensor) -> bool:
         if self._algorithm == "kernels" or (self._algorithm == "auto" and self._blocks is not None):

@@ -40,8 +40,8 @@ class Calls(NamedTuple):
             sums.allreduce(x, self.communicator, out=x, timeout_s=self.timeout_s)
             return
         name, epilogue = self.communicator.engine.name, self._division(x)
-        given = sums.Arguments(communicator=name, timeout_s=self.timeout_s, epilogue=epilogue)
-        sums.SUM.into(x, [], x, given=given, plain=True)
+        arguments = sums.Arguments(communicator=name, timeout_s=self.timeout_s, epilogue=epilogue)
+        sums.SUM.into(x, [], x, given=arguments, plain=True)
 
     def reducescatter(self, outputs: Tensors, inputs: Tensors) -> None:
         self._check_lengths("reduce_scatter", "input", inputs, "output", outputs)
@@ -58,8 +58,8 @@ class Calls(NamedTuple):
             self._run(Parts("reducescatter", counts), out, x)
             return
         place = {"communicator": self.communicator.engine.name, "rank": self.communicator.engine.rank, "sizes": counts}
-        given = sums.ArgumentsOfParts(**place, timeout_s=self.timeout_s, epilogue=self._division(x))
-        _run_into(out, x, lambda out, x: sums.SCATTER.into(x, [], out, given=given, plain=True))
+        arguments = sums.ArgumentsOfParts(**place, timeout_s=self.timeout_s, epilogue=self._division(x))
+        _run_into(out, x, lambda out, x: sums.SCATTER.into(x, [], out, given=arguments, plain=True))
 
     def allgather(self, outputs: Tensors, inputs: Tensors) -> None:
         self._check_lengths("all_gather", "output", outputs, "input", inputs)
@@ -73,8 +73,8 @@ class Calls(NamedTuple):
             _divide(gathered, parts)
 
     def _allgather_one(self, out: torch.Tensor, x: torch.Tensor) -> None:
-        own = out.data_ptr() + (self.communicator.rank or 0) * x.nbytes
-        self._run(Parts("allgather", (x.numel(),) * self.ranks), out, x, own)
+        place = out.data_ptr() + (self.communicator.rank or 0) * x.nbytes
+        self._run(Parts("allgather", (x.numel(),) * self.ranks), out, x, place)
 
     def alltoall(self, out: torch.Tensor, x: torch.Tensor, receives: Sequence[int], sends: Sequence[int]) -> None:
         columns = x.shape[1:].numel()
@@ -86,7 +86,7 @@ class Calls(NamedTuple):
         self._exchange(out, x, *counts, known=not receives and not sends)
 
     def alltoall_lists(self, outputs: Tensors, inputs: Tensors) -> None:
-        x, (sends, receives) = _joined(inputs), (tuple([one.numel() for one in ones]) for ones in (inputs, outputs))
+        x, (sends, receives) = _joined(inputs), (tuple([x.numel() for x in xs]) for xs in (inputs, outputs))
         received = x.new_empty(sum(receives))
         self._exchange(received, x, sends, receives, known=False)
         _divide(received, outputs)
@@ -94,33 +94,33 @@ class Calls(NamedTuple):
     def _exchange(self, out: torch.Tensor, x: torch.Tensor, sends: tuple, receives: tuple, known: bool) -> None:
         self._run(Exchange(self.communicator.rank or 0, (1,), (sends,), (receives,), known=known), out, x)
 
-    def _run(self, work: Parts | Exchange, out: torch.Tensor, x: torch.Tensor, own: int | None = None) -> None:
+    def _run(self, work: Parts | Exchange, out: torch.Tensor, x: torch.Tensor, place: int | None = None) -> None:
         call, engine = Call.of(work, x, timeout_s=self.timeout_s), self.communicator.engine
-        _run_into(out, x, lambda out, x: engine.run(call, [Operands((x,), (out,))]), own)
+        _run_into(out, x, lambda out, x: engine.run(call, [Operands((x,), (out,))]), place)
 
     def _in_packs(
         self,
-        one: Callable[[torch.Tensor, torch.Tensor], None],
+        call: Callable[[torch.Tensor, torch.Tensor], None],
         outputs: Tensors,
         inputs: Tensors,
         rows_of_input: int = 1,
         rows_of_output: int = 1,
     ) -> None:
-        """Calls ``one(out, x)`` for each output and its input; small ones become the columns of one matrix.
+        """Makes ``call(out, x)`` for each output and its input; small ones become the columns of one matrix.
 
         A tensor that is divided between ranks has a row for each. ``outputs`` are ``inputs`` if a call is in place.
         """
         if len(outputs) == 1:
-            one(outputs[0], inputs[0])
+            call(outputs[0], inputs[0])
             return
         for pack in _packs(inputs if rows_of_input > 1 else outputs):
             outs, xs = outputs[pack], inputs[pack]
             if len(xs) == 1:
-                one(outs[0], xs[0])
+                call(outs[0], xs[0])
                 continue
             x = torch.cat([x.detach().reshape(rows_of_input, -1) for x in xs], dim=1)
             out = x if outputs is inputs else x.new_empty(rows_of_output, x.numel() // rows_of_input)
-            one(out, x)
+            call(out, x)
             _unpack(out, outs)
 
     def _check_lengths(self, op: str, whole_name: str, wholes: Tensors, part_name: str, parts: Tensors) -> None:
@@ -131,11 +131,11 @@ class Calls(NamedTuple):
                     f"got {whole.numel()}"
                 )
 
-    def _counts(self, op: str, parts: Tensors, own: torch.Tensor) -> tuple[int, ...]:
-        rank, counts = self.communicator.rank or 0, tuple([one.numel() for one in parts])
-        if len(counts) != self.ranks or counts[rank] != own.numel():
+    def _counts(self, op: str, parts: Tensors, of_rank: torch.Tensor) -> tuple[int, ...]:
+        rank, numel, counts = self.communicator.rank or 0, of_rank.numel(), tuple([part.numel() for part in parts])
+        if len(counts) != self.ranks or counts[rank] != numel:
             raise ValueError(
-                f"{op}: needs a tensor for each of {self.ranks} ranks, and of {own.numel()} elements for rank {rank}, "
+                f"{op}: needs a tensor for each of {self.ranks} ranks, and of {numel} elements for rank {rank}, "
                 f"got {list(counts)}"
             )
         return counts
@@ -152,21 +152,21 @@ def why_no_splits(
     if not out.ndim or not x.ndim:
         return "a tensor without dimensions has no parts"
     fit = all(
-        len(sizes) == ranks and min(sizes) >= 0 and sum(sizes) == one.shape[0] if sizes else one.shape[0] % ranks == 0
-        for one, sizes in ((out, receives), (x, sends))
+        len(sizes) == ranks and min(sizes) >= 0 and sum(sizes) == len(rows) if sizes else len(rows) % ranks == 0
+        for rows, sizes in ((out, receives), (x, sends))
     )
     return None if fit and out.shape[1:].numel() == x.shape[1:].numel() else "the sizes of parts do not fit the tensors"
 
 
-def _run_into(out: torch.Tensor, x: torch.Tensor, run: Callable[..., object], own: int | None = None) -> None:
+def _run_into(out: torch.Tensor, x: torch.Tensor, run: Callable[..., object], place: int | None = None) -> None:
     """Calls ``run(out, x)`` with both flattened, contiguous and without shared memory. ``out`` has the result.
 
-    ``x`` may be at the address ``own``, where kernels write this rank's part after they have read it.
+    ``x`` may be at the address ``place``, where kernels write this rank's part after they have read it.
     """
     out, x = out.detach(), x.detach().contiguous()
     target = _contiguous(out)
     begin, end = x.data_ptr(), target.data_ptr()
-    if begin != own and begin < end + target.nbytes and end < begin + x.nbytes:
+    if begin != place and begin < end + target.nbytes and end < begin + x.nbytes:
         x = x.clone()
     run(target.view(-1), x.view(-1))
     if target is not out:

@@ -24,8 +24,7 @@ from graphar.communicator import Communicator
 from graphar.errors import GrapharError, Reason
 from graphar.integrations.collectives import Calls, why_no_splits
 from graphar.integrations.torch_group import TorchGroup
-from graphar.integrations.untraced import untraced
-from graphar.integrations.works import Arguments, GrapharWork, combined
+from graphar.integrations.works import Arguments, GrapharWork, combined, untraced
 from graphar.numerics.dtypes import TYPE_NAMES
 from graphar.plan.work import MOVING
 from graphar.ranks.cpu.transport import wait
@@ -49,18 +48,18 @@ _log = logging.getLogger("graphar")
 def _method_of_torch(name: str) -> Callable:
     """Returns the method of a call that goes to torch's own group."""
 
-    def call(self: Routing, *given, **named):
-        return self._by_torch(name, f"graphar has no {name}", *given, **named)
+    def call(self: Routing, *args, **kwargs):
+        return self._by_torch(name, f"graphar has no {name}", *args, **kwargs)
 
     call.__name__ = name
     return call
 
 
-def _options(kind: type, tensors: object, given: tuple, named: dict) -> object | None:
+def _options(kind: type, tensors: object, args: tuple, kwargs: dict) -> object | None:
     """Returns a call's options object: None for overloads that take a tensor, or an operation in place of options."""
-    found = given[0] if given else named.get("opts", kind())
-    alone = len(given) + len(named) == (1 if given or "opts" in named else 0)
-    return found if alone and isinstance(tensors, list) and isinstance(found, kind) else None
+    (opts, *more) = (*args, *kwargs.values()) or (kind(),)
+    is_known = not more and kwargs.keys() <= {"opts"} and isinstance(opts, kind)
+    return opts if is_known and isinstance(tensors, list) else None
 
 
 def _seconds(timeout: timedelta) -> float:
@@ -74,13 +73,13 @@ def _check_one(op: str, tensors: object) -> None:
         raise ValueError(f"{op}: takes one tensor of each rank, got {len(tensors)}; make a call for each, coalesced")
 
 
-def tensors_in(given: object) -> Iterator[torch.Tensor]:
+def tensors_in(value: object) -> Iterator[torch.Tensor]:
     """Yields the tensors of a call's arguments, which may be lists of lists."""
-    if isinstance(given, torch.Tensor):
-        yield given
-    elif isinstance(given, (list, tuple)):
-        for one in given:
-            yield from tensors_in(one)
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for element in value:
+            yield from tensors_in(element)
 
 
 # This keeps them until they are shut down. With TORCH_DISTRIBUTED_DEBUG=DETAIL, torch does not keep the Python object
@@ -88,7 +87,7 @@ def tensors_in(given: object) -> Iterator[torch.Tensor]:
 _open_groups: set[Routing] = set()
 
 
-beside.append(lambda name: [one for group in _open_groups if group._name == name for one in group.stats()])
+beside.append(lambda name: [stats for group in _open_groups if group._name == name for stats in group.stats()])
 
 
 _OfTorch: Any = object  # a subclass has one of torch's classes, whose stubs name other arguments than torch passes
@@ -107,7 +106,7 @@ class Routing(_OfTorch):
         super().__init__(rank, len(ranks))
         self._rank, self._ranks, self._name = rank, ranks, name
         self._timeout = timeout
-        self._given_timeout_s: float | None = None  # that of set_timeout; None: the communicator's
+        self._set_timeout_s: float | None = None  # that of set_timeout; None: the communicator's
         self._torch = TorchGroup(store, rank, ranks, name, timeout)
         self._communicator: Communicator | None = None
         self._reasons: dict[tuple, Reason | None] = {}  # why torch's own group serves an op, by op, dtype and device
@@ -122,11 +121,11 @@ class Routing(_OfTorch):
 
     # ---- calls that go to graphar -----------------------------------------------------------------------------------
 
-    def allreduce(self, tensors, *given, **named):
+    def allreduce(self, tensors, *args, **kwargs):
         _check_one("all_reduce", tensors)
-        opts = _options(c10d.AllreduceOptions, tensors, given, named)
+        opts = _options(c10d.AllreduceOptions, tensors, args, kwargs)
         if why := self._why_not("allreduce", opts, tensors):
-            return self._by_torch("allreduce", why, tensors, *given, **named)
+            return self._by_torch("allreduce", why, tensors, *args, **kwargs)
         return self._queue("allreduce", opts, tensors, tensors, tensors)
 
     def allreduce_coalesced(self, tensors, opts=None):
@@ -135,12 +134,12 @@ class Routing(_OfTorch):
             return self._by_torch("allreduce_coalesced", why, tensors, opts)
         return self._queue("allreduce", opts, tensors, tensors, tensors)
 
-    def reduce_scatter(self, outputs, inputs, *given, **named):
+    def reduce_scatter(self, outputs, inputs, *args, **kwargs):
         _check_one("reduce_scatter", outputs)
-        opts = _options(c10d.ReduceScatterOptions, outputs, given, named)
+        opts = _options(c10d.ReduceScatterOptions, outputs, args, kwargs)
         all_tensors = list(tensors_in([outputs, inputs]))
         if why := self._why_not("reducescatter", opts, all_tensors):
-            return self._by_torch("reduce_scatter", why, outputs, inputs, *given, **named)
+            return self._by_torch("reduce_scatter", why, outputs, inputs, *args, **kwargs)
         return self._queue("reducescatter_lists", opts, outputs, all_tensors, outputs, inputs)
 
     def reduce_scatter_single_coalesced(self, outputs, inputs, opts=None):
@@ -152,20 +151,20 @@ class Routing(_OfTorch):
     def reduce_scatter_single(self, output, input, opts=None):
         return self.reduce_scatter_single_coalesced([output], [input], opts)
 
-    def allgather(self, outputs, inputs, *given, **named):
+    def allgather(self, outputs, inputs, *args, **kwargs):
         _check_one("all_gather", inputs)
-        return self._allgather(outputs, inputs, *given, **named)
+        return self._allgather(outputs, inputs, *args, **kwargs)
 
-    def _allgather(self, outputs, inputs, *given, **named):
-        opts, all_tensors = _options(AllgatherOptions, inputs, given, named), list(tensors_in([inputs, outputs]))
+    def _allgather(self, outputs, inputs, *args, **kwargs):
+        opts, all_tensors = _options(AllgatherOptions, inputs, args, kwargs), list(tensors_in([inputs, outputs]))
         if why := self._why_not("allgather", opts, all_tensors):
-            return self._by_torch("allgather", why, outputs, inputs, *given, **named)
+            return self._by_torch("allgather", why, outputs, inputs, *args, **kwargs)
         return self._queue("allgather_lists", opts, list(tensors_in(outputs)), all_tensors, outputs, inputs)
 
     def allgather_coalesced(self, outputs, inputs, opts=None):
         # Here the outer lists are the ranks': outputs[rank][tensor].
         opts = opts or AllgatherOptions()
-        return self._allgather([list(one) for one in zip(*outputs, strict=True)], inputs, opts)
+        return self._allgather([list(of_tensor) for of_tensor in zip(*outputs, strict=True)], inputs, opts)
 
     def all_gather_single_coalesced(self, outputs, inputs, opts=None):
         opts = opts or AllgatherOptions()
@@ -176,25 +175,25 @@ class Routing(_OfTorch):
     def all_gather_single(self, output, input, opts=None):
         return self.all_gather_single_coalesced([output], [input], opts)
 
-    def alltoall(self, outputs, inputs, *given, **named):
-        opts, all_tensors = _options(c10d.AllToAllOptions, inputs, given, named), [*outputs, *inputs]
+    def alltoall(self, outputs, inputs, *args, **kwargs):
+        opts, all_tensors = _options(c10d.AllToAllOptions, inputs, args, kwargs), [*outputs, *inputs]
         fits = len(outputs) == len(inputs) == self.size()
         if why := self._why_not("alltoall", opts, all_tensors) if fits else "it needs a tensor for each rank":
-            return self._by_torch("alltoall", why, outputs, inputs, *given, **named)
+            return self._by_torch("alltoall", why, outputs, inputs, *args, **kwargs)
         return self._queue("alltoall_lists", opts, outputs, all_tensors, outputs, inputs)
 
-    def _alltoall_single(self, name: str, out, x, receives, sends, *given, **named):
-        opts = _options(c10d.AllToAllOptions, [x], given, named)
+    def _alltoall_single(self, name: str, out, x, receives, sends, *args, **kwargs):
+        opts = _options(c10d.AllToAllOptions, [x], args, kwargs)
         why = self._why_not("alltoall", opts, [out, x])
         if why := why or why_no_splits(out, x, receives, sends, self.size()):
-            return self._by_torch(name, why, out, x, receives, sends, *given, **named)
+            return self._by_torch(name, why, out, x, receives, sends, *args, **kwargs)
         return self._queue("alltoall", opts, [out], [out, x], out, x, receives, sends)
 
-    def alltoall_base(self, *given, **named):
-        return self._alltoall_single("alltoall_base", *given, **named)
+    def alltoall_base(self, *args, **kwargs):
+        return self._alltoall_single("alltoall_base", *args, **kwargs)
 
-    def all_to_all_single(self, *given, **named):
-        return self._alltoall_single("all_to_all_single", *given, **named)
+    def all_to_all_single(self, *args, **kwargs):
+        return self._alltoall_single("all_to_all_single", *args, **kwargs)
 
     # Their names before torch 2.13.
     _reduce_scatter_base = reduce_scatter_single
@@ -231,19 +230,19 @@ class Routing(_OfTorch):
             wait([work], timeout_s)
         return work
 
-    def _by_torch(self, name: str, why: str, *given, **named):
+    def _by_torch(self, name: str, why: str, *args, **kwargs):
         """Makes a call of torch's own group, by the ``name`` of its method, because of ``why``."""
         if name not in _BETWEEN_TWO:
-            self._begin(name, [*given, *named.values()])
-        arguments = Arguments(name, self._rank, given, named)
-        device = next(tensors_in([*given, *named.values()])).device
+            self._begin(name, [*args, *kwargs.values()])
+        arguments = Arguments(name, self._rank, args, kwargs)
+        device = next(tensors_in([*args, *kwargs.values()])).device
         group = self._torch.serving(device)
-        self._count(name, device, why, given)
+        self._count(name, device, why, args)
         in_batch = self._window is not None and device.type == "cuda"
         if in_batch and self._window_device is None:
             self._window_device = device
             group._start_coalescing(device)
-        work = getattr(group, name)(*arguments.given, **arguments.named)
+        work = getattr(group, name)(*arguments.args, **arguments.kwargs)
         if in_batch:  # which NCCL makes at its end
             self._batched.append(arguments)
             return work
@@ -252,10 +251,10 @@ class Routing(_OfTorch):
             self._window.append(work)
         return work
 
-    def _count(self, method: str, device: torch.device, why: str, given: Sequence[object]) -> None:
+    def _count(self, method: str, device: torch.device, why: str, args: Sequence[object]) -> None:
         key = _OPS.get(method, method), "nccl" if device.type == "cuda" else "gloo", why
         calls, nbytes = self._passed_on.get(key, (0, 0))
-        more = max((sum(x.nbytes for x in tensors_in(one)) for one in given), default=0)
+        more = max((sum(x.nbytes for x in tensors_in(argument)) for argument in args), default=0)
         self._passed_on[key] = calls + 1, nbytes + more
 
     def _one_by_one(self, name: str, why: str, outputs: list, inputs: list, opts: object) -> dist.Work:
@@ -332,25 +331,25 @@ class Routing(_OfTorch):
         calls = [CallStats(op, by, calls, 0, nbytes, why) for (op, by, why), (calls, nbytes) in counts.items()]
         return [*own, Stats(tuple(calls), 0, {}, 0.0, "")]
 
-    def _begin(self, op: str, given: Sequence[object]) -> None:
-        """Counts a collective call, which has these arguments."""
+    def _begin(self, op: str, arguments: Sequence[object]) -> None:
+        """Counts a collective call."""
         self._collectives += 1
 
-    def _queue(self, op: str, opts, outputs: list, all_tensors: Sequence[torch.Tensor], *given) -> dist.Work:
+    def _queue(self, op: str, opts, outputs: list, all_tensors: Sequence[torch.Tensor], *args) -> dist.Work:
         """Makes a call by a method of ``Calls``: on the current stream, or beside it if the call is asynchronous."""
         self._begin(op, [*all_tensors, opts])
         for out in outputs:
             if not out.is_contiguous():
                 check_own_memory(op, out, "a tensor that is written")
         average = getattr(opts, "reduceOp", None) == dist.ReduceOp.AVG
-        calls = Calls(self.communicator, _seconds(opts.timeout) or self._given_timeout_s, average)
+        calls = Calls(self.communicator, _seconds(opts.timeout) or self._set_timeout_s, average)
         device, side = all_tensors[0].device, None
         if device.type == "cpu" or not opts.asyncOp:
-            getattr(calls, op)(*given)
+            getattr(calls, op)(*args)
         else:
             side = self._sides[device] = self._sides.get(device) or SideStream(device)
             with side.behind_the_caller():
-                getattr(calls, op)(*given)
+                getattr(calls, op)(*args)
             for x in all_tensors:
                 x.record_stream(side.stream)  # their memory is not used again before the call has ended
         work = GrapharWork(outputs, side.stream if side else None)
@@ -364,7 +363,7 @@ class Routing(_OfTorch):
         return NAME
 
     def set_timeout(self, timeout: timedelta) -> None:
-        self._timeout, self._given_timeout_s = timeout, _seconds(timeout)
+        self._timeout, self._set_timeout_s = timeout, _seconds(timeout)
         self._torch.set_timeout(timeout)
 
     def shutdown(self) -> None:

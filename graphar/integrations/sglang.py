@@ -37,17 +37,12 @@ def init(theirs: Callable, coordinator, *args, **kwargs) -> None:
     coordinator.graphar = communicator_of(coordinator.unique_name, TENSOR_PARALLEL, group, coordinator.device)
 
 
-def all_reduce(theirs: Callable, coordinator, input_: torch.Tensor) -> torch.Tensor:
-    # A compiled call stays one op of SGLang's, which runs one of the next two methods.
-    if not torch.compiler.is_compiling() and serves(coordinator.graphar, input_):
+def all_reduce(theirs: Callable, coordinator, input_: torch.Tensor, *method: str) -> torch.Tensor:
+    # A compiled call, which has no method yet, stays one op of SGLang's. That runs this with a method, or the next.
+    stays = not method and torch.compiler.is_compiling()
+    if not stays and serves(coordinator.graphar, input_):
         return coordinator.graphar.allreduce(input_)
-    return theirs(coordinator, input_)
-
-
-def all_reduce_out_place(theirs: Callable, coordinator, input_: torch.Tensor, method: str) -> torch.Tensor:
-    if serves(coordinator.graphar, input_):
-        return coordinator.graphar.allreduce(input_)
-    return theirs(coordinator, input_, method)
+    return theirs(coordinator, input_, *method)
 
 
 def all_reduce_in_place(theirs: Callable, coordinator, input_: torch.Tensor) -> None:
@@ -92,7 +87,7 @@ def resume_memory_occupation(theirs: Callable, manager, request) -> object:
 HOOKS = {
     f"{COORDINATOR}.__init__": init,
     f"{COORDINATOR}.all_reduce": all_reduce,
-    f"{COORDINATOR}._all_reduce_out_place": all_reduce_out_place,
+    f"{COORDINATOR}._all_reduce_out_place": all_reduce,
     f"{COORDINATOR}._all_reduce_in_place": all_reduce_in_place,
     f"{COORDINATOR}._reduce_scatter_tensor": reduce_scatter_tensor,
     f"{COORDINATOR}._all_gather_into_tensor": all_gather_into_tensor,

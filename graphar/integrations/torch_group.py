@@ -48,17 +48,17 @@ class TorchGroup:
         return self.group
 
     def _gloo(self) -> dist.ProcessGroupGloo:
-        found = dist.ProcessGroupGloo._Options()
-        found._devices = [dist.ProcessGroupGloo.create_default_device(lazy_init=True)]  # connects two ranks at a time
-        found._timeout = self._timeout
-        return dist.ProcessGroupGloo(PrefixStore("graphar/gloo", self._store), self._rank, len(self._ranks), found)
+        options = dist.ProcessGroupGloo._Options()
+        options._devices = [dist.ProcessGroupGloo.create_default_device(lazy_init=True)]  # connects two ranks at a time
+        options._timeout = self._timeout
+        return dist.ProcessGroupGloo(PrefixStore("graphar/gloo", self._store), self._rank, len(self._ranks), options)
 
     def _nccl(self) -> dist.ProcessGroupNCCL:
-        found = dist.ProcessGroupNCCL.Options()
-        found._timeout, found.global_ranks_in_group = self._timeout, self._ranks
-        found.group_name = f"{self._name}/graphar"
-        made = PrefixStore("graphar/nccl", self._store)
-        backend = dist.ProcessGroupNCCL(made, self._rank, len(self._ranks), found)
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout, options.global_ranks_in_group = self._timeout, self._ranks
+        options.group_name = f"{self._name}/graphar"
+        store = PrefixStore("graphar/nccl", self._store)
+        backend = dist.ProcessGroupNCCL(store, self._rank, len(self._ranks), options)
         backend._set_sequence_number_for_group()
         return backend
 

@@ -89,22 +89,17 @@ class TensorParallel(_OfVllm):
 
 def __getattr__(name: str) -> type:
     """Makes the two classes that vLLM asks for by name. They derive from vLLM's, which is not imported before."""
-    makers = {"Platform": _make_platform, "DeviceCommunicator": _make_device_communicator}
-    if name not in makers:
+    if name not in ("Platform", "DeviceCommunicator"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    made = globals()[name] = makers[name]()
+    platform_of_vllm: Any = resolve_name(_name_of_own_platform() or "")
+    members: dict[str, Any] = {"__module__": __name__}
+    if name == "Platform":
+        bases = (platform_of_vllm,)
+        members["get_device_communicator_cls"] = classmethod(lambda cls: f"{__name__}.DeviceCommunicator")
+    else:
+        bases = TensorParallel, resolve_name(platform_of_vllm.get_device_communicator_cls())
+    made = globals()[name] = type(name, bases, members)
     return made
-
-
-def _make_platform() -> type:
-    own = resolve_name(_name_of_own_platform() or "")
-    members = {"get_device_communicator_cls": classmethod(lambda cls: f"{__name__}.DeviceCommunicator")}
-    return type("Platform", (own,), {"__module__": __name__} | members)
-
-
-def _make_device_communicator() -> type:
-    own = resolve_name(resolve_name(_name_of_own_platform() or "").get_device_communicator_cls())
-    return type("DeviceCommunicator", (TensorParallel, own), {"__module__": __name__})
 
 
 def _name_of_own_platform() -> str | None:

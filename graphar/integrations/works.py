@@ -6,14 +6,31 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from types import FunctionType
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch._C._dynamo import eval_frame
 
-from graphar.integrations.untraced import untraced
 from graphar.ranks.cpu.transport import deadline
 from graphar.runtime.checks.tensor_checks import check_own_memory
+
+T = TypeVar("T", bound="type | Callable")
+
+
+def untraced(kind: T) -> T:
+    """A decorator of a function, or of a class for its methods: torch.compile runs it, and what it calls, as it is.
+
+    torch.compiler.disable does the same, but imports the compiler, which takes seconds, and adds a call to each call.
+    """
+    compiler: Any = eval_frame
+    skip = compiler._FrameExecStrategy(compiler._FrameAction.SKIP, compiler._FrameAction.SKIP)
+    for function in vars(kind).values() if isinstance(kind, type) else [kind]:
+        if isinstance(function, FunctionType):
+            compiler.set_code_exec_strategy(function.__code__, skip)
+            function.__dict__["_torchdynamo_disable"] = True  # what calls it is traced up to here
+    return kind
 
 
 @untraced
@@ -45,7 +62,7 @@ class GrapharWork(dist.Work):
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
         if not self._stream:
-            future = torch.futures.Future(devices=[one.device for one in self._outputs[:1] if one.is_cuda])
+            future = torch.futures.Future(devices=[x.device for x in self._outputs[:1] if x.is_cuda])
             future.set_result(self._outputs)
             return future
         future = torch.futures.Future(devices=[self._stream.device])
@@ -131,23 +148,22 @@ def combined(works: list[dist.Work]) -> dist.Work:
 class Arguments:
     """The arguments of a call, with contiguous tensors in place of others; ValueError for outputs that share memory."""
 
-    def __init__(self, name: str, rank: int, given: tuple, named: dict) -> None:
+    def __init__(self, name: str, rank: int, args: tuple, kwargs: dict) -> None:
+        self._name = name
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []  # each output, and what is in its place
         self.outputs: list[torch.Tensor] = []  # which the call writes
-        all_given = [*given, *named.values()]
-        first, *rest = all_given
-        writes = _writes(name, rank, all_given)
-        changed = [_mapped(first, lambda x: self._output(name, x) if writes else _dense(x))]
-        changed += [_mapped(one, _dense) for one in rest]
-        self.given, self.named = changed[: len(given)], dict(zip(named, changed[len(given) :], strict=True))
+        first, *others = values = [*args, *kwargs.values()]
+        dense = [_mapped(first, self._output if _writes(name, rank, values) else _dense)]
+        dense += [_mapped(value, _dense) for value in others]
+        self.args, self.kwargs = dense[: len(args)], dict(zip(kwargs, dense[len(args) :], strict=True))
 
-    def _output(self, name: str, x: torch.Tensor) -> torch.Tensor:
-        check_own_memory(name, x, "a tensor that is written")
+    def _output(self, x: torch.Tensor) -> torch.Tensor:
+        check_own_memory(self._name, x, "a tensor that is written")
         self.outputs.append(x)
-        found = _dense(x)
-        if found is not x:
-            self._copies.append((x.detach(), found))
-        return found
+        dense = _dense(x)
+        if dense is not x:
+            self._copies.append((x.detach(), dense))
+        return dense
 
     def finish(self, work: dist.Work | None) -> dist.Work | None:
         """Returns the call's work, which also copies results into outputs with gaps."""
@@ -158,19 +174,20 @@ class Arguments:
         return None
 
 
-def _writes(name: str, rank: int, given: Sequence[Any]) -> bool:
+def _writes(name: str, rank: int, values: Sequence[Any]) -> bool:
+    """Whether a call writes the first of its arguments."""
     if name not in ("broadcast", "reduce"):
         return name != "send"
-    roots = [one.rootRank if hasattr(one, "rootRank") else one for one in given[1:]]
-    root = next((one for one in roots if type(one) is int), 0)
+    roots = [getattr(value, "rootRank", value) for value in values[1:]]
+    root = next((value for value in roots if type(value) is int), 0)
     return (rank == root) is (name == "reduce")
 
 
-def _mapped(given: object, function: Callable[[torch.Tensor], torch.Tensor]) -> object:
+def _mapped(value: object, function: Callable[[torch.Tensor], torch.Tensor]) -> object:
     """Returns an argument, which may be a list of lists, with the results of ``function`` for its tensors."""
-    if isinstance(given, torch.Tensor):
-        return function(given)
-    return [_mapped(one, function) for one in given] if isinstance(given, (list, tuple)) else given
+    if isinstance(value, torch.Tensor):
+        return function(value)
+    return [_mapped(element, function) for element in value] if isinstance(value, (list, tuple)) else value
 
 
 def _dense(x: torch.Tensor) -> torch.Tensor:

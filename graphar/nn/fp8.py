@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from graphar.numerics import fp8_rows
+from graphar.numerics import fp8_products
 from graphar.numerics.fp8_products import BLOCK, FP8
+from graphar.numerics.norms import output_of
 from graphar.ops.linear import linear
 from graphar.ops.matmul_operands import RESULT_DTYPES, check_no_gradient
 
@@ -56,17 +57,11 @@ def quantize_rows(
     Raises:
         ValueError: the columns are no multiple of ``group_size``, which must be 128, or it goes with a ``scale``.
     """
-    if scale is not None and group_size is not None:
-        raise ValueError("quantize_rows: takes scale or group_size, not both")
-    if group_size is not None and (group_size != BLOCK or x.shape[-1] % BLOCK):
-        raise ValueError(
-            f"quantize_rows: group_size must be None or {BLOCK}, and divide the columns of x, {x.shape[-1]}, got "
-            f"{group_size!r}"
-        )
+    output_of("quantize_rows", x.dtype, x.shape[-1], FP8, scale, group_size)  # raises
     wide = x.detach().float()
     if scale is not None:
-        return fp8_rows.to_fp8(wide, scale.reshape(())), scale
-    return fp8_rows.quantized(wide, group_size)
+        return fp8_products.to_fp8(wide, scale.reshape(())), scale
+    return fp8_products.quantized(wide, group_size)
 
 
 class MayBeFp8(torch.nn.Module):
@@ -124,8 +119,7 @@ class MayBeFp8(torch.nn.Module):
         if self._weight_scale and isinstance(weight, torch.Tensor) and weight.dtype != FP8:
             error_msgs.append(f"{prefix}weight must be {FP8}, as the layer's, got {weight.dtype}")
             return
-        more = local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-        super()._load_from_state_dict(state, prefix, *more)
+        super()._load_from_state_dict(state, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
 
     def _from_checkpoint(self, state_dict: dict, prefix: str) -> dict:
         """Returns a checkpoint with the layer's scales in fp32, and those of rows as a column."""
@@ -195,12 +189,12 @@ def _quantized(weight: torch.Tensor, scales: str) -> SimpleNamespace:
         raise ValueError(f"graphar.nn.Fp8Linear: scales must be one of {', '.join(FORMATS)}, got {scales!r}")
     wide, (rows, columns) = weight.detach().float(), weight.shape
     if scales != "blocks":
-        scale = fp8_rows.scales_of(wide, (1,) if scales == "rows" else (0, 1))
-        return SimpleNamespace(weight=fp8_rows.to_fp8(wide, scale), weight_scale=scale)
+        scale = fp8_products.scales_of(wide, (1,) if scales == "rows" else (0, 1))
+        return SimpleNamespace(weight=fp8_products.to_fp8(wide, scale), weight_scale=scale)
     padded = functional.pad(wide, (0, -columns % BLOCK, 0, -rows % BLOCK))
     blocks = padded.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))
-    scale = fp8_rows.scales_of(blocks, (1, 3))
-    in_fp8 = fp8_rows.to_fp8(blocks, scale).flatten(2).flatten(0, 1)[:rows, :columns]
+    scale = fp8_products.scales_of(blocks, (1, 3))
+    in_fp8 = fp8_products.to_fp8(blocks, scale).flatten(2).flatten(0, 1)[:rows, :columns]
     return SimpleNamespace(weight=in_fp8.contiguous(), weight_scale_inv=scale[:, 0, :, 0])
 
 

@@ -6,7 +6,6 @@ has put them, as DTensors. Hooks of torch's styles give and take DTensors, those
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -243,9 +242,13 @@ class _InvariantNorm(torch.nn.Module):
             return plain(x)
         local, *parameters = map(_local, (x, *self.parameters()))
         device, tokens, length = local.device.type, None, 0
-        autocast = {"dtype": torch.get_autocast_dtype(device), "enabled": torch.is_autocast_enabled(device)}
-        how = self._torchs, self.normalized_shape, self.eps, torch.autocast(device, **autocast)
-        function = functools.partial(_normed, *how)
+        dtype, enabled = torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
+        autocast = torch.autocast(device, dtype=dtype, enabled=enabled)
+
+        def function(x: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
+            with autocast:
+                return self._torchs(x, self.normalized_shape, *parameters, eps=self.eps)
+
         if not isinstance(x, DTensor):
             return sequence.of_own_tokens(function, local, parameters, tokens, length)
         (placement,), mesh = x.placements, x.device_mesh
@@ -259,11 +262,6 @@ class _InvariantNorm(torch.nn.Module):
         placement, *more = x.placements if isinstance(x, DTensor) else [Replicate()]
         is_of_tokens = type(placement) is Shard and placement.dim % x.ndim < x.ndim - len(self.normalized_shape)
         return not more and (is_of_tokens or placement.is_replicate())
-
-
-def _normed(function: Callable, shape, eps: float | None, autocast: torch.autocast, x, *parameters) -> torch.Tensor:
-    with autocast:
-        return function(x, shape, *parameters, eps=eps)
 
 
 class InvariantLayerNorm(_InvariantNorm, torch.nn.LayerNorm):

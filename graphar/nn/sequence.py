@@ -33,32 +33,30 @@ class Tokens(NamedTuple):
 
     def joined(self, x: torch.Tensor, lengths: Sequence[int] | None = None) -> torch.Tensor:
         """Returns the tokens of all ranks. ``lengths`` are those of the ranks' parts; None: all have this rank's."""
-        return self._of_all(ALLGATHER, lengths or self._equal(x.shape[self.axis]), x=x.contiguous(), axis=self.axis)
+        return self._of_all(ALLGATHER, x.shape[self.axis], lengths, x=x.contiguous(), axis=self.axis)
 
     def gathered_product(self, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, partition: str):
         """Returns the products of all ranks' tokens with this rank's weight, and these tokens, both as of one rank."""
         added = [] if bias is None else [bias]
         call = {"a": self.first(x), "w": w, "bias": added, "partition": partition, "gathered": True}
-        results = self._of_all(ALLGATHER_MATMUL, self._equal(x.shape[self.axis]), **call)
+        results = self._of_all(ALLGATHER_MATMUL, x.shape[self.axis], **call)
         return [self.back(result) for result in results]
 
     def own_sums(self, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, partition: str) -> torch.Tensor:
         """Returns this rank's tokens of the sum of all ranks' products."""
         call = {"a": self.first(x), "w": w, "bias": [] if bias is None else [bias], "partition": partition}
-        return self.back(self._of_all(MATMUL_REDUCESCATTER, self._equal(x.shape[self.axis] // self.ranks), **call))
+        return self.back(self._of_all(MATMUL_REDUCESCATTER, x.shape[self.axis] // self.ranks, **call))
 
-    def _of_all(self, op: Op, lengths: Sequence[int], **call) -> Any:
-        """Returns the results of a collective of ranks whose parts have these ``lengths``."""
+    def _of_all(self, op: Op, length: int, lengths: Sequence[int] | None = None, **call) -> Any:
+        """Returns the results of a collective of ranks whose parts have these ``lengths``, or all the same."""
         rank = -1 if self.communicator == ALONE else self.rank
-        return op.dispatched(communicator=self.communicator, rank=rank, sizes=list(lengths), **call)
+        sizes = list(lengths or [length] * self.ranks)
+        return op.dispatched(communicator=self.communicator, rank=rank, sizes=sizes, **call)
 
     def check_even(self, x: torch.Tensor) -> None:
         """Raises ValueError unless all ranks can have equally many of the tokens of ``x``."""
         if x.shape[self.axis] % self.ranks:
             raise ValueError(f"RowParallelLinear: {self.ranks} ranks cannot divide {x.shape[self.axis]} tokens evenly")
-
-    def _equal(self, length: int) -> list[int]:
-        return [length] * self.ranks
 
     def first(self, x: torch.Tensor) -> torch.Tensor:
         """Returns a tensor with its tokens in the first dimension."""
@@ -76,51 +74,38 @@ def column_parallel(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None,
     """Returns this rank's features of all tokens, from this rank's tokens."""
     if partition == TP_INVARIANT and x.requires_grad and torch.is_grad_enabled():
         leaf_tree.check_columns("ColumnParallelLinear", len(w), tokens.ranks, "features")
-    return _ColumnParallel.apply(x, w, bias, tokens, partition)
+    return _Parallel.apply(x, w, bias, tokens, partition, True)
 
 
 def row_parallel(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, tokens: Tokens, partition: str):
     """Returns this rank's tokens of the sum over all features, from this rank's features of all tokens."""
     tokens.check_even(x)
-    return _RowParallel.apply(x, w, bias, tokens, partition)
+    return _Parallel.apply(x, w, bias, tokens, partition, False)
 
 
-class _ColumnParallel(torch.autograd.Function):
-    """Gathers tokens and multiplies. No rank keeps the gathered tokens."""
+class _Parallel(torch.autograd.Function):
+    """Gathers tokens and multiplies, or multiplies and sums each rank's tokens; backward the other of the two.
+
+    No rank keeps gathered tokens. The gradients of weight and bias are those of all tokens.
+    """
 
     @staticmethod
-    def forward(ctx, x, w, bias, tokens, partition):
+    def forward(ctx, x, w, bias, tokens, partition, gathers):
         ctx.save_for_backward(x, w)
-        ctx.tokens, ctx.partition = tokens, partition
-        product, _ = tokens.gathered_product(x, w, bias, partition)
-        return product
-
-    @staticmethod
-    def backward(ctx, *gradient):
-        (dy,), (x, w), tokens = gradient, ctx.saved_tensors, ctx.tokens
-        partition = partitions.in_backward(ctx.partition)
-        needs_x, needs_w, needs_bias, *_ = ctx.needs_input_grad
-        of_x = tokens.own_sums(dy, w.t(), None, partition) if needs_x else None
-        of_w = of_weight(partition, dy, tokens.joined(x)) if needs_w else None
-        return of_x, of_w, of_bias(partition, dy) if needs_bias else None, None, None
-
-
-class _RowParallel(torch.autograd.Function):
-    """Multiplies, and sums each rank's tokens. The bias's gradient is that of all tokens, as the weight's is."""
-
-    @staticmethod
-    def forward(ctx, x, w, bias, tokens, partition):
-        ctx.save_for_backward(x, w)
-        ctx.tokens, ctx.partition = tokens, partition
-        return tokens.own_sums(x, w, bias, partition)
+        ctx.tokens, ctx.partition, ctx.gathers = tokens, partition, gathers
+        return tokens.gathered_product(x, w, bias, partition)[0] if gathers else tokens.own_sums(x, w, bias, partition)
 
     @staticmethod
     def backward(ctx, *gradient):
         (dy,), (x, w), partition = gradient, ctx.saved_tensors, partitions.in_backward(ctx.partition)
-        _, needs_w, needs_bias, *_ = ctx.needs_input_grad
-        of_x, whole = ctx.tokens.gathered_product(dy, w.t(), None, partition)
-        of_w = of_weight(partition, whole, x) if needs_w else None
-        return of_x, of_w, of_bias(partition, whole) if needs_bias else None, None, None
+        needs_x, needs_w, needs_bias, *_ = ctx.needs_input_grad
+        if ctx.gathers:
+            of_x = ctx.tokens.own_sums(dy, w.t(), None, partition) if needs_x else None
+            x = ctx.tokens.joined(x) if needs_w else x
+        else:
+            of_x, dy = ctx.tokens.gathered_product(dy, w.t(), None, partition)
+        of_w = of_weight(partition, dy, x) if needs_w else None
+        return of_x, of_w, of_bias(partition, dy) if needs_bias else None, None, None, None
 
 
 # ---- norms ----------------------------------------------------------------------------------------------------------
@@ -136,16 +121,11 @@ def of_own_tokens(
 ) -> torch.Tensor:
     """Returns ``function(x, *parameters)`` of this rank's tokens, whose gradients are those of one rank with all.
 
-    The backward pass gathers ``x`` and the result's gradient, and differentiates ``function`` of all tokens on every
-    rank. So whatever order torch sums in, it is the order of one rank.
-
-    Args:
-        function: of each token alone, as norms are.
-        x: this rank's tokens.
-        parameters: equal on all ranks.
-        tokens: how ranks divide them. None: this rank has all. Torch may differentiate ``function`` in several steps,
-            whose gradients of ``x`` are added to others in another order than one gradient. So one rank needs this too.
-        length: the number of tokens of all ranks along their axis. They are divided as by torch.chunk.
+    ``function`` is one of each token alone, as norms are. The backward pass gathers ``x`` and the result's gradient,
+    and differentiates ``function`` of all tokens on every rank. So whatever order torch sums in, it is the order of one
+    rank. ``length`` is the number of all ranks' tokens along their axis, divided as by torch.chunk. Without ``tokens``
+    this rank has all. It needs this too: torch may differentiate ``function`` in several steps, whose gradients of
+    ``x`` are added to others in another order than one gradient.
     """
     return _OfOwnTokens.apply(function, tokens, length, x, *parameters)
 

@@ -48,8 +48,8 @@ import torch
 from torch import Tensor
 
 from graphar.numerics.codecs import TILE_NUMEL, Codec
+from graphar.numerics.dtypes import SAME_SIZE_INTEGER, with_canonical_nan
 from graphar.numerics.exact_fma import fma
-from graphar.numerics.nan import SAME_SIZE_INTEGER, with_canonical_nan
 
 ROWS, LANES, RUN = 4, 32, 8  # a tile in a warp: each lane holds a run of consecutive elements of each row
 SUM = 0xFF  # the source of random numbers for encoding a sum

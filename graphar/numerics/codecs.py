@@ -60,12 +60,6 @@ _NAMED = {
 }
 
 
-def _check(name: str, value: object, allowed: tuple) -> None:
-    # Compare types too: True and 4.0 equal integers, and would name another kernel.
-    if not any(value == choice and type(value) is type(choice) for choice in allowed):
-        raise ValueError(f"Codec: {name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
-
-
 @dataclass(frozen=True)
 class Codec:
     """A quantised format in which tensors are sent: codes of a few bits, with a scale for each bucket of elements.
@@ -102,11 +96,12 @@ class Codec:
     text: str = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        _check("bits", self.bits, BITS)
-        _check("bucket_size", self.bucket_size, BUCKET_SIZES)
-        _check("rounding", self.rounding, ROUNDINGS)
-        _check("scheme", self.scheme, SCHEMES)
-        _check("scale_dtype", self.scale_dtype, SCALE_DTYPES)
+        choices = BITS, BUCKET_SIZES, ROUNDINGS, SCHEMES, SCALE_DTYPES
+        for name, allowed in zip(_DEFAULTS, choices, strict=False):  # the first fields
+            value = getattr(self, name)
+            # Compare types too: True and 4.0 equal integers, and would name another kernel.
+            if not any(value == choice and type(value) is type(choice) for choice in allowed):
+                raise ValueError(f"Codec: {name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
         if self.is_float and self.scheme == "minmax":
             raise ValueError(f"Codec: {FP8} has no minmax scheme, its codes are symmetric about zero")
         if self.seed is not None and (type(self.seed) is not int or not 0 <= self.seed < 1 << 64):
@@ -189,11 +184,7 @@ _DEFAULTS = {argument.name: argument.default for argument in fields(Codec) if ar
 
 @functools.cache
 def codec(text: str) -> Codec:
-    """Returns the codec of one of :data:`NAMES`, or the codec with that ``text``.
-
-    Raises:
-        ValueError: ``text`` is neither.
-    """
+    """Returns the codec of one of :data:`NAMES`, or the codec with that ``text``; ValueError if it is neither."""
     if text in _NAMED:
         return Codec(**_NAMED[text])
     words = dict(part.split("=", 1) for part in text.split(", ") if "=" in part)
@@ -205,12 +196,7 @@ def codec(text: str) -> Codec:
 
 
 def as_codec(op: str, wanted: object) -> Codec:
-    """Returns the codec that ``wanted`` is or names.
-
-    Raises:
-        TypeError: it is neither a Codec nor a string.
-        ValueError: the string names no codec.
-    """
+    """Returns the codec that ``wanted`` is or names; TypeError or ValueError, which name ``op``, if it is none."""
     if isinstance(wanted, Codec):
         return wanted
     if not isinstance(wanted, str):

@@ -14,6 +14,7 @@ distance. A lane's 32 codes are four such runs.
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Iterator
 
@@ -23,7 +24,7 @@ from torch import Tensor
 from graphar.numerics import codec_reference as specification
 from graphar.numerics.codec_reference import LANES, ROWS, RUN, WORD, Noise
 from graphar.numerics.codecs import TILE_NUMEL, Codec
-from graphar.numerics.nan import SAME_SIZE_INTEGER, with_canonical_nan
+from graphar.numerics.dtypes import SAME_SIZE_INTEGER, with_canonical_nan
 
 _CHUNK_TILES = 256  # 1 MB of fp32. Of less, calling torch's functions would take longer than they do
 _CHECKED = 32  # elements that are looked at together, and rounded again together
@@ -213,10 +214,7 @@ def _pack_codes(wire: Tensor, codes: Tensor, codec: Codec) -> None:
             shift = row * nbits - place * 64
             if -nbits < shift < 64:
                 parts.append(values << shift if shift > 0 else values >> -shift if shift else values)
-        whole = parts[0]
-        for part in parts[1:]:
-            whole = whole | part
-        word.copy_(whole)
+        word.copy_(functools.reduce(torch.bitwise_or, parts))
 
 
 def _unpack_codes(wire: Tensor, codec: Codec) -> Tensor:

@@ -9,12 +9,9 @@ _BELOW_FP32, _MIDDLE = (1 << 29) - 1, 1 << 28  # the bits of fp64 that fp32 has 
 
 
 def fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
-    """Returns ``a x b + c`` rounded once to fp32.
+    """Returns ``a x b + c`` of fp32 tensors, or of tensors of one element on the CPU, rounded once to fp32.
 
     fp64 rounded to odd keeps more than two bits beyond fp32, so the second rounding gives the bits of a single one.
-
-    Args:
-        a, b, c: fp32 tensors, or tensors of one element on the CPU.
     """
     product, c = a.double() * b.double(), c.double()
     total = product + c

@@ -1,4 +1,6 @@
-"""Products of e4m3 operands with fp32 scales, added in an order that does not depend on their shapes.
+"""Values in torch.float8_e4m3fn with fp32 scales, and their products, whose order does not depend on their shapes.
+
+The norms with FP8 results and the layers of graphar.nn share :func:`quantized`, and so its bits.
 
     block     0      1      2    ...   of 128 columns of K, each added from zero
     total   0 + 0  + 1    + 2    ...   in fp32, in the order of K
@@ -15,28 +17,25 @@ from dataclasses import dataclass
 import torch
 
 from graphar.numerics import leaf_tree
+from graphar.numerics.dtypes import with_canonical_nan
 from graphar.numerics.exact_fma import fma
-from graphar.numerics.nan import with_canonical_nan
 
 FP8 = torch.float8_e4m3fn
-BLOCK = 128  # columns of K whose products are added from zero; and columns, and rows of ``w``, that share a scale
+# Columns of K whose products are added from zero; and columns, and rows of ``w``, that share a scale.
+# `group_columns` in cuda_src/device/rms_norm.cuh.
+BLOCK = 128
 STEP = 32  # columns that a wgmma instruction multiplies
+LARGEST = 448.0
 RESULT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @dataclass(frozen=True)
 class Scales:
-    """The scales of a product, as :func:`checked_scales` returns them: views of the caller's tensors, with any strides.
+    """The fp32 scales of a product, as :func:`checked_scales` returns them: views of the caller's, with any strides."""
 
-    Attributes:
-        in_blocks: whether they are of blocks; else they are of rows.
-        a: fp32: [M, 1] of rows; [M, K / 128] of blocks: one for 128 columns of a row.
-        w: fp32: [N, 1] of rows; [N / 128, K / 128] of blocks: one for 128 columns of 128 rows.
-    """
-
-    in_blocks: bool
-    a: torch.Tensor
-    w: torch.Tensor
+    in_blocks: bool  # whether they are of blocks; else they are of rows
+    a: torch.Tensor  # [M, 1] of rows; [M, K / 128] of blocks: one for 128 columns of a row
+    w: torch.Tensor  # [N, 1] of rows; [N / 128, K / 128] of blocks: one for 128 columns of 128 rows
 
     @property
     def format(self) -> str:
@@ -118,17 +117,39 @@ def product(a: torch.Tensor, w: torch.Tensor, scales: Scales) -> torch.Tensor:
     return total if scales.in_blocks else total * scales.a * scales.w.t()
 
 
+# ---- values with scales ----------------------------------------------------------------------------------------------
+
+
+def quantized(x: torch.Tensor, group_size: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns fp32 rows in FP8, and a scale for each ``group_size`` columns of a row; None: for each row."""
+    groups = x.unflatten(-1, (1 if group_size is None else -1, group_size or x.shape[-1]))
+    scales = scales_of(groups, (-1,))
+    return to_fp8(groups, scales).flatten(-2), scales.squeeze(-1)
+
+
+def scales_of(groups: torch.Tensor, axes: tuple[int, ...]) -> torch.Tensor:
+    """Returns the scales of fp32 values that share one along ``axes``, which stay with the length 1."""
+    largest = groups.abs().amax(axes, keepdim=True)
+    smallest = torch.full_like(largest, torch.finfo(torch.float32).tiny)
+    # Divide by a tensor: torch may turn a division by a number into a multiplication by its inverse.
+    scales = torch.maximum(largest / torch.full_like(largest, LARGEST), smallest)
+    return with_canonical_nan(torch.where(largest.isfinite(), scales, torch.nan))
+
+
+def to_fp8(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Returns fp32 values times the inverse of their scales, in FP8."""
+    scaled = x * (torch.ones_like(scale) / scale)
+    codes = scaled.clamp(-LARGEST, LARGEST).to(FP8).view(torch.uint8)  # not every version of torch saturates
+    return torch.where(scaled.isnan(), 0x7F, codes).view(FP8)
+
+
 # ---- what is refused ------------------------------------------------------------------------------------------------
 
 
 def check_operands(
     op: str, a: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype | None
 ) -> None:
-    """Raises TypeError or ValueError, which name ``op``, unless the operands of a scaled product fit together.
-
-    ``a`` is [M, K] and ``w`` [N, K], both torch.float8_e4m3fn, on one device. ``bias`` is [N] or None. ``out_dtype`` is
-    one of RESULT_DTYPES, and the dtype of the bias.
-    """
+    """Raises TypeError or ValueError, which name ``op``, unless operands fit together as :func:`scaled_linear` says."""
     for name, x in (("a", a), ("w", w)):
         _check_tensor(op, name, x, FP8, a)
         if x.ndim != 2:
@@ -149,10 +170,7 @@ def check_operands(
 def checked_scales(op: str, a: torch.Tensor, w: torch.Tensor, a_scale: torch.Tensor, w_scale: torch.Tensor) -> Scales:
     """Returns the scales of operands that :func:`check_operands` has checked, in the format that their shapes have.
 
-    Raises:
-        TypeError: a scale is no fp32 tensor.
-        ValueError: a scale is on another device than ``a``, or the shapes are of neither format. The error names the
-            shapes that both formats need.
+    TypeError or ValueError, which name ``op``, for other tensors, and for shapes of neither format.
     """
     _check_tensor(op, "a_scale", a_scale, torch.float32, a)
     _check_tensor(op, "w_scale", w_scale, torch.float32, a)

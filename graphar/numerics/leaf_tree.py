@@ -46,16 +46,11 @@ def product(a: torch.Tensor, w: torch.Tensor, step: int = STEP) -> torch.Tensor:
     return total
 
 
-def partial(a: torch.Tensor, w: torch.Tensor, world_size: int) -> torch.Tensor:
-    """Returns a rank's partial of a product, which :func:`tree_sum` adds to those of other ranks: [M, N] in fp32.
-
-    ``a`` [M, K / world_size] and ``w`` [N, K / world_size] are the columns of a rank of 1, 2, 4 or 8.
-    """
-    return in_leaves(a, w, LEAVES // world_size)
-
-
 def in_leaves(a: torch.Tensor, w: torch.Tensor, leaves: int) -> torch.Tensor:
-    """Returns ``a @ w.T`` in fp32, with K in leaves as torch.tensor_split cuts it, each added by :func:`product`."""
+    """Returns ``a @ w.T`` in fp32, with K in leaves as torch.tensor_split cuts it, each added by :func:`product`.
+
+    With the columns of a rank of N, and 8 / N leaves, this is the rank's partial: :func:`tree_sum` adds them.
+    """
     return tree_sum([product(*leaf) for leaf in zip(a.tensor_split(leaves, 1), w.tensor_split(leaves, 1), strict=True)])
 
 
@@ -96,11 +91,8 @@ def check_columns(op: str, columns: int, world_size: int, what: str = "columns")
 
 
 def check_rows(op: str, rows: int, world_size: int) -> None:
-    """Raises ValueError, which names ``op``, unless ranks with equally many rows have whole leaves of rows.
-
-    A single rank may have any number of rows: torch.tensor_split then makes leaves that differ by one row.
-    """
+    """Raises ValueError, which names ``op``, unless ranks with equally many rows have whole leaves of rows."""
     check_ranks(op, world_size)
     leaves = LEAVES // world_size
-    if world_size > 1 and rows % leaves:
+    if world_size > 1 and rows % leaves:  # the leaves of a single rank may differ by a row, as torch.tensor_split cuts
         raise ValueError(f"{op}: the rows of each of {world_size} ranks must be a multiple of {leaves}, got {rows}")

@@ -9,8 +9,7 @@ from __future__ import annotations
 import torch
 
 from graphar.numerics import leaf_tree, norms
-from graphar.numerics.dtypes import fp32
-from graphar.numerics.nan import with_canonical_nan
+from graphar.numerics.dtypes import fp32, with_canonical_nan
 from graphar.numerics.norms import PACK_NBYTES, inverse_rms, sum_in_slots
 
 LANES = 64  # `group_lanes` in cuda_src/norm/residual_rmsnorm_backward.cu
@@ -73,13 +72,7 @@ def weight_partial(of_normed: torch.Tensor, summed: torch.Tensor, eps: float, wo
 
     All rows are cut into 8 leaves, and the rows of a leaf are added in groups. The sum of all ranks' partials as a
     tree has the same bits for 1, 2, 4 and 8 ranks. :func:`specification` has others, since its groups are of all rows.
-
-    Args:
-        of_normed: [rows / world_size, columns], bf16, fp16 or fp32: the gradient of the rank's normed rows.
-        summed: like ``of_normed``: the rows that were normed.
-
-    Raises:
-        ValueError: 3, 5, 6 or 7 ranks, or several with rows that are no multiple of 8 / world_size.
+    ``of_normed`` and ``summed`` are those of :func:`specification`, with the rank's rows: [rows / world_size, columns].
     """
     leaf_tree.check_rows("weight_partial", len(summed), world_size)
     r = summed.float()

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import torch
 
-from graphar.numerics import fp8_rows
-from graphar.numerics.dtypes import fp32
+from graphar.numerics import fp8_products
+from graphar.numerics.dtypes import fp32, with_canonical_nan
 from graphar.numerics.epilogues.operations import nearest_sqrt
-from graphar.numerics.fp8_rows import FP8, GROUP_COLUMNS
-from graphar.numerics.nan import with_canonical_nan
+from graphar.numerics.fp8_products import BLOCK, FP8
 
 # NormOutput in cuda_src/device/rms_norm.cuh
 NORM_OUTPUTS = ("like_input", "static_fp8", "dynamic_fp8", "grouped_fp8")
@@ -33,7 +32,7 @@ def output_of(
     """Returns the one of NORM_OUTPUTS that a call computes for an input of ``dtype`` with ``columns``.
 
     ValueError, which names ``op``, if ``out_dtype`` is neither FP8 nor ``dtype``; if ``scale`` or ``group_size`` is
-    given without FP8, or both are given; or if ``group_size`` is not GROUP_COLUMNS, or does not divide the columns.
+    given without FP8, or both are given; or if ``group_size`` is not BLOCK, or does not divide the columns.
     """
     if out_dtype != FP8:
         if out_dtype not in (None, dtype):
@@ -46,17 +45,16 @@ def output_of(
         return "dynamic_fp8" if scale is None else "static_fp8"
     if scale is not None:
         raise ValueError(f"{op}: takes scale or group_size, not both")
-    if group_size != GROUP_COLUMNS or columns % GROUP_COLUMNS:
+    if group_size != BLOCK or columns % BLOCK:
         raise ValueError(
-            f"{op}: group_size must be None or {GROUP_COLUMNS}, and divide the columns of x, {columns}, got "
-            f"{group_size!r}"
+            f"{op}: group_size must be None or {BLOCK}, and divide the columns of x, {columns}, got {group_size!r}"
         )
     return "grouped_fp8"
 
 
 def scales_of(output: str, columns: int) -> int:
     """Returns how many scales a row of ``columns`` has as a result."""
-    return {"dynamic_fp8": 1, "grouped_fp8": columns // GROUP_COLUMNS}.get(output, 0)
+    return {"dynamic_fp8": 1, "grouped_fp8": columns // BLOCK}.get(output, 0)
 
 
 def specification(
@@ -89,8 +87,8 @@ def specification(
     if output == "like_input":
         return with_canonical_nan(normed.to(residual.dtype)), summed
     if scale is not None:
-        return fp8_rows.to_fp8(normed, scale.view(())), summed
-    quantized, scales = fp8_rows.quantized(normed, GROUP_COLUMNS if output == "grouped_fp8" else None)
+        return fp8_products.to_fp8(normed, scale.view(())), summed
+    quantized, scales = fp8_products.quantized(normed, BLOCK if output == "grouped_fp8" else None)
     return quantized, summed, scales
 
 

@@ -47,18 +47,16 @@ def panels(op: str, partition: str, count: int | None, parts: Sequence[int], col
             for an all-reduce.
     """
     _check(op, partition, count)
-    begins = [sum(parts[:at]) for at in range(len(parts))]
-    if partition == "split_m":
-        count = count or max(1, min(_COUNT, *parts))
-        _check_room(op, "split_m", count, max(parts), "rows")
-        by_part = [_cut(begin, rows, count, 1) for begin, rows in zip(begins, parts, strict=True)]
-        return [Panel(rows, slice(0, columns)) for rows in zip(*by_part, strict=True)]
-    rows = tuple(slice(begin, begin + rows) for begin, rows in zip(begins, parts, strict=True))
+    rows = tuple(slice(sum(parts[:at]), sum(parts[: at + 1])) for at in range(len(parts)))
+    if partition not in ("split_m", "split_n"):
+        return [Panel(rows, slice(0, columns))]
+    lengths, what = (parts, "rows") if partition == "split_m" else ([columns], "columns")
+    count = count or max(1, min(_COUNT, *lengths))
+    if count > max(1, *lengths):
+        raise ValueError(f"{op}: {partition} cannot make {count} partitions of {max(lengths)} {what}")
     if partition == "split_n":
-        count = count or max(1, min(_COUNT, columns))
-        _check_room(op, "split_n", count, columns, "columns")
-        return [Panel(rows, part) for part in _cut(0, columns, count, _WIDTH)]
-    return [Panel(rows, slice(0, columns))]
+        return [Panel(rows, part) for part in _cut(slice(0, columns), count, _WIDTH)]
+    return [Panel(cut, slice(0, columns)) for cut in zip(*(_cut(part, count, 1) for part in rows), strict=True)]
 
 
 def in_backward(partition: str) -> str:
@@ -66,14 +64,14 @@ def in_backward(partition: str) -> str:
     return partition if partition in ("tiles", "none", TP_INVARIANT) else "auto"
 
 
-def _cut(begin: int, total: int, count: int, unit: int) -> list[slice]:
+def _cut(whole: slice, count: int, unit: int) -> list[slice]:
     """Returns ``count`` adjacent slices of equal length; the last slice also takes the remainder.
 
     The length is a multiple of ``unit`` if it is at least ``unit``.
     """
-    step = total // count
+    step = length(whole) // count
     step -= step % unit if step >= unit else 0
-    ends = [begin + step * at for at in range(count)] + [begin + total]
+    ends = [whole.start + step * at for at in range(count)] + [whole.stop]
     return [slice(*pair) for pair in itertools.pairwise(ends)]
 
 
@@ -88,11 +86,6 @@ def _check(op: str, partition: object, count: object) -> None:
         raise ValueError(f"{op}: num_partitions must be 1 or more, got {count}")
     if partition in ("auto", "tiles", BATCH_INVARIANT, TP_INVARIANT) or (partition == "none" and count > 1):
         raise ValueError(f"{op}: num_partitions goes with split_m or split_n, got {count} with {partition!r}")
-
-
-def _check_room(op: str, partition: str, count: int, room: int, what: str) -> None:
-    if count > max(room, 1):
-        raise ValueError(f"{op}: {partition} cannot make {count} partitions of {room} {what}")
 
 
 def split(length: int, world_size: int) -> list[int]:

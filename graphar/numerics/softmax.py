@@ -37,9 +37,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from graphar.numerics.dtypes import fp32
+from graphar.numerics.dtypes import fp32, with_canonical_nan
 from graphar.numerics.exact_fma import fma, fma_in_doubles
-from graphar.numerics.nan import with_canonical_nan
 
 PREPARED = ("cross_entropy", "log_probs")  # names under which the kernels of both are prepared
 LANES, PACK, PACKS_OF_STEP = 64, 8, 4
@@ -257,10 +256,10 @@ def partial(logits: Tensor, target: Tensor, first: int, leaves_of_rank: int, ter
     step = max(1, _CHUNK_NUMEL // max(1, columns))
     partials = [logits.new_empty(0, terms.width, dtype=torch.float32)]
     for rows, targets in zip(logits.split(step), target.split(step), strict=True):
-        x = _scaled(rows, terms)
+        x = rows.float() * terms.inverse_temperature
         node = tree(leaves(x.unflatten(1, (leaves_of_rank, -1)), present.view(leaves_of_rank, -1), terms))
-        own = (targets >= first) & (targets < min(first + columns, terms.vocab_size))
-        of_target = torch.where(own, x.gather(1, torch.where(own, targets - first, 0)[:, None])[:, 0], 0.0)
+        is_here = (targets >= first) & (targets < min(first + columns, terms.vocab_size))
+        of_target = torch.where(is_here, x.gather(1, torch.where(is_here, targets - first, 0)[:, None])[:, 0], 0.0)
         top1 = None
         if terms.top1:
             largest = torch.where(present, x, -math.inf).argmax(1)
@@ -268,10 +267,6 @@ def partial(logits: Tensor, target: Tensor, first: int, leaves_of_rank: int, ter
         numbers = node.m, node.s, of_target, node.sum_x, node.sum_xe, top1
         partials.append(torch.stack([number for number in numbers if number is not None], 1))
     return with_canonical_nan(torch.cat(partials))
-
-
-def _scaled(logits: Tensor, terms: Terms) -> Tensor:
-    return logits.float() if terms.temperature == 1 else logits.float() * terms.inverse_temperature
 
 
 def node_of(partials: Tensor, terms: Terms) -> Node:
@@ -380,13 +375,12 @@ def gradient(
     step = max(1, _CHUNK_NUMEL // max(1, columns))
     for start in range(0, rows, step):
         window = slice(start, start + step)
-        x, of_row = _scaled(logits[window], terms), g[window, None]
+        x, of_row = logits[window].float() * terms.inverse_temperature, g[window, None]
         gradients = exp(x - m[window, None]) * scale[window, None]
         if terms.label_smoothing:
             gradients = gradients - of_row * fp32(terms.label_smoothing / terms.vocab_size)
         is_target = torch.arange(first, first + columns, device=logits.device) == target[window, None]
         gradients = torch.where(is_target, gradients - of_row * fp32(1 - terms.label_smoothing), gradients)
-        if terms.temperature != 1:
-            gradients = gradients * terms.inverse_temperature
+        gradients = gradients * terms.inverse_temperature
         gradients = torch.where(present & ~ignored[window, None], gradients, 0.0)
         out[window] = with_canonical_nan(gradients.to(out.dtype))

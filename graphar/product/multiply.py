@@ -19,9 +19,9 @@ from torch.nn.functional import pad
 
 from graphar.errors import Reason, UnsupportedError
 from graphar.numerics import leaf_tree
+from graphar.numerics.dtypes import with_canonical_nan
 from graphar.numerics.fp8_products import rounded_product
 from graphar.numerics.leaf_tree import LEAF_UNIT
-from graphar.numerics.nan import with_canonical_nan
 from graphar.numerics.partitions import Panel
 from graphar.plan.best_tile import Shape, Sms, alone, best_tile
 from graphar.plan.call import Operands

@@ -26,8 +26,7 @@ import torch.distributed as dist
 
 from graphar.errors import CommunicatorError, Reason, UnsupportedError
 from graphar.numerics.codecs import TILE_NUMEL, Codec
-from graphar.numerics.dtypes import ACCUMULATION_DTYPES
-from graphar.numerics.nan import with_canonical_nan
+from graphar.numerics.dtypes import ACCUMULATION_DTYPES, with_canonical_nan
 from graphar.plan.call import Call, Operands
 from graphar.plan.work import Parts, Sum
 from graphar.ranks import capture

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import torch
 
 from graphar.numerics import leaf_tree
-from graphar.numerics.leaf_tree import LEAVES, partial, tree_sum
-from graphar.numerics.nan import with_canonical_nan
+from graphar.numerics.dtypes import with_canonical_nan
+from graphar.numerics.leaf_tree import LEAVES, in_leaves, tree_sum
 from graphar.reference.products import linear
 
 
@@ -44,12 +44,10 @@ def column_parallel(
     Products are added as :func:`leaf_tree.product` adds them, and each result is rounded once. ``dy[r]`` is a rank's
     gradient [tokens, N / ranks], and ``x`` [tokens, K] the input of all tokens: after an all-gather it is the gathered
     input, and each rank gets its rows of ``dx``. All are bf16, fp16 or fp32.
-
-    Raises:
-        ValueError: 3, 5, 6 or 7 ranks, features of unequal number, or N that is no multiple of 8.
     """
     leaf_tree.check_operands("column_parallel", dy)
-    of_x = tree_sum([partial(gradient, weight.t(), len(dy)) for gradient, weight in zip(dy, w, strict=True)])
+    leaves = LEAVES // len(dy)
+    of_x = tree_sum([in_leaves(of_rank, weight.t(), leaves) for of_rank, weight in zip(dy, w, strict=True)])
     of_w = [_of_weight(of_rank, x) for of_rank in dy]
     return with_canonical_nan(of_x.to(x.dtype)), of_w, [_of_bias(of_rank) for of_rank in dy]
 
@@ -60,12 +58,9 @@ def bias_partial(dy: torch.Tensor, world_size: int) -> torch.Tensor:
     All tokens are cut into 8 leaves, each added as the gradient of a weight whose input is 1 in every token. The
     gradient is the sum of all ranks' partials as a tree, rounded once. Where every rank has all tokens, it is the
     partial of a single rank. ``dy`` is the rank's gradient [tokens / world_size, N], bf16, fp16 or fp32.
-
-    Raises:
-        ValueError: 3, 5, 6 or 7 ranks, or several with rows that are no multiple of 8 / world_size.
     """
     leaf_tree.check_rows("bias_partial", len(dy), world_size)
-    return leaf_tree.in_leaves(dy.new_ones(1, len(dy)), dy.t(), LEAVES // world_size).squeeze(0)
+    return in_leaves(dy.new_ones(1, len(dy)), dy.t(), LEAVES // world_size).squeeze(0)
 
 
 def _of_weight(dy: torch.Tensor, a: torch.Tensor) -> torch.Tensor:

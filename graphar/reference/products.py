@@ -12,10 +12,9 @@ import torch
 
 from graphar.numerics import leaf_tree, norms, partitions
 from graphar.numerics.codecs import Codec, CodecName
-from graphar.numerics.dtypes import ACCUMULATION_DTYPES
+from graphar.numerics.dtypes import ACCUMULATION_DTYPES, with_canonical_nan
 from graphar.numerics.epilogues.epilogue import Epilogue, EpilogueInputs, Pointwise, as_epilogue, bind
 from graphar.numerics.fp8_products import rows_of_scale, scaled_linear
-from graphar.numerics.nan import with_canonical_nan
 from graphar.numerics.partitions import Partition
 from graphar.reference.sums import (
     Order,
@@ -259,8 +258,8 @@ def fused_matmul_reducescatter(
     """
     products, order, dtype = _products(a, w, tp_invariant, codec, a_scale, w_scale, out_dtype)
     n, shape = len(w[0]), a[0].shape[:-1]
-    lengths, beside = partitions.split(len(a[0]), len(a)), shape[1:]
-    sizes = [rows * beside.numel() for rows in lengths]
+    lengths = partitions.split(len(a[0]), len(a))
+    sizes = [rows * shape[1:].numel() for rows in lengths]
     panels = partitions.panels("reference", partition, num_partitions, sizes, n)
     if not codec:
         of_ranks = zip(*(product.view(*shape, n).split(lengths) for product in products), strict=True)
@@ -268,16 +267,14 @@ def fused_matmul_reducescatter(
             _summed(parts, bias, None if epilogue is None else as_epilogue(epilogue).of_rank(rank), order, dtype)
             for rank, parts in enumerate(of_ranks)
         ]
-    received = [products[0].new_empty(rows, n) for rows in sizes]
+    out = products[0].new_empty(sum(sizes), n)
     for at, panel in enumerate(panels):
         parts = [torch.cat([product[rows, panel.columns] for rows in panel.rows]) for product in products]
         rows = list(map(partitions.length, panel.rows))
         shares = quantized_reducescatter([widened(part, bias) for part in parts], codec, seed, call + at, sizes=rows)
-        for rank, share in enumerate(shares):
-            begin = panel.rows[rank].start - sum(sizes[:rank])
-            total = share if bias is None else with_bias(share, bias[panel.columns], dtype)
-            received[rank][begin : begin + len(share), panel.columns] = total
-    return [part.view(rows, *beside, n) for part, rows in zip(received, lengths, strict=True)]
+        for of_rank, share in zip(panel.rows, shares, strict=True):
+            out[of_rank, panel.columns] = share if bias is None else with_bias(share, bias[panel.columns], dtype)
+    return [part.clone() for part in out.view(*shape, n).split(lengths)]
 
 
 def fused_matmul_reducescatter_residual_rmsnorm(
@@ -340,7 +337,8 @@ def _products(
     if codec is not None:
         raise ValueError("reference: takes a codec or tp_invariant, not both")
     leaf_tree.check_operands("reference", flat)
-    return [leaf_tree.partial(*pair, len(a)) for pair in zip(flat, w, strict=True)], "tree", a[0].dtype
+    leaves = leaf_tree.LEAVES // len(a)
+    return [leaf_tree.in_leaves(*pair, leaves) for pair in zip(flat, w, strict=True)], "tree", a[0].dtype
 
 
 def _summed(

@@ -11,9 +11,8 @@ import torch
 from graphar.numerics import leaf_tree, norms
 from graphar.numerics.codec_reference import SUM, Noise, encode, first_elements, part_of_wires, sum_of_wires
 from graphar.numerics.codecs import Codec, CodecName, as_codec
-from graphar.numerics.dtypes import ACCUMULATION_DTYPES
+from graphar.numerics.dtypes import ACCUMULATION_DTYPES, with_canonical_nan
 from graphar.numerics.epilogues.epilogue import EpilogueInputs, Pointwise, as_epilogue, bind
-from graphar.numerics.nan import with_canonical_nan
 
 Order = Literal["rank", "tree"]  # in which the tensors of ranks are added
 

@@ -8,8 +8,7 @@ import torch
 from graphar.numerics.codec_reference import Noise, decode, encode, error_of_wire, random_halves, scales
 from graphar.numerics.codecs import BITS, BUCKET_SIZES, FP8, NAMES, SCALE_DTYPES, TILE_NUMEL, Codec
 from graphar.numerics.codecs import codec as named
-from graphar.numerics.dtypes import TYPE_NAMES
-from graphar.numerics.nan import with_canonical_nan
+from graphar.numerics.dtypes import TYPE_NAMES, with_canonical_nan
 from graphar.plan.algorithms import Algorithm
 from graphar.plan.config import Config
 from graphar.plan.scratch import Scratch

@@ -143,7 +143,7 @@ def draw_shape(norms: Norms, world_size: int, dtype: torch.dtype, output: str, c
     are_split = norms.algorithm is Algorithm.ALLREDUCE_RMSNORM_TWO_SHOT
     packs_of_row = ROW_PACKS if norms.slots == NORM_SLOTS else LONG_ROW_PACKS
     if output == "grouped_fp8":
-        packs_of_row = [count * specification.GROUP_COLUMNS * dtype.itemsize // 16 for count in (1, 2, 3, 7)]
+        packs_of_row = [count * specification.BLOCK * dtype.itemsize // 16 for count in (1, 2, 3, 7)]
     fitting = [
         (rows, packs)
         for rows in ROWS
@@ -177,7 +177,7 @@ def draw_operands(
     fp8 = {} if output == "like_input" else {"out_dtype": FP8}
     scale = [torch.tensor([choices.choice([0.003, 0.3])])] if output == "static_fp8" else []
     fp8 |= {"scale": scale[0]} if scale else {}
-    fp8 |= {"group_size": specification.GROUP_COLUMNS} if output == "grouped_fp8" else {}
+    fp8 |= {"group_size": specification.BLOCK} if output == "grouped_fp8" else {}
     return Drawn(xs, residual, weight, choices.choice([(1e-6, 0.0), (1e-5, 1.0)]), fp8, scale)
 
 

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from graphar.numerics import norm_gradients, norms
-from graphar.numerics.dtypes import TYPE_NAMES
-from graphar.numerics.nan import with_canonical_nan
+from graphar.numerics.dtypes import TYPE_NAMES, with_canonical_nan
 from graphar.plan.algorithms import Algorithm
 from graphar.plan.config import Config
 from graphar.plan.scratch import NORM_SHARED_NBYTES, PACK_NBYTES, Scratch

@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from graphar.numerics import softmax
-from graphar.numerics.dtypes import TYPE_NAMES
+from graphar.numerics.dtypes import TYPE_NAMES, with_canonical_nan
 from graphar.numerics.leaf_tree import LEAVES
-from graphar.numerics.nan import with_canonical_nan
 from graphar.numerics.softmax import Terms
 from graphar.plan.algorithms import Algorithm
 from graphar.plan.config import Config

@@ -61,13 +61,16 @@ def test_the_platform_is_vllms_with_another_class_of_communicators(monkeypatch, 
     communicator = type("Communicator", (), {})
     monkeypatch.setitem(sys.modules, "a", SimpleNamespace(Cuda=mine, Cpu=mine, Communicator=communicator))
 
+    for made in ("Platform", "DeviceCommunicator"):
+        monkeypatch.setattr(vllm, made, None, raising=False)  # they are made anew, and forgotten after the test
+
     assert vllm.platform() == "graphar.integrations.vllm.Platform"
-    platform = vllm._make_platform()
+    platform = vllm.__getattr__("Platform")
 
     assert issubclass(platform, mine)
     assert platform.kept == own
     assert platform.get_device_communicator_cls() == "graphar.integrations.vllm.DeviceCommunicator"
-    assert vllm._make_device_communicator().__mro__[1:3] == (vllm.TensorParallel, communicator)
+    assert vllm.__getattr__("DeviceCommunicator").__mro__[1:3] == (vllm.TensorParallel, communicator)
 
 
 def test_platforms_that_graphar_does_not_know_are_left_as_they_are(monkeypatch):
@@ -269,7 +272,7 @@ def test_sglangs_collectives_of_a_tensor_parallel_group_are_graphars(rank, world
     sglang.all_reduce_in_place(own, coordinator, in_place)
     results = [
         sglang.all_reduce(own, coordinator, x),
-        sglang.all_reduce_out_place(own, coordinator, x, "auto"),
+        sglang.all_reduce(own, coordinator, x, "auto"),
         in_place,
         sglang.reduce_scatter_tensor(own, coordinator, part, x),
     ]
@@ -307,7 +310,7 @@ def test_other_groups_dtypes_and_sizes_go_to_sglangs_own(rank, world_size):
     def every_call(coordinator, whole, part):
         return [
             sglang.all_reduce(own, coordinator, whole),
-            sglang.all_reduce_out_place(own, coordinator, whole, "auto"),
+            sglang.all_reduce(own, coordinator, whole, "auto"),
             sglang.reduce_scatter_tensor(own, coordinator, part, whole),
         ]
 

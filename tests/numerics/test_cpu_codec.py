@@ -8,7 +8,7 @@ import torch
 from graphar.numerics import codec_reference, cpu_codec
 from graphar.numerics.codec_reference import SUM, Noise
 from graphar.numerics.codecs import BITS, Codec
-from graphar.numerics.nan import with_canonical_nan
+from graphar.numerics.dtypes import with_canonical_nan
 from tests.cases import KERNEL_DTYPES, normal, same_bits
 from tests.numerics.test_codecs import EVERY_CODEC
 

@@ -8,21 +8,22 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graphar.numerics.leaf_tree import LEAF_UNIT, LEAVES, check_operands, check_ranks, partial, product, tree_sum
+from graphar.numerics.leaf_tree import LEAF_UNIT, LEAVES, check_operands, check_ranks, in_leaves, product, tree_sum
 from tests.cases import HALVES, KERNEL_DTYPES, LAYOUTS, bit_patterns, far_apart, lay_out, normal, same_bits
 
-RANKS = (1, 2, 4, 8)
+BF16, RANKS = torch.bfloat16, (1, 2, 4, 8)
 BIG = 2.0**24  # in fp32, BIG + 1 is BIG
 
 every_dtype = pytest.mark.parametrize("dtype", KERNEL_DTYPES, ids=str)
 
 
-def operands(m, n, k, dtype=torch.bfloat16, fill=normal):
+def operands(m, n, k, dtype=BF16, fill=normal):
     return fill(0, m * k, dtype).view(m, k), fill(1, n * k, dtype).view(n, k)
 
 
 def partials(a, w, world_size):
-    return [partial(*own, world_size) for own in zip(a.chunk(world_size, 1), w.chunk(world_size, 1), strict=True)]
+    leaves, of_ranks = LEAVES // world_size, zip(a.chunk(world_size, 1), w.chunk(world_size, 1), strict=True)
+    return [in_leaves(*own, leaves) for own in of_ranks]
 
 
 def invariant(a, w, world_size=1):
@@ -115,19 +116,11 @@ def test_ranks_without_whole_leaves_are_refused(ranks):
 @pytest.mark.parametrize(
     ("columns", "dtype", "message"),
     [
-        (
-            (66, 66),
-            torch.bfloat16,
-            "op: the columns of a rank must be 4 leaves of equal length with a group of 2, got 66",
-        ),
-        (
-            (601,),
-            torch.bfloat16,
-            "op: the columns of a rank must be 8 leaves of equal length with a group of 1, got 601",
-        ),
-        ((256, 768), torch.bfloat16, "op: a tree of 8 leaves needs equally many columns on all ranks, got [256, 768]"),
+        ((66, 66), BF16, "op: the columns of a rank must be 4 leaves of equal length with a group of 2, got 66"),
+        ((601,), BF16, "op: the columns of a rank must be 8 leaves of equal length with a group of 1, got 601"),
+        ((256, 768), BF16, "op: a tree of 8 leaves needs equally many columns on all ranks, got [256, 768]"),
         ((512,), torch.float64, "op: leaves are of bfloat16, float16 or float32, got torch.float64"),
-        ((512,) * 3, torch.bfloat16, "op: a tree of 8 leaves is for 1, 2, 4 or 8 ranks, got 3"),
+        ((512,) * 3, BF16, "op: a tree of 8 leaves is for 1, 2, 4 or 8 ranks, got 3"),
     ],
 )
 def test_operands_without_whole_leaves_are_refused(columns, dtype, message):

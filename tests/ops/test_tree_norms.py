@@ -93,7 +93,7 @@ def test_products_in_leaves_have_the_bits_of_the_specified_matmul(op, dtype):
 
     for ranks in RANKS:
         of_ranks = a.chunk(ranks, 1), w.chunk(ranks, 1)
-        products = [leaf_tree.partial(*pair, ranks) for pair in zip(*of_ranks, strict=True)]
+        products = [leaf_tree.in_leaves(*pair, 8 // ranks) for pair in zip(*of_ranks, strict=True)]
         expected = reference.fused_matmul_allreduce_residual_rmsnorm(*of_ranks, *beside, *NUMBERS, tp_invariant=True)
         assert_bits(op, normed(op, products, *beside), expected)
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from graphar.numerics import norms
-from graphar.numerics.nan import with_canonical_nan
+from graphar.numerics.dtypes import with_canonical_nan
 from graphar.runtime.bind import residual_norm
 from tests.cases import HALVES, bit_patterns, normal, same_bits
 from tests.gpu import DTYPES

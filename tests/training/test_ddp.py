@@ -170,11 +170,12 @@ def test_a_seed_repeats_stochastic_rounding_and_steps_differ():
     assert not torch.equal(first[0][0], first[1][0])
 
 
-def test_the_hook_decides_about_feedback_whatever_the_codec_says(monkeypatch):
+@pytest.mark.parametrize("wanted", [False, True])
+def test_the_hook_decides_about_feedback_whatever_the_codec_says(wanted):
     """Without a residual the kernels would leave errors in the gradients that they are writing."""
-    hooks = [graphar.ddp.quantized_hook(Codec(4, feedback=asked), error_feedback=True) for asked in (False, True)]
+    hooks = [graphar.ddp.quantized_hook(Codec(4, feedback=asked), error_feedback=wanted) for asked in (False, True)]
 
-    assert [(one._average._plain, "feedback=True" in one._average._fed_back) for one in hooks] == [("int4", True)] * 2
+    assert [hook._average._codec for hook in hooks] == [Codec(4, feedback=wanted).text] * 2
 
 
 def test_an_unknown_codec_is_refused_when_the_hook_is_made():
@@ -262,17 +263,22 @@ def test_a_result_of_fp32_that_is_divided_has_the_bits_of_a_divided_sum_in_subno
     assert not torch.equal(reference.allreduce([part / 4 for part in parts]), scaled)
 
 
-def test_sums_with_a_codec_take_the_full_grid():
-    calls, x, residual = [], torch.ones(4), torch.zeros(4)
-
-    ddp._sum_up(SimpleNamespace(run=lambda *given: calls.append(given)), x, "int4", residual, algorithm="auto")
-
-    assert calls == [(Call.of(Sum(4, "int4"), x), [Operands((x, residual), (x,))])]
+def bucket_of(*parameters):
+    buffer = torch.cat([parameter.reshape(-1) for parameter in parameters])
+    return SimpleNamespace(parameters=lambda: [*parameters], index=lambda: 0, buffer=lambda: buffer)
 
 
-def test_gradients_that_no_codec_rounds_are_refused():
+def test_sums_with_a_codec_take_the_full_grid_and_what_no_codec_rounds_is_refused():
+    calls, x, quantized = [], torch.ones(4), ddp._Quantized(Codec(4), True, ddp.has_one_dimension)
+    engine = SimpleNamespace(world_size=2, run=lambda *call: calls.append(call))
+
+    quantized(engine, bucket_of(x[None]), x)
+
+    ((call, [operands]),) = calls
+    assert call == Call.of(Sum(4, Codec(4, feedback=True).text), x)
+    assert ([gradients.tolist() for gradients in operands.inputs], operands.outputs) == ([[0.5] * 4, [0.0] * 4], (x,))
     with pytest.raises(ValueError, match=r"quantized_hook: a codec rounds .*, got a tensor of torch\.float64"):
-        ddp._sum_up(None, torch.ones(4).double(), "int4", algorithm="auto")
+        quantized(engine, bucket_of(x[None]), x.double())
 
 
 def test_a_bucket_that_comes_with_other_parameters_is_divided_anew():
@@ -280,10 +286,7 @@ def test_a_bucket_that_comes_with_other_parameters_is_divided_anew():
     quantized = ddp._Quantized(Codec(4), True, ddp.has_one_dimension)
 
     def known(*parameters):
-        buffer = torch.empty(sum(one.numel() for one in parameters))
-        return quantized._known(
-            SimpleNamespace(parameters=lambda: [*parameters], index=lambda: 0, buffer=lambda: buffer)
-        )
+        return quantized._known(bucket_of(*parameters))
 
     first = known(matrix, bias)
     assert known(matrix, bias) is first

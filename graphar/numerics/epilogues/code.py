@@ -7,6 +7,7 @@ import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -72,15 +73,9 @@ Corner = tuple[int, int, int]  # of a panel: its first row and column in the lar
 
 
 class Window:
-    """A range of elements of a tensor: ``row``, ``col`` and ``index`` of each, and the operands' elements.
+    """The places and the operands of a range of a tensor's elements. Past the tensor's end the last one is repeated.
 
-    Args:
-        first: the index of the range's first element.
-        count: elements of the range. Elements past the tensor's end count as its last element.
-        columns: columns of the tensor.
-        numel: elements of the tensor.
-        device: the device of the results.
-        corner: for a panel of a larger tensor; row, col and index are then places in the larger tensor.
+    ``corner`` is that of a panel of a larger tensor: places are those in the larger tensor then.
     """
 
     def __init__(
@@ -91,45 +86,38 @@ class Window:
             row, column, whole_columns = corner
             index = (index // columns + row) * whole_columns + index % columns + column
             columns = whole_columns
-        self.index, self._columns = index, columns
+        self._index, self._columns = index, columns
 
-    @property
-    def row(self) -> torch.Tensor:
-        return self.index // self._columns
-
-    @property
-    def col(self) -> torch.Tensor:
-        return self.index % self._columns
+    def at(self, place: str) -> torch.Tensor:
+        if place == "row":
+            return self._index // self._columns
+        return self._index % self._columns if place == "col" else self._index
 
     def element(self, tensor: torch.Tensor, subscript: str) -> torch.Tensor:
-        at = getattr(self, subscript) if subscript in PLACES else torch.zeros_like(self.index)
-        return tensor.reshape(-1)[at].to(torch.float32)
+        flat = tensor.reshape(-1)
+        return flat[self.at(subscript)] if subscript in PLACES else flat
 
 
-class Whole:
-    """All elements of a tensor: ``row``, ``col``, ``index`` and the operands' elements as tensors that broadcast.
+class Whole(NamedTuple):
+    """The places and the operands of a tensor's elements as tensors that broadcast.
 
     Broadcasting makes the gradient of an operand a sum over rows or columns.
     """
 
-    def __init__(self, rows: int, columns: int, device: torch.device) -> None:
-        self._device = device
-        self._shapes = {"row": (rows, 1), "col": (1, columns), "index": (rows, columns), "0": (1, 1)}
+    rows: int
+    columns: int
+    device: torch.device
 
-    @property
-    def row(self) -> torch.Tensor:
-        return torch.arange(self._shapes["row"][0], device=self._device).view(-1, 1)
-
-    @property
-    def col(self) -> torch.Tensor:
-        return torch.arange(self._shapes["col"][1], device=self._device).view(1, -1)
-
-    @property
-    def index(self) -> torch.Tensor:
-        return self.row * self._shapes["col"][1] + self.col
+    def at(self, place: str) -> torch.Tensor:
+        row = torch.arange(self.rows, device=self.device)[:, None]
+        if place == "row":
+            return row
+        col = torch.arange(self.columns, device=self.device)
+        return col if place == "col" else row * self.columns + col
 
     def element(self, tensor: torch.Tensor, subscript: str) -> torch.Tensor:
-        return tensor.reshape(self._shapes[subscript]).to(torch.float32)
+        rows, columns = subscript in ("row", "index"), subscript in ("col", "index")
+        return tensor.reshape(self.rows if rows else 1, self.columns if columns else 1)
 
 
 def evaluate(
@@ -151,11 +139,11 @@ def evaluate(
             case Name("v"):
                 return v
             case Name(name) if name in PLACES:
-                return getattr(places, name).to(torch.float32)
+                return places.at(name).to(torch.float32)
             case Name(name):
                 return torch.full((), scalars[expression.scalars.index(name)], dtype=torch.float32, device=v.device)
             case Operand(name, subscript):
-                return places.element(tensors[expression.tensors.index(name)], subscript)
+                return places.element(tensors[expression.tensors.index(name)], subscript).to(torch.float32)
             case Apply(operation, of):
                 return OPERATIONS[operation][1](*map(value, of))
         raise AssertionError(node)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -13,7 +14,8 @@ import torch
 from graphar.numerics.dtypes import TYPE_NAMES
 from graphar.numerics.epilogues import syntax
 from graphar.numerics.epilogues.code import Corner, Generated, Whole, Window, evaluate, generate
-from graphar.numerics.epilogues.syntax import Apply, Expression, Name, Operand, parse
+from graphar.numerics.epilogues.syntax import Expression, parse
+from graphar.numerics.epilogues.tracer import trace
 
 _WINDOW_NUMEL = 1 << 20  # elements evaluated at once, to bound memory: a place takes 8 bytes
 
@@ -144,43 +146,44 @@ def _kind(tensor: torch.Tensor, x: torch.Tensor, whole: int | None = None) -> st
     if tensor.shape == x.shape:
         return syntax.LIKE_X
     missing = x.ndim - tensor.ndim
-    sizes = tuple(x.shape)[max(0, missing) :]
-    at_whole = None if whole is None else whole - missing
+    letters = ["x" if size != 1 or at == whole else "1" for at, size in enumerate(tensor.shape, missing)]
     if missing < 0 or any(
-        a != b and (a != 1 or at == at_whole) for at, (a, b) in enumerate(zip(tensor.shape, sizes, strict=True))
+        letter == "x" and a != b for letter, a, b in zip(letters, tensor.shape, x.shape[missing:], strict=True)
     ):
         raise ValueError(f"epilogue: a tensor of shape {list(tensor.shape)} does not broadcast over {list(x.shape)}")
-    return "".join(["x" if a != 1 or at == at_whole else "1" for at, a in enumerate(tensor.shape)])
+    return "".join(letters)
 
 
 def _constant_to_compilers(function: Callable) -> Callable:
-    """Does what torch.compiler.assume_constant_result does, without importing the compiler."""
-    function.__dict__["_dynamo_marked_constant"] = True
-    return function
+    """Caches a function, and does what torch.compiler.assume_constant_result does, without importing the compiler."""
+    cached = functools.lru_cache(maxsize=1024)(function)
+
+    @functools.wraps(function)
+    def of_constants(*arguments):
+        return cached(*arguments)
+
+    of_constants.__dict__["_dynamo_marked_constant"] = True
+    return of_constants
 
 
 @_constant_to_compilers
 def _text(what: str, tensors: tuple[str, ...], scalars: tuple[str, ...]) -> str:
-    return _checked_text(what, tensors, scalars)
-
-
-@functools.lru_cache(maxsize=1024)
-def _checked_text(what: str, tensors: tuple[str, ...], scalars: tuple[str, ...]) -> str:
     expression = parse(what)
-    for kind, named, given in (("tensor", expression.tensors, tensors), ("number", expression.scalars, scalars)):
-        if named != given:
-            missing, spare = sorted(set(named) - set(given)), sorted(set(given) - set(named))
-            if bare := sorted(set(expression.scalars) & set(tensors)):
-                name = bare[0]
-                raise ValueError(
-                    f"epilogue: {what!r}: {name!r} is a tensor; write {name}[col] for an element a column, {name}[row] "
-                    f"for one a row, {name}[index] for a tensor like x, or {name}[0] for one element"
-                )
-            if bracketed := sorted(set(expression.tensors) & set(scalars)):
-                raise ValueError(f"epilogue: {what!r}: {bracketed[0]!r} is a number; write {bracketed[0]}")
-            wrong = f"needs the {kind} {missing[0]!r}" if missing else f"has no {kind} {spare[0]!r}"
-            advice = f"; pass Epilogue(..., {missing[0]}=...); the sum is v" if missing else ""
-            raise ValueError(f"epilogue: {what!r} {wrong}, got {kind}s {', '.join(given) or 'none'}{advice}")
+    if bare := set(expression.scalars) & set(tensors):
+        name = min(bare)
+        raise ValueError(
+            f"epilogue: {what!r}: {name!r} is a tensor; write {name}[col] for an element a column, {name}[row] for one "
+            f"a row, {name}[index] for a tensor like x, or {name}[0] for one element"
+        )
+    if bracketed := set(expression.tensors) & set(scalars):
+        raise ValueError(f"epilogue: {what!r}: {min(bracketed)!r} is a number; write {min(bracketed)}")
+    for kind, named, passed in (("tensor", expression.tensors, tensors), ("number", expression.scalars, scalars)):
+        got = f"got {kind}s {', '.join(passed) or 'none'}"
+        if missing := set(named) - set(passed):
+            advice = f"pass Epilogue(..., {min(missing)}=...); the sum is v"
+            raise ValueError(f"epilogue: {what!r} needs the {kind} {min(missing)!r}, {got}; {advice}")
+        if spare := set(passed) - set(named):
+            raise ValueError(f"epilogue: {what!r} has no {kind} {min(spare)!r}, {got}")
     return what
 
 
@@ -189,15 +192,10 @@ def _text_after_bias(text: str, tensors: tuple[str, ...], scalars: tuple[str, ..
     name = "bias"
     while name in (*tensors, *scalars):
         name += "_"
-    v = Name("v")
-    return syntax.written(syntax.replaced(parse(text).tree, v, Apply("+", (v, Operand(name, "col"))))), name
+    return syntax.written(parse(re.sub(r"\bv\b", f"(v + {name}[col])", text)).tree), name
 
 
-@_constant_to_compilers
-def _traced_text(what: Callable, ndim: int, tensors: tuple, kinds: tuple, scalars: tuple) -> str:
-    from graphar.numerics.epilogues.tracer import trace  # the import is slow, and few need it
-
-    return trace(what, ndim, tensors, kinds, scalars)
+_traced_text = _constant_to_compilers(trace)
 
 
 # ---- in a call ------------------------------------------------------------------------------------------------------

@@ -11,13 +11,13 @@ The C++ code of an expression is printed from its tree, with names of its own. N
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from graphar.numerics.dtypes import fp32
 from graphar.numerics.epilogues.operations import FUNCTIONS
 
 PLACES = ("row", "col", "index")
@@ -97,18 +97,14 @@ class Expression:
 
 def number(value: float) -> Node:
     """Returns a constant of either sign, rounded to fp32, as a tree."""
-    rounded = ctypes.c_float(value).value
+    rounded = fp32(value)
     if math.copysign(1.0, rounded) < 0 and not math.isnan(rounded):
         return Apply("neg", (Number(-rounded),))
     return Number(rounded)
 
 
 def expression(tree: Node) -> Expression:
-    """Returns the expression of a tree.
-
-    Raises:
-        ValueError: the tree is too large, takes too many arguments, or uses one name as a tensor and as a scalar.
-    """
+    """Returns the expression of a tree; ValueError if it is too large, or its arguments are too many or ambiguous."""
     nodes: list[Node] = []
     for node, _ in _nodes_and_depths(tree):
         nodes.append(node)
@@ -128,25 +124,11 @@ def expression(tree: Node) -> Expression:
 
 
 def written(tree: Node) -> str:
-    """Returns a text that parses to this tree.
-
-    Raises:
-        ValueError: the tree is nested too deeply to be parsed, is too large, takes too many arguments, or uses one name
-            as a tensor and as a scalar.
-    """
+    """Returns a text that parses to this tree; ValueError as for :func:`expression`, or if it is nested too deeply."""
     text = str(expression(tree))
     if any(depth > _MAX_DEPTH for _, depth in _nodes_and_depths(tree)):
         raise ValueError("epilogue: nested too deeply")
     return text
-
-
-def replaced(tree: Node, old: Node, new: Node) -> Node:
-    """Returns the tree with every ``old`` replaced by ``new``."""
-    if tree == old:
-        return new
-    if isinstance(tree, Apply):
-        return Apply(tree.operation, tuple(replaced(argument, old, new) for argument in tree.of))
-    return tree
 
 
 def _nodes_and_depths(tree: Node) -> Iterator[tuple[Node, int]]:

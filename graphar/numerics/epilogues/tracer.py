@@ -7,16 +7,15 @@ so operations on it give fp32. Where torch rounds an intermediate result to bf16
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import torch
-from torch.fx import Graph
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.overrides import TorchFunctionMode, resolve_name
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from graphar.numerics.dtypes import TYPE_NAMES
 from graphar.numerics.epilogues.operations import FUNCTIONS
@@ -25,14 +24,6 @@ from graphar.numerics.epilogues.syntax import LIKE_X, Apply, Name, Node, Operand
 _SIZES = ((7, 11, 13, 17, 19, 23, 29, 31), (8, 12, 14, 18, 20, 24, 30, 32))  # all distinct, and none is 1
 
 
-class _Leaf(NamedTuple):
-    """An argument tensor that no operation has used yet, in the shape that views gave it, before any expand."""
-
-    name: str
-    shape: tuple[int, ...]
-
-
-@functools.lru_cache(maxsize=256)
 def trace(
     function: Callable,
     ndim: int,
@@ -54,56 +45,21 @@ def trace(
 
 
 def _trace(function: Callable, shape: tuple[int, ...], tensors, kinds, scalars) -> str:
-    inputs: dict[str, Node | _Leaf] = {"v": Name("v")}
-    examples = [torch.empty(shape, dtype=torch.float32, device="meta")]
-    for name, (kind, dtype) in zip(tensors, kinds, strict=True):
-        inputs[name] = _Leaf(name, _shape_of(kind, shape))
-        examples.append(torch.empty(_shape_of(kind, shape), dtype=dtype, device="meta"))
-    for name in scalars:
-        inputs[name] = Name(name)
-        examples.append(torch.empty((), dtype=torch.float32, device="meta"))
-
-    def of_all(*values: torch.Tensor) -> torch.Tensor:
-        named = dict(zip(inputs, values, strict=True))
-        with _Callers():
-            return function(named.pop("v"), **named)
-
-    try:
-        graph = make_fx(of_all)(*examples).graph
-    except _Captured:
-        raise
-    except Exception as error:  # the function may raise anything
-        sizes = f"with {list(shape)} in place of the sum's sizes"
-        raise ValueError(f"epilogue: the function cannot be traced, {sizes}: {error}") from error
-    return written(_Translation(shape).tree(graph, inputs.values()))
-
-
-class _Captured(ValueError):
-    """A function uses a tensor that is none of its arguments."""
-
-    def __init__(self, of_shape: str = "") -> None:
-        super().__init__(
-            f"epilogue: the function holds a tensor of its own{of_shape}; pass it as an argument: Epilogue(function,"
-            " name=tensor)"
-        )
-
-
-class _Callers(TorchFunctionMode):
-    """Marks each traced operation with the function of torch's that the user called.
-
-    Raises _Captured for a tensor that is no argument of the user's function: arguments are on the meta device.
-    """
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        for value in tree_leaves((args, kwargs)):
-            if isinstance(value, torch.Tensor) and not value.is_meta:
-                raise _Captured(f", of shape {list(value.shape)}")
-        result = func(*args, **(kwargs or {}))
-        caller, tracing = resolve_name(func) or func.__name__, get_proxy_mode()
-        assert tracing
-        for node in tracing.tracer.graph.nodes:
-            node.meta.setdefault("caller", caller)
-        return result
+    tracer = _Tracer(shape)
+    with _disable_current_modes():
+        v = tracer.argument(Name("v"), shape)
+        named = {name: tracer.argument(Name(name), ()) for name in scalars}
+        for name, (kind, dtype) in zip(tensors, kinds, strict=True):
+            named[name] = tracer.argument(name, _shape_of(kind, shape), dtype)
+        try:
+            with tracer, _Callers(tracer):
+                result = function(v, **named)
+        except _Captured:
+            raise
+        except Exception as error:  # the function may raise anything
+            sizes = f"with {list(shape)} in place of the sum's sizes"
+            raise ValueError(f"epilogue: the function cannot be traced, {sizes}: {error}") from error
+    return written(tracer.tree(result))
 
 
 def _shape_of(kind: str, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -114,72 +70,111 @@ def _shape_of(kind: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     )
 
 
-class _Translation:
-    """Translates a graph of ATen operations into a syntax tree; ``shape`` is the sum's."""
+class _Captured(ValueError):
+    """A function uses a tensor that is none of its arguments."""
+
+    def __init__(self, x: torch.Tensor) -> None:
+        super().__init__(
+            f"epilogue: the function holds a tensor of its own, of shape {list(x.shape)}; pass it as an argument: "
+            "Epilogue(function, name=tensor)"
+        )
+
+
+class _Callers(TorchFunctionMode):
+    """Tells a tracer which function of torch's the user calls. Raises _Captured for tensors with values."""
+
+    def __init__(self, tracer: _Tracer) -> None:
+        super().__init__()
+        self._tracer = tracer
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        for x in tree_leaves((args, kwargs)):
+            if isinstance(x, torch.Tensor) and not x.is_meta:
+                raise _Captured(x)
+        self._tracer.caller = resolve_name(func) or func.__name__
+        return func(*args, **(kwargs or {}))
+
+
+class _Tracer(TorchDispatchMode):
+    """Runs ATen operations on tensors without memory. Each result gets a syntax tree; ``shape`` is the sum's.
+
+    An argument tensor that no operation has used yet has its name in place of a tree: views may change its shape.
+    """
 
     def __init__(self, shape: tuple[int, ...]) -> None:
-        self._shape = shape
-        self._values: dict[object, Node | _Leaf] = {}
+        super().__init__()
+        self._shape, self.caller = shape, ""
+        self._trees: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        # Of the first operation without a tree. What the function itself raises comes before it.
+        self._refusal: ValueError | None = None
 
-    def tree(self, graph: Graph, inputs: Iterable[Node | _Leaf]) -> Node:
-        """Returns the tree of what the graph returns for these inputs."""
-        *nodes, output = graph.nodes
-        following = iter(inputs)
-        for node in nodes:
-            if node.op == "placeholder":
-                self._values[node] = next(following)
-            elif node.op == "call_function":
-                self._values[node] = self._operation(node)
-            else:
-                raise _Captured()
-        result = output.args[0]
-        value = getattr(result, "meta", {}).get("val")
-        if not isinstance(value, torch.Tensor):
+    def argument(self, tree: Node | str, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        x = torch.empty(shape, dtype=dtype, device="meta")
+        self._trees[x] = tree
+        return x
+
+    def tree(self, result: object) -> Node:
+        """Returns the tree of what the function has returned."""
+        if self._refusal:
+            raise self._refusal
+        if not isinstance(result, torch.Tensor):
             raise ValueError("epilogue: the function must return one tensor")
-        if tuple(value.shape) != self._shape:
+        if tuple(result.shape) != self._shape:
             raise ValueError("epilogue: what the function returns must have the shape of the sum")
         return self._value(result)
 
-    def _operation(self, node) -> Node | _Leaf:
-        name = str(node.target).removeprefix("aten.")
-        result = node.meta.get("val")
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        with self:
+            result = func.decompose(*args, **kwargs)
+        if result is not NotImplemented:
+            return result
+        result = func(*args, **kwargs)
+        try:
+            tree = None if self._refusal else self._operation(str(func).removeprefix("aten."), args, kwargs, result)
+        except ValueError as refusal:
+            tree, self._refusal = None, refusal
+        for x in tree_leaves(result):
+            if isinstance(x, torch.Tensor):
+                self._trees[x] = tree
+        return result
+
+    def _operation(self, name: str, args: tuple, kwargs: dict, result: torch.Tensor) -> Node | str:
         if name in _VIEWS:
-            return self._view(name, node, result)
+            tree = self._known(args[0])
+            if name == "expand.default" or result.shape == args[0].shape or isinstance(tree, str):
+                return tree
+            raise self._unfusable("it gives the sum, or what was computed, another shape")
         rule = RULES.get(name.partition(".")[0])
         if rule is None:
-            raise _unfusable(node, f"arithmetic, comparisons, casts and these functions can: {_FUSED}")
+            raise self._unfusable(f"arithmetic, comparisons, casts and these functions can: {_FUSED}")
         if result.dtype not in (*TYPE_NAMES, torch.bool) and name != "scalar_tensor.default":
-            raise _unfusable(node, f"it gives {result.dtype}; there are bfloat16, float16, float32 and bool")
-        arguments = [self._value(argument) for argument in node.args]
-        keywords = {key: self._value(argument) for key, argument in node.kwargs.items() if key not in IGNORED}
+            raise self._unfusable(f"it gives {result.dtype}; there are bfloat16, float16, float32 and bool")
+        arguments = [self._value(argument) for argument in args]
+        keywords = {key: self._value(argument) for key, argument in kwargs.items() if key not in IGNORED}
         try:
             tree = rule(*arguments, **keywords)
         except (TypeError, KeyError):
-            raise _unfusable(node, "not with these arguments") from None
+            raise self._unfusable("not with these arguments") from None
         return as_stored(tree, result.dtype)
 
-    def _view(self, name: str, node, result: torch.Tensor) -> Node | _Leaf:
-        """Returns a view: an argument may get another shape before it is used, but computed values only broadcast."""
-        value = self._values[node.args[0]]
-        if name == "expand.default":
-            return value
-        if isinstance(value, _Leaf) and math.prod(value.shape) == result.numel():
-            return value._replace(shape=tuple(result.shape))
-        if result.shape != node.args[0].meta["val"].shape:
-            raise _unfusable(node, "it gives the sum, or what was computed, another shape")
-        return value
-
     def _value(self, argument) -> Any:
-        if isinstance(argument, torch.fx.Node):
-            value = self._values[argument]
-            return self._operand(value) if isinstance(value, _Leaf) else value
+        if isinstance(argument, torch.Tensor):
+            tree = self._known(argument)
+            return self._operand(tree, argument) if isinstance(tree, str) else tree
         if isinstance(argument, (bool, int, float)):
             return number(float(argument))
         return argument  # None, a dtype or a string
 
-    def _operand(self, leaf: _Leaf) -> Node:
-        """Returns the element that an operation reads of a tensor, by the shape that it has there."""
-        name, shape = leaf
+    def _known(self, x: torch.Tensor) -> Any:
+        if x not in self._trees:
+            raise _Captured(x)
+        return self._trees[x]
+
+    def _operand(self, name: str, x: torch.Tensor) -> Node:
+        """Returns the element that an operation reads of an argument ``x``, in the shape that views gave it."""
+        sizes = zip(x.shape, x.stride(), strict=True)
+        shape = tuple(size if stride else 1 for size, stride in sizes)  # an expanded dimension has the stride 0
         if math.prod(shape) == 1:
             return Operand(name, "0")
         if shape == self._shape:
@@ -190,17 +185,15 @@ class _Translation:
             return Operand(name, "row")
         raise ValueError(f"epilogue: {name} broadcasts over neither the rows nor the columns of the last dimension")
 
-
-def _unfusable(node, why: str) -> ValueError:
-    return ValueError(f"epilogue: {node.meta.get('caller', node.target)} cannot be fused: {why}")
+    def _unfusable(self, why: str) -> ValueError:
+        return ValueError(f"epilogue: {self.caller} cannot be fused: {why}")
 
 
 _FUSED = ", ".join(
     sorted({*FUNCTIONS, "celu", "hardsigmoid", "hardtanh", "leaky_relu", "relu6", "selu"} - {"bf16", "fp16"})
 )
-
-
 _TRUTHS = ("<", "<=", ">", ">=", "==", "!=", "&&", "||", "!", "isnan")  # these give 0 or 1
+_ONE, _MINUS_ONE, _SLOPE, _THRESHOLD = map(number, (1.0, -1.0, 0.01, 20.0))  # default arguments of torch's functions
 
 
 def as_stored(tree: Node, dtype: torch.dtype) -> Node:
@@ -240,26 +233,21 @@ def _pow(a: Node, b: Node) -> Node:
     return Apply("sqrt", (a,)) if b == number(0.5) else Apply("pow", (a, b))
 
 
-def _leaky_relu(a: Node, slope: Node | None = None) -> Node:
-    return Apply("?:", (Apply(">", (a, number(0.0))), a, Apply("*", (a, slope or number(0.01)))))
-
-
-_ONE = number(1.0)
+def _leaky_relu(a: Node, slope: Node = _SLOPE) -> Node:
+    return Apply("?:", (Apply(">", (a, number(0.0))), a, Apply("*", (a, slope))))
 
 
 def _times(a: Node, factor: Node) -> Node:
     return a if factor == _ONE else Apply("*", (a, factor))
 
 
-def _softplus(a: Node, beta: Node | None = None, threshold: Node | None = None) -> Node:
-    beta, threshold = beta or _ONE, threshold or number(20.0)
+def _softplus(a: Node, beta: Node = _ONE, threshold: Node = _THRESHOLD) -> Node:
     scaled = _times(a, beta)
     smooth = Apply("softplus", (a,)) if beta == _ONE else Apply("/", (Apply("softplus", (scaled,)), beta))
-    return smooth if threshold == number(20.0) else Apply("?:", (Apply(">", (scaled, threshold)), a, smooth))
+    return smooth if threshold == _THRESHOLD else Apply("?:", (Apply(">", (scaled, threshold)), a, smooth))
 
 
-def _elu(a: Node, alpha: Node | None = None, scale: Node | None = None, input_scale: Node | None = None) -> Node:
-    alpha, scale, input_scale = (factor or _ONE for factor in (alpha, scale, input_scale))
+def _elu(a: Node, alpha: Node = _ONE, scale: Node = _ONE, input_scale: Node = _ONE) -> Node:
     if alpha == input_scale == _ONE:
         return _times(Apply("elu", (a,)), scale)
     below = _times(Apply("elu", (_times(a, input_scale),)), alpha)
@@ -293,12 +281,12 @@ RULES: dict[str, Callable[..., Node]] = {
     "clamp": _clamp,
     "clamp_min": _of("max"),
     "clamp_max": _of("min"),
-    "hardtanh": lambda a, low=None, high=None: _clamp(a, low or number(-1.0), high or number(1.0)),
+    "hardtanh": lambda a, low=_MINUS_ONE, high=_ONE: _clamp(a, low, high),
     "leaky_relu": _leaky_relu,
     "gelu": _gelu,
     "softplus": _softplus,
     "elu": _elu,
-    "celu": lambda a, alpha=None: _elu(a, alpha, None, alpha and Apply("/", (_ONE, alpha))),
+    "celu": lambda a, alpha=_ONE: _elu(a, alpha, _ONE, alpha if alpha == _ONE else Apply("/", (_ONE, alpha))),
     "hardsigmoid": _hardsigmoid,
     "round": _of("rint"),
     "where": _of("?:"),

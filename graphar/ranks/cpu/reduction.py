@@ -16,9 +16,8 @@ from graphar.errors import UnsupportedError
 from graphar.numerics import codec_reference, cpu_codec
 from graphar.numerics.codec_reference import SUM, Noise, rounding_error
 from graphar.numerics.codecs import TILE_NUMEL, Codec
-from graphar.numerics.dtypes import ACCUMULATION_DTYPES
+from graphar.numerics.dtypes import ACCUMULATION_DTYPES, with_canonical_nan
 from graphar.numerics.epilogues.epilogue import EpilogueInputs
-from graphar.numerics.nan import with_canonical_nan
 from graphar.plan.call import Call, Operands
 from graphar.plan.work import Parts, Sum
 
