@@ -28,7 +28,7 @@ from graphar.plan.slices import slices
 from graphar.plan.tables import shipped_table
 from graphar.plan.tiles import MatmulTile, SkinnyTile
 from graphar.plan.work import ALLGATHER_MATMUL, MATMUL_ALLREDUCE, Norm, Parts, Product, Sum, TensorTuple, Work
-from graphar.product.fused import fused_matmul
+from graphar.product.fused import FusedMatmul
 from graphar.product.operands import operands_of
 from graphar.ranks.rendezvous import Alone
 from graphar.runtime.bind import collective
@@ -248,7 +248,7 @@ class RanksOfOneGpu:
     ) -> None:
         """Makes a call, and waits for it; results that kernels cannot write in place are copied there."""
         call = Call.of(work, ranks[0].outputs[0], timeout_s=_TIMEOUT_S)  # its dtype is that of the result
-        made = fused_matmul(self._engine, call, algorithm, tile)
+        made = FusedMatmul(self._engine, call, algorithm, tile)
         given = [operands_of(work, own) for own in ranks]
         placed = [made._place(own) for own in given]
         launches = [
