@@ -16,7 +16,6 @@ A sum that runs beside a multiplication has few blocks. graphar's matmul leaves 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -34,17 +33,6 @@ from graphar.runtime.plan import Launch, Plan, Tensors
 from graphar.runtime.side_stream import stream_beside
 
 
-@dataclass(frozen=True)
-class Beside:
-    """How a sum runs beside a multiplication."""
-
-    algorithm: str = "auto"  # the ``algorithm`` of graphar.allreduce
-    blocks: int | None = None  # the most blocks of the sum's grid; None: the tuning table's number
-
-
-AUTO = Beside()
-
-
 class Then:
     """Multiplies on every rank, and then sums the products over the ranks, or also norms the sums.
 
@@ -52,24 +40,23 @@ class Then:
     bias that is not in the epilogue is added to the sum by torch.
 
     Args:
-        call: a call of a Product whose products are summed.
+        call: a call of a Product whose products are summed. Its algorithm and blocks are those of sums beside a
+            multiplication. No blocks are the tuning table's number. A reduce-scatter ignores the algorithm.
         operands: those of a rank of this process.
-        beside: how sums run beside a multiplication. The algorithm must be one of exact all-reduces, and is ignored in
-            a reduce-scatter.
     """
 
-    def __init__(self, engine: Engine, call: Call[Product], operands: Operands, beside: Beside = AUTO) -> None:
+    def __init__(self, engine: Engine, call: Call[Product], operands: Operands) -> None:
         work = call.work
         self._engine, self._work = engine, work
         parts = work.parts if work.scattered else [sum(work.parts)]
         self._panels = partitions.panels(work.op, work.partition, work.num_partitions, parts, work.columns)
-        self._blocks = beside.blocks or engine.table.beside.blocks
+        self._blocks = call.blocks or engine.table.beside.blocks
         # Partials stay in fp32. Sums are made where the products lie, unless a result has another shape or dtype.
         self._as_tree = work.factors.as_tree
         self._dtype = torch.float32 if self._as_tree else call.dtype
         self._in_place = not (work.scattered or work.norm or self._as_tree)
         k = operands.inputs[1].shape[1]
-        algorithm = beside.algorithm if self._in_place else "auto"
+        algorithm = call.algorithm if self._in_place else "auto"
         whole = Panel(tuple([slice(0, rows) for rows in parts]), slice(0, work.columns))
         works = [work.of_panel(panel).then(k, call.dtype) for panel in (whole, *self._panels)]
         dtype = ACCUMULATION_DTYPES[self._dtype] if work.bias else self._dtype
