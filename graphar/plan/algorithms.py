@@ -462,16 +462,6 @@ def with_kernels(op: str, codec: bool = False) -> tuple[Algorithm, ...]:
     return kernels_that(lambda row: row.op == op and row.takes_codec == codec)
 
 
-def with_epilogue(op: str = "allreduce") -> tuple[Algorithm, ...]:
-    """Returns the algorithms of ``op`` that have kernels with an epilogue."""
-    return kernels_that(lambda row: row.op == op and row.takes_epilogue)
-
-
-def with_tree(op: str = "allreduce") -> tuple[Algorithm, ...]:
-    """Returns the algorithms of ``op`` that have kernels that add as a tree."""
-    return kernels_that(lambda row: row.op == op and row.adds_tree)
-
-
 def in_tables(op: str) -> tuple[Algorithm, ...]:
     """Returns the algorithms of ``op`` that a tuning table may name."""
     return kernels_that(lambda row: row.op == op and row.candidates is not None)
