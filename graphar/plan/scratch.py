@@ -135,11 +135,14 @@ def packs_a_part(packs: int, parts: int) -> int:
     return -(-packs // (parts * PACKS_A_LINE)) * PACKS_A_LINE
 
 
-def rotating(slot_packs: Callable[[int], int], copies: int, shared_nbytes: int = 0) -> Layout:
-    """Returns a layout of ``copies`` slots for every rank, without a signal pad."""
-    return lambda world_size: Scratch.of_slots(
-        copies * world_size, slot_packs(world_size) * PACK_NBYTES, fill=SENTINEL, shared_nbytes=shared_nbytes
-    )
+def rotating(nbytes: Callable[[int], int], copies: int, shared_nbytes: int = 0) -> Layout:
+    """Returns a layout of ``copies`` slots of ``nbytes`` for every rank, without a signal pad."""
+
+    def layout(world_size: int) -> Scratch:
+        slot_nbytes = -(-nbytes(world_size) // PACK_NBYTES) * PACK_NBYTES
+        return Scratch.of_slots(copies * world_size, slot_nbytes, fill=SENTINEL, shared_nbytes=shared_nbytes)
+
+    return layout
 
 
 def flagged(nbytes: int) -> Layout:
