@@ -21,11 +21,10 @@ from graphar.ops.allgather import work_of
 from graphar.plan.algorithms import Algorithm
 from graphar.plan.call import Call, Operands
 from graphar.plan.config import Config
-from graphar.plan.entries import by_entries, measured_config
 from graphar.plan.policy import Chip
 from graphar.plan.select import Facts, by_policy
 from graphar.plan.slices import slices
-from graphar.plan.tables import shipped_table
+from graphar.plan.tables import by_entries, measured_config, shipped_table
 from graphar.plan.tiles import MatmulTile, SkinnyTile
 from graphar.plan.work import ALLGATHER_MATMUL, MATMUL_ALLREDUCE, Norm, Parts, Product, Sum, TensorTuple, Work
 from graphar.product.fused import FusedMatmul

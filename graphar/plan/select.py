@@ -30,13 +30,21 @@ from graphar.plan.algorithms import (
 )
 from graphar.plan.call import Call
 from graphar.plan.config import FALLBACK, HIERARCHICAL, Config, Kernel
-from graphar.plan.entries import by_entries, expected_quantized_us, expected_us, loaded, named_by, serving
 from graphar.plan.explanation import Explanation
 from graphar.plan.grids import CLUSTERS
 from graphar.plan.policy import Chip, LargeCallsPolicy
 from graphar.plan.row import Row
 from graphar.plan.scratch import MAX_BLOCKS, MAX_RANKS, NORM_ROW_PACKS, PACK_NBYTES
-from graphar.plan.tables import DEFAULT, Table
+from graphar.plan.tables import (
+    DEFAULT,
+    Table,
+    by_entries,
+    expected_quantized_us,
+    expected_us,
+    loaded,
+    named_by,
+    serving,
+)
 from graphar.plan.work import MOVING, Exchange, Norm, Parts, Sum, TensorTuple, template_of
 
 _DIRECTLY = {"input": "straight from the symmetric inputs", "output": "straight into the symmetric output"}

@@ -13,10 +13,17 @@ from graphar.errors import UnsupportedError
 from graphar.numerics.codecs import codec as codec_of_text
 from graphar.numerics.epilogues.code import Corner
 from graphar.plan.algorithms import Algorithm
-from graphar.plan.best_tile import Shape, best_tile
 from graphar.plan.call import Call, Operands
 from graphar.plan.config import Config
-from graphar.plan.matmuls import summed_rows_a_launch, tile_for, tiles_that_serve, tiles_to_load, why_not_columns
+from graphar.plan.matmuls import (
+    Shape,
+    best_tile,
+    summed_rows_a_launch,
+    tile_for,
+    tiles_that_serve,
+    tiles_to_load,
+    why_not_columns,
+)
 from graphar.plan.policy import Chip
 from graphar.plan.scratch import PACK_NBYTES, gathered_slot_offset
 from graphar.plan.slices import Slice, gathered_rows_a_launch, row_slices

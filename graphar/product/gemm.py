@@ -16,8 +16,8 @@ from graphar.errors import Reason, UnsupportedError
 from graphar.numerics.fp8_products import FP8, Scales, checked_scales
 from graphar.numerics.leaf_tree import LEAF_UNIT
 from graphar.plan.algorithms import MATMUL_ARCH, MATMUL_TYPES
-from graphar.plan.best_tile import Shape, Sms, alone, best_tile
 from graphar.plan.factors import PLAIN, Factors
+from graphar.plan.matmuls import Shape, Sms, alone, best_tile
 from graphar.plan.policy import TileCost
 from graphar.plan.tiles import LEAF_COUNTS, LEAF_TILES, MatmulTile
 from graphar.product.operands import Placed, Step, kernel_arguments, placed

@@ -23,9 +23,8 @@ from graphar.numerics.fp8_products import rounded_product
 from graphar.numerics.leaf_tree import LEAF_UNIT
 from graphar.numerics.nan import with_canonical_nan
 from graphar.numerics.partitions import Panel
-from graphar.plan.best_tile import Shape, Sms, alone, best_tile
 from graphar.plan.call import Operands
-from graphar.plan.matmuls import choose_matmul
+from graphar.plan.matmuls import Shape, Sms, alone, best_tile, choose_matmul
 from graphar.plan.policy import TileCost
 from graphar.plan.work import ALLGATHER_MATMUL, Product
 from graphar.product import gemm

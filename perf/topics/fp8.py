@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from graphar.numerics.fp8_products import BLOCK, FP8
-from graphar.plan.trials import WEIGHTS
+from graphar.plan.tune import WEIGHTS
 from graphar.product import gemm
 from perf import products
 from perf.models.decoder import normal

@@ -12,8 +12,8 @@ import torch
 import graphar
 from graphar.cli.explain import explanations
 from graphar.cli.main import SHELLS, main
-from graphar.plan.entries import measured_config
 from graphar.plan.sizes import KB, MB
+from graphar.plan.tables import measured_config
 from graphar.runtime.user_tables import find_table
 
 ROOT = Path(__file__).parents[2]

@@ -7,8 +7,7 @@ import torch
 
 import graphar
 from graphar.plan.algorithms import Algorithm
-from graphar.plan.entries import measured_config
-from graphar.plan.tables import shipped_table
+from graphar.plan.tables import measured_config, shipped_table
 from graphar.runtime.user_tables import find_table
 from tests.cases import integers, normal, same_bits
 from tests.gpu import DTYPES, KERNEL_ALGORITHMS, Ranks

@@ -10,9 +10,8 @@ from graphar.numerics.codecs import TILE_NUMEL
 from graphar.plan import scratch
 from graphar.plan.algorithms import Algorithm, with_kernels
 from graphar.plan.config import Config
-from graphar.plan.entries import config_of, entry_of, fitted, measured_config
 from graphar.plan.scratch import MAX_BLOCKS, WORLD_SIZES
-from graphar.plan.tables import Table, shipped_table
+from graphar.plan.tables import Table, config_of, entry_of, fitted, measured_config, shipped_table
 from graphar.runtime import compiler
 from graphar.runtime.catalogue import file_of
 from graphar.runtime.user_tables import find_table

@@ -13,12 +13,11 @@ from graphar.plan import select
 from graphar.plan.algorithms import COMPRESSING, Algorithm
 from graphar.plan.call import Call
 from graphar.plan.config import FALLBACK, HIERARCHICAL, Kernel, kernel_of
-from graphar.plan.entries import expected_us, measured_config
 from graphar.plan.grids import CLUSTERS
 from graphar.plan.policy import Chip
 from graphar.plan.scratch import NORM_ROW_PACKS
 from graphar.plan.select import Facts
-from graphar.plan.tables import shipped_table
+from graphar.plan.tables import expected_us, measured_config, shipped_table
 from graphar.plan.work import Parts, Sum
 
 EPILOGUE, CODEC = form_to_prepare("-v"), Codec(4)

@@ -9,11 +9,10 @@ from graphar.numerics.codecs import NAMES, TILE_NUMEL, codec
 from graphar.plan.algorithms import Algorithm
 from graphar.plan.call import Call
 from graphar.plan.config import Config
-from graphar.plan.entries import measured_config
 from graphar.plan.policy import Chip
 from graphar.plan.scratch import MAX_BLOCKS, WORLD_SIZES
 from graphar.plan.select import Facts, select
-from graphar.plan.tables import shipped_table
+from graphar.plan.tables import measured_config, shipped_table
 from graphar.plan.work import Norm, Parts, Sum
 
 H200 = shipped_table("nvidia_h200")

@@ -10,12 +10,11 @@ from graphar.plan import tune
 from graphar.plan.algorithms import Algorithm
 from graphar.plan.call import Call
 from graphar.plan.config import Config
-from graphar.plan.entries import measured_config
 from graphar.plan.matmuls import prefers_tiles
 from graphar.plan.policy import Chip
 from graphar.plan.scratch import WORLD_SIZES
 from graphar.plan.select import Facts, select
-from graphar.plan.tables import shipped_table
+from graphar.plan.tables import measured_config, shipped_table
 from graphar.plan.work import Norm, Parts, Sum
 
 SMS, TABLE = 132, shipped_table("nvidia_h200")

@@ -10,9 +10,9 @@ import torch
 from graphar.numerics.epilogues.epilogue import bind
 from graphar.numerics.fp8_products import BLOCK, FP8, Scales
 from graphar.plan.algorithms import MATMUL_ARCH, Algorithm
-from graphar.plan.best_tile import Shape, best_tile, gathered
 from graphar.plan.call import Call
 from graphar.plan.factors import Factors
+from graphar.plan.matmuls import Shape, best_tile, gathered
 from graphar.plan.policy import Chip
 from graphar.plan.slices import Slice, row_slices
 from graphar.plan.tables import shipped_table

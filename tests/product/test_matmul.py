@@ -14,7 +14,7 @@ import torch
 
 from graphar.errors import UnsupportedError
 from graphar.plan.algorithms import MATMUL_TYPES
-from graphar.plan.best_tile import Shape, Sms, alone, best_tile
+from graphar.plan.matmuls import Shape, Sms, alone, best_tile
 from graphar.plan.tables import shipped_table
 from graphar.plan.tiles import FP8_TILES, LAYOUTS, LEAF_COUNTS, LEAF_TILES, MATMUL_TILES, MatmulTile
 from graphar.product import gemm, tensor_maps

@@ -9,8 +9,8 @@ import torch
 
 import graphar
 from graphar.errors import UnsupportedError
-from graphar.plan.best_tile import Shape, Sms, alone, best_tile
 from graphar.plan.call import Call, Operands
+from graphar.plan.matmuls import Shape, Sms, alone, best_tile
 from graphar.plan.policy import MeasuredMatmul, TileCost
 from graphar.plan.tables import shipped_table
 from graphar.plan.work import MATMUL_ALLREDUCE, MATMUL_REDUCESCATTER, Parts, Product, Sum

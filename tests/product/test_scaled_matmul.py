@@ -8,8 +8,8 @@ import torch
 
 from graphar.errors import UnsupportedError
 from graphar.numerics.fp8_products import FP8, checked_scales
-from graphar.plan.best_tile import Shape, Sms, alone, best_tile
 from graphar.plan.factors import Factors
+from graphar.plan.matmuls import Shape, Sms, alone, best_tile
 from graphar.plan.tables import shipped_table
 from graphar.plan.tiles import FP8_TILES, MatmulTile
 from graphar.product import gemm

@@ -8,8 +8,8 @@ import torch
 import graphar
 from graphar.plan.algorithms import Algorithm
 from graphar.plan.call import Call
-from graphar.plan.entries import measured_config
 from graphar.plan.slices import Slice
+from graphar.plan.tables import measured_config
 from graphar.plan.work import Sum
 from tests.cases import integers, normal
 from tests.gpu import KERNEL_ALGORITHMS, Ranks, bare_launches
