@@ -52,10 +52,7 @@ def owned_rows(rows: int, world_size: int) -> list[int]:
 
 
 def is_skinny(world_size: int, rows: int, columns: int, itemsize: int = 2) -> bool:
-    """Returns whether the skinny kernels, for at most 64 rows, can compute a result of 16-bit elements.
-
-    Ranks send elements of ``itemsize`` bytes: rounded sums, or partials in fp32.
-    """
+    """Returns whether skinny kernels can compute a result of at most 64 rows; ranks send ``itemsize`` bytes each."""
     nbytes = itemsize * rows * columns
     return any(rows <= algorithm.row.tiles[-1].rows and algorithm.row.fits(world_size, nbytes) for algorithm in _SKINNY)
 
@@ -122,30 +119,25 @@ def prefers_tiles(
     codec: str = "",
     factors: Factors = PLAIN,
 ) -> bool:
-    """Returns whether one fused kernel was measured to be faster than a matmul followed by its sum.
+    """Returns whether one fused kernel was measured to be faster than a matmul followed by its sum, [rows, columns].
 
-    The result is [rows, columns]. ``scattered`` says whether each rank sums its own rows even of a skinny result, which
-    no skinny kernel does: in a reduce-scatter, or with an epilogue. ``codec`` is the text of the codec on the wire.
-    Tiles of e4m3 operands and of fp32 partials have the same threshold as other tiles (e4m3, 512 x 8192 between two
-    H200s: 49.7 us in tiles, 56.1 us in two steps). Nothing was measured where more than two communicators share a GPU:
-    a fused kernel has only a share of its SMs.
+    ``scattered``: whether each rank sums its own rows even of a skinny result, which no skinny kernel does: in a
+    reduce-scatter, or with an epilogue. Tiles of e4m3 operands and of fp32 partials have the same threshold as others
+    (e4m3, 512 x 8192 between two H200s: 49.7 us in tiles, 56.1 us in two steps). Nothing was measured where more than
+    two communicators share a GPU: a fused kernel has only a share of its SMs.
     """
     if chip.communicators > 2:
         return False
     if not scattered and not codec and is_skinny(world_size, rows, columns, factors.sent_itemsize):
         if factors.most_skinny_rows and rows > factors.most_skinny_rows:
             return False
-        return columns >= policy.skinny_from_columns.get(world_size, math.inf) and _fills_waves(policy, columns, chip)
+        blocks, room = -(-columns // SkinnyTile.columns), chip.shared_blocks()
+        waves = -(-blocks // room)
+        is_busy = waves == 1 or blocks / (waves * room) >= policy.skinny_least_busy
+        return is_busy and columns >= policy.skinny_from_columns.get(world_size, math.inf)
     if codec and scattered:
         return False
     return rows * columns >= policy.tiles_from(world_size, bool(codec))
-
-
-def _fills_waves(policy: MatmulPolicy, columns: int, chip: Chip) -> bool:
-    """Returns whether a skinny kernel takes one wave of blocks, or keeps the SMs busy in all of its waves."""
-    blocks, room = -(-columns // SkinnyTile.columns), chip.shared_blocks()
-    waves = -(-blocks // room)
-    return waves == 1 or blocks / (waves * room) >= policy.skinny_least_busy
 
 
 def may_take_one_kernel(work: Product, dtype: torch.dtype) -> bool:
@@ -229,9 +221,8 @@ def best_tile(kind: Kind[MatmulTile], shape: Shape, cost: TileCost, chip: Chip |
     """Returns the tile of a kind that is estimated to multiply a shape fastest.
 
     A kernel that sends or gathers shares a chip with the kernels of other communicators; a plain matmul has its own
-    SMs. The costs are those of 16-bit operands: 128 of K in e4m3 have the bytes of 64 of 16 bits, and the tensor cores
-    multiply them in the same time. Adding the sums of blocks is not counted. Over 72 shapes the chosen tile takes 1.01
-    times as long as the fastest tile in e4m3 (H100).
+    SMs. The costs are those of 16-bit operands. In e4m3 adding the sums of blocks is not counted: over 72 shapes the
+    chosen tile takes 1.01 times as long as the fastest (H100).
     """
     tiles = [tile for tile in kind.tiles if shape.layout in tile.layouts]
     rows, n, k, _ = shape = shape._replace(k=kind.factors.k_of_16_bits(shape.k))
@@ -330,11 +321,10 @@ def _kind(algorithm: Algorithm, factors: Factors, leaves: int, is_encoded: bool)
 def tiles_to_load(
     policy: MatmulPolicy, algorithm: Algorithm, work: Product, chip: Chip, world_size: int
 ) -> tuple[MatmulTile | SkinnyTile, ...]:
-    """Returns the tiles of a fused kernel that all ranks load; each takes one of them.
+    """Returns the tiles of a fused kernel that all ranks load; each takes one of them: :func:`tile_for`.
 
-    Large sums take measured tiles. Large sums of partials take a tile of the same shape. Small sums, and sums of e4m3
-    operands, take a tile by an estimate. Tiles of a sum have equally many columns, so that warpgroup tiles have the
-    same width on ranks with different K: :func:`tile_for`.
+    Large sums take measured tiles, and large sums of partials a tile of the same shape. Small sums, and sums of e4m3
+    operands, take a tile by an estimate. Tiles of a sum have equally many columns on ranks with different K.
     """
     kind, as_tree = tiles_that_serve(algorithm, work, world_size), work.factors.as_tree
     if algorithm.row.is_skinny:
@@ -350,14 +340,9 @@ def tiles_to_load(
             return (policy.alternating_tile, tile) if alternates else (tile,)
         if alike := [candidate for candidate in kind.tiles if candidate.size == tile.size]:
             return (alike[0],)
-    kind = _without(kind, policy.large_tile, policy.alternating_tile) if work.factors.is_plain else kind
+    if work.factors.is_plain:  # for small results, not those that were measured on large results
+        kind = Kind(tuple(tile for tile in kind.tiles if tile not in (policy.large_tile, policy.alternating_tile)))
     return (best_tile(kind, Shape(work.parts, work.columns, _TYPICAL_K), policy.cost, chip),)
-
-
-@functools.cache
-def _without(kind: Kind, *measured: MatmulTile) -> Kind:
-    """Returns the tiles of a kind that are for small results: not those that were measured on large results."""
-    return Kind(tuple(tile for tile in kind.tiles if tile not in measured))
 
 
 def tile_for(policy: MatmulPolicy, tiles: tuple[T, ...], k: int) -> T:

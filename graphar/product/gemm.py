@@ -94,10 +94,9 @@ def scaled_matmul(
 
 
 def bind(step: Step, sms: int | None = None, tile: MatmulTile | None = None, leaves: int = 1) -> Callable[[int], None]:
-    """Returns a function of a stream's handle that launches a step; its device must be current.
+    """Returns a function of a stream's handle that launches a step of :func:`matmul`; its device must be current.
 
-    It loads the kernel. ``sms``, ``tile`` and ``leaves`` are those of :func:`matmul`: K and the result are not empty,
-    and :func:`why_not` has no reason.
+    It loads the kernel. K and the result are not empty, and :func:`why_not` has no reason.
     """
     a, w, out, scales, bias = step
     device, (layout, weights), (m, n) = a.device.index, weight_of(w), out.shape
@@ -137,10 +136,7 @@ def why_none_like(a: torch.Tensor) -> Reason | None:
 def default_tile(
     device: int, m: int, n: int, k: int, sms: int, layout: str = "by_rows", leaves: int = 1, factors: Factors = PLAIN
 ) -> MatmulTile:
-    """Returns the tile that :func:`matmul` takes by default for [m, k] times [k, n] on ``sms`` SMs of a device.
-
-    ``layout`` is the layout of the weight, one of LAYOUTS, and ``leaves`` one of LEAF_COUNTS.
-    """
+    """Returns the tile that :func:`matmul` takes by default for [m, k] times [k, n] on ``sms`` SMs of a device."""
     in_clusters = _sms_in_clusters(device) if leaves > 2 else 0
     return best_tile(alone(factors, leaves), Shape((m,), n, k, layout), cost_on(device), Sms(sms, in_clusters))
 

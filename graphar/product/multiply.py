@@ -59,8 +59,7 @@ class Multiply(ABC):
     def instead(self, step: Step, sms: int, why_not: Reason) -> Enqueue:
         """Returns what makes a step that the kernel cannot make, for the reason ``why_not``, or that is on the CPU.
 
-        Raises:
-            UnsupportedError: nothing else has the bits that were asked for.
+        UnsupportedError if nothing else has the bits that were asked for.
         """
 
     def bind_all(self, panels: Sequence[Sequence[tuple[Step, int]]]) -> list[list[Enqueue]]:
@@ -139,15 +138,10 @@ def multiply(a: torch.Tensor, w: torch.Tensor, out: torch.Tensor, bias: torch.Te
 
 @dataclass(frozen=True)
 class Own(Multiply):
-    """Makes steps of 16-bit operands, with the tiles of the engine's table. Elsewhere torch multiplies.
+    """Makes steps of 16-bit operands. Elsewhere torch multiplies."""
 
-    Attributes:
-        cost: the costs by which it chooses tiles.
-        is_invariant: whether the bits of a row may not depend on the number of rows: torch never multiplies then.
-    """
-
-    cost: TileCost
-    is_invariant: bool = False
+    cost: TileCost  # by which it chooses tiles: that of the engine's table
+    is_invariant: bool = False  # whether the bits of a row may not depend on the number of rows: torch never multiplies
 
     @property
     def beyond(self) -> str:
@@ -181,13 +175,9 @@ class Scaled(Multiply):
 
     Elsewhere than on sm_90a, and for operands that it cannot load, the specification multiplies:
     graphar.numerics.fp8_products. An element depends on its row of A and its row of W alone, so cuts change no bit.
-
-    Attributes:
-        is_invariant: whether the bits of a row may not depend on the number of rows: torch's operations never compute
-            the specification on a GPU then.
     """
 
-    is_invariant: bool = False
+    is_invariant: bool = False  # as in Own: torch's operations never compute the specification on a GPU then
     beyond = "torch's operations, as the specification of scaled products"
 
     def instead(self, step: Step, sms: int, why_not: Reason) -> Enqueue:
@@ -204,17 +194,12 @@ class Leaves(Multiply):
 
     Operands are in bf16, fp16 or, on a CPU, fp32; results may be in fp32. On a GPU the kernel makes them, and on a CPU
     graphar.numerics.leaf_tree.
-
-    Attributes:
-        op: the op that errors name.
-        leaves: 1, 2, 4 or 8: each is added in the order of K. Their lengths differ by at most one column.
     """
 
-    op: str
-    leaves: int = 1
+    op: str  # that errors name
+    leaves: int = 1  # 1, 2, 4 or 8: each is added in the order of K. Their lengths differ by at most one column
 
     def instead(self, step: Step, sms: int, why_not: Reason) -> Enqueue:
-        """Raises UnsupportedError for fp32 on a GPU, and for another GPU than sm_90."""
         a, w, out, _, bias = step
         if not a.is_cuda:
             total = leaf_tree.in_leaves(a, w, self.leaves)
@@ -262,10 +247,7 @@ class Chosen(NamedTuple):
 
 
 def choose(engine: Engine, work: Product, matmul: MatmulOperands, panels: int = 1) -> Chosen:
-    """Returns what multiplies one rank's operands, cut into this number of panels.
-
-    Ranks with different K may choose differently, since they exchange only products.
-    """
+    """Returns what multiplies one rank's operands, cut into this number of panels. Ranks may choose differently."""
     cost, factors = engine.table.matmul.cost, work.factors
     if factors.as_tree:
         return Chosen(Leaves(work.op, work.leaves(engine.world_size)))
