@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import ChainMap
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 
@@ -33,27 +32,25 @@ from graphar.product.gemm import (
     GROUP_ROWS,
     STORE_COLUMNS,
     STORE_ROWS,
+    Matrices,
     layout_of,
     rows_map,
     weight_map,
-    weight_of,
     why_not,
 )
 from graphar.product.multiply import in_whole_loads
-from graphar.product.operands import MatmulOperands, Placed, kernel_arguments, operands_of
+from graphar.product.operands import MatmulOperands, operands_of
 from graphar.product.tensor_maps import (
     BOX_COLUMNS,
-    Matrix,
     TensorMap,
     aligned_copy,
     aligned_like,
-    loaded,
     matrix_of,
     tensor_map,
 )
 from graphar.ranks import agreement
 from graphar.runtime import launcher
-from graphar.runtime.arguments import Arguments, MatmulArguments
+from graphar.runtime.arguments import Arguments
 from graphar.runtime.bind.launches import bind_launch, on_own_device, put_agreed, runner_of
 from graphar.runtime.catalogue import KernelSource, fused_matmul_source
 from graphar.runtime.engine import Engine
@@ -71,21 +68,6 @@ Tile = MatmulTile | SkinnyTile
 # Grids leave SMs free. Kernels of tiles start only after the previous kernel in the stream has ended. So another
 # communicator's kernels find room: (18) in cuda_src/device/sync/kernel_order.cuh. The grids of sums are equal on all
 # ranks.
-
-
-class Matrices(NamedTuple):
-    """The memory of one rank's operands and result, for the tensor maps of a launch."""
-
-    a: Matrix
-    w: Matrix  # as it lies in memory
-    layout: str  # the layout of W, one of LAYOUTS
-    out: Matrix  # [M, N]
-    bias: int = 0  # the address of the bias; 0 without one
-    constant_weight: bool = False  # whether W may be loaded while the kernel before still runs
-    beside: Placed | None = None  # the scales of operands in e4m3
-
-    def arguments(self, rows: int, **more: int) -> MatmulArguments:
-        return kernel_arguments(self.beside, self.bias, rows, self.out.columns, self.a.columns, **more)
 
 
 def _grid(tile: MatmulTile, matrices: Matrices, piece: Slice, chip: Chip) -> Grid:
@@ -302,10 +284,8 @@ class FusedMatmul:
     def _launch(self, member: Member, operands: MatmulOperands, piece: Slice) -> Launch:
         """Returns one member's launch of a slice, bound to the addresses of its operands; cached."""
         at = member.rank if self._engine.devices else 0
-        (layout, w), bias = weight_of(operands.w), 0 if operands.bias is None else operands.bias.data_ptr()
-        beside = operands.constant_weight, operands.placed
-        matrices = Matrices(loaded(operands.a), w, layout, loaded(operands.out), bias, *beside)
-        tile = self._tile_of(operands, piece, layout)
+        matrices = Matrices.of(operands.step, operands.constant_weight, operands.gathered_scales)
+        tile = self._tile_of(operands, piece, matrices.layout)
         key = member.rank, piece, tile, matrices, operands.given_k
         if (launch := self._launches.get(key)) is not None:
             return launch
@@ -316,7 +296,7 @@ class FusedMatmul:
         arguments = self._runner.arguments(member, self.algorithm, piece, seconds, words)
         first, *_ = self._corner(member, operands, piece)
         parameters, grid = self._parameters(tile, matrices, piece, arguments, first, self._runner.chip)
-        launch = KernelLaunch(self._functions[at][tile, layout], [*parameters, arguments], grid)
+        launch = KernelLaunch(self._functions[at][tile, matrices.layout], [*parameters, arguments], grid)
         epilogue = self._call.work.epilogue
         put = epilogue and put_agreed(self._runner, arguments, words, epilogue, arguments.epilogue.put)
         return self._launches.keep(key, bind_launch(self._runner, member, launch, arguments, put))

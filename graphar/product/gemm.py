@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -20,9 +20,10 @@ from graphar.plan.factors import PLAIN, Factors
 from graphar.plan.matmuls import Shape, Sms, alone, best_tile
 from graphar.plan.policy import TileCost
 from graphar.plan.tiles import LEAF_COUNTS, LEAF_TILES, MatmulTile
-from graphar.product.operands import Placed, Step, kernel_arguments, placed
+from graphar.product.operands import Step
 from graphar.product.tensor_maps import BOX_COLUMNS, Matrix, TensorMap, loaded, matrix_of, tensor_map
 from graphar.runtime import launcher
+from graphar.runtime.arguments import MatmulArguments, ScaledMatmulArguments
 from graphar.runtime.catalogue import matmul_source, scaled_matmul_source
 from graphar.runtime.launcher import Grid, Launch
 from graphar.runtime.user_tables import find_table
@@ -98,14 +99,12 @@ def bind(step: Step, sms: int | None = None, tile: MatmulTile | None = None, lea
 
     It loads the kernel. K and the result are not empty, and :func:`why_not` has no reason.
     """
-    a, w, out, scales, bias = step
-    device, (layout, weights), (m, n) = a.device.index, weight_of(w), out.shape
+    device, matrices, (m, n), k = step.a.device.index, Matrices.of(step), step.out.shape, step.a.shape[1]
     sms = sms or launcher.sm_count(device)
-    factors = Factors(scales.format) if scales else PLAIN
-    tile = tile or default_tile(device, m, n, a.shape[1], sms, layout, leaves, factors)
-    pointer, of = 0 if bias is None else bias.contiguous().data_ptr(), scales and placed(scales)
+    factors = Factors(step.scales.format) if step.scales else PLAIN
+    tile = tile or default_tile(device, m, n, k, sms, matrices.layout, leaves, factors)
     with torch.cuda.device(device):
-        return _bind(device, tile, layout, sms, loaded(a), weights, loaded(out), pointer, of)
+        return _bind(device, tile, sms, matrices)
 
 
 def why_not(a: torch.Tensor, w: torch.Tensor, out: torch.Tensor, leaves: int = 1) -> Reason | None:
@@ -168,6 +167,44 @@ def weight_of(w: torch.Tensor) -> tuple[str, Matrix]:
     return ("by_rows", by_rows) if by_rows else ("by_columns", loaded(w.t()))
 
 
+_OF_SCALES = [field[0] for field in ScaledMatmulArguments._fields_]
+
+
+class Matrices(NamedTuple):
+    """Where the operands and the result of one rank's matmul lie, for the tensor maps and arguments of a launch."""
+
+    a: Matrix
+    w: Matrix  # as it lies in memory
+    layout: str  # the layout of W, one of LAYOUTS
+    out: Matrix  # [M, N]
+    bias: int = 0  # the address of the bias; 0 without one
+    constant_weight: bool = False  # whether W may be loaded while the kernel before still runs
+    scale_format: str = ""  # the C++ class of the format of scales; an empty string without them
+    scales: tuple[int, ...] = ()  # their addresses, and strides in elements, as ScaledMatmulArguments has them
+
+    @classmethod
+    def of(cls, step: Step, constant_weight: bool = False, gathered_scales: torch.Tensor | None = None) -> Matrices:
+        """Returns where a step's tensors lie, and the scales of gathered rows, if they are wanted."""
+        a, w, out, scales, bias = step
+        layout, weights = weight_of(w)
+        pointer = 0 if bias is None else bias.contiguous().data_ptr()
+        matrices = cls(loaded(a), weights, layout, loaded(out), pointer, constant_weight)
+        if scales is None:
+            return matrices
+        of_a, of_w, to = (0 if x is None else x.data_ptr() for x in (scales.a, scales.w, gathered_scales))
+        beside = of_a, of_w, *scales.a.stride(), *scales.w.stride(), to
+        return matrices._replace(scale_format=str(Factors(scales.format)), scales=beside)
+
+    def arguments(self, rows: int, *, from_row: int = 0, **more: int) -> MatmulArguments:
+        """Returns the arguments of a launch on rows of A that begin at ``from_row``; the result has ``rows``."""
+        sizes = self.bias, rows, self.out.columns, self.a.columns
+        if not self.scales:
+            return MatmulArguments(*sizes, **more)
+        arguments = ScaledMatmulArguments(*sizes, **more, **dict(zip(_OF_SCALES, self.scales, strict=True)))
+        arguments.a_scale += from_row * arguments.a_scale_row * torch.float32.itemsize
+        return arguments
+
+
 def rows_map(tile: MatmulTile, a: Matrix) -> TensorMap:
     """Returns the tensor map of rows of A for the boxes that the kernels load: no higher than the rows need."""
     return tensor_map(a, min(tile.rows, -(-a.rows // 8) * 8))
@@ -191,9 +228,9 @@ def _function(
 
 
 @functools.cache
-def _clusters_at_once(device: int, dtype: torch.dtype, tile: MatmulTile, layout: str, out_dtype: torch.dtype) -> int:
+def _clusters_at_once(device: int, dtype: torch.dtype, tile: MatmulTile, *kernel) -> int:
     """Returns how many clusters of a kernel run on a device at once; it must be current."""
-    return launcher.clusters_at_once(_function(device, dtype, tile, layout, out_dtype), _grid(tile, 1))
+    return launcher.clusters_at_once(_function(device, dtype, tile, *kernel), _grid(tile, 1))
 
 
 def _grid(tile: MatmulTile, clusters: int) -> Grid:
@@ -202,34 +239,22 @@ def _grid(tile: MatmulTile, clusters: int) -> Grid:
 
 
 @functools.lru_cache(maxsize=1024)
-def _bind(
-    device: int,
-    tile: MatmulTile,
-    layout: str,
-    sms: int,
-    a: Matrix,
-    w: Matrix,
-    c: Matrix,
-    bias: int,
-    beside: Placed | None = None,
-) -> Callable[[int], None]:
-    n = w.rows if layout == "by_rows" else w.columns
-    rows, columns = -(-a.rows // (tile.rows * tile.cluster)), -(-n // tile.columns)
-    sizes = bias, a.rows, n, a.columns, min(GROUP_ROWS, rows)
-    maps = [rows_map(tile, a), weight_map(tile, layout, w), tensor_map(c, STORE_ROWS)]
+def _bind(device: int, tile: MatmulTile, sms: int, matrices: Matrices) -> Callable[[int], None]:
+    a, c, layout = matrices.a, matrices.out, matrices.layout
+    rows, columns = -(-a.rows // (tile.rows * tile.cluster)), -(-c.columns // tile.columns)
+    maps = [rows_map(tile, a), weight_map(tile, layout, matrices.w), tensor_map(c, STORE_ROWS)]
 
     def launch_of(tile: MatmulTile, first: int, end: int) -> Launch:
         """Returns the launch of some of the tiles, numbered in their order."""
-        fields = kernel_arguments(beside, *sizes)
-        if not beside:
+        fields = matrices.arguments(a.rows, group_rows=min(GROUP_ROWS, rows))
+        if not matrices.scales:
             fields.c, fields.c_leading, fields.first_tile, fields.end_tile = c.pointer, c.leading, first, end
         clusters = min(max(sms // tile.blocks, 1), end - first)
-        kernel = a.dtype, tile, layout, c.dtype
+        kernel = a.dtype, tile, layout, c.dtype, matrices.scale_format
         if tile.split > 1:
             # Clusters that find no room begin when others end, and would then compute all their tiles.
             clusters = min(clusters, _clusters_at_once(device, *kernel))
-        function = _function(device, *kernel, *([beside.template] if beside else []))
-        return Launch(function, [*maps, fields], _grid(tile, clusters))
+        return Launch(_function(device, *kernel), [*maps, fields], _grid(tile, clusters))
 
     tiles, tail = rows * columns, tile.of_tail
     whole = tiles // sms * sms if tail else tiles

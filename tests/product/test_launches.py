@@ -21,15 +21,13 @@ from graphar.plan.work import Product
 from graphar.product import fused, gemm
 from graphar.product.fused import (
     FusedMatmul,
-    Matrices,
     gathered_tiles,
     place_gathering,
     skinny,
     summed_tiles,
 )
-from graphar.product.gemm import layout_of
-from graphar.product.operands import MatmulOperands
-from graphar.product.tensor_maps import matrix_of
+from graphar.product.gemm import Matrices, layout_of
+from graphar.product.operands import MatmulOperands, Step
 from graphar.runtime import launcher
 
 TILE, MEMBER, COUNTS = GATHERED_TILES[0], SimpleNamespace(rank=0, device=0), (16, 16)
@@ -120,7 +118,7 @@ def test_boxes_of_rows_are_no_higher_than_their_owners_part(monkeypatch, tile):
     arguments = SimpleNamespace(world_size=len(counts), rank=1, scratch=[0] * len(counts), capacity=1 << 20)
     (one,) = row_slices(counts, 256)
 
-    gathered_tiles(tile, Matrices(matrix_of(a), matrix_of(w), "by_rows", matrix_of(out)), one, arguments, 0, CHIP)
+    gathered_tiles(tile, Matrices.of(Step(a, w, out)), one, arguments, 0, CHIP)
 
     assert boxes == {1: 8, 40: 40, 64: 64, 100: min(104, tile.rows), 200: tile.rows}
 
@@ -137,7 +135,7 @@ def test_each_launch_has_the_scales_of_its_rows(monkeypatch):
     monkeypatch.setattr(fused, "tensor_map", lambda *given: fused.TensorMap())
     monkeypatch.setattr(fused, "weight_map", lambda *given: None)
     own, counts = scaled(), (32, 32)
-    matrices = Matrices(matrix_of(own.a), matrix_of(own.w), "by_rows", matrix_of(own.out), beside=own.placed)
+    matrices = Matrices.of(own.step)
     arguments = SimpleNamespace(world_size=2, rank=0, scratch=[0, 0], capacity=1 << 20)
 
     of_launches = [
@@ -208,7 +206,7 @@ def grid_of(monkeypatch, kind, tile, sms, columns, communicators=2):
     a, w, out = (torch.empty(shape, dtype=torch.bfloat16) for shape in ((rows, 8), (columns, 8), (rows, columns)))
     arguments = SimpleNamespace(world_size=2, rank=0, scratch=[0, 0], capacity=1 << 20)
     (one,) = [Slice(rows * columns)] if kind is skinny else row_slices((rows // 2,) * 2, rows)
-    own = Matrices(matrix_of(a), matrix_of(w), "by_rows", matrix_of(out))
+    own = Matrices.of(Step(a, w, out))
     return kind(tile, own, one, arguments, 0, Chip(sms, MATMUL_ARCH, communicators))[1]
 
 
