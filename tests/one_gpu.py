@@ -66,7 +66,7 @@ class RanksOfOneGpu:
 
     def allreduce(self, parts: Sequence[torch.Tensor], algorithm: Algorithm, direct: bool = False) -> list:
         """What every rank receives. ``direct``: the input or output that kernels access on all ranks is symmetric."""
-        config, _ = measured_config(TABLE, self.world_size, parts[0].nbytes, algorithm)
+        config = measured_config(TABLE, self.world_size, parts[0].nbytes, algorithm)
         xs, outs = [part.cuda(0) for part in parts], [_unwritten(part) for part in parts]
         if direct:
             symmetric = self._runner.symmetric.empty(parts[0])
@@ -80,7 +80,7 @@ class RanksOfOneGpu:
     def allreduces(self, calls: Sequence[Sequence[torch.Tensor]], algorithm: Algorithm) -> list[list]:
         """What every rank receives in several calls of one size, made without a wait between them."""
         first = calls[0][0]
-        config, _ = measured_config(TABLE, self.world_size, first.nbytes, algorithm)
+        config = measured_config(TABLE, self.world_size, first.nbytes, algorithm)
         xs = [[part.cuda(0) for part in parts] for parts in calls]
         outs = [[_unwritten(part) for part in parts] for parts in calls]
         self._launch_in_turn(Sum(first.numel()), config, [of_ranks(*pair) for pair in zip(xs, outs, strict=True)])
@@ -90,7 +90,7 @@ class RanksOfOneGpu:
         """What every rank receives of fp32 that is added as a tree, or its part of a tensor with one dimension."""
         tree = {"order": "tree", "out_dtype": out_dtype}
         if algorithm.op == "allreduce":
-            config, _ = measured_config(TABLE, self.world_size, parts[0].nbytes, algorithm)
+            config = measured_config(TABLE, self.world_size, parts[0].nbytes, algorithm)
             work, outs = Sum(parts[0].numel(), **tree), [_unwritten(part, out_dtype) for part in parts]
         else:
             outs = [_unwritten(part, out_dtype) for part in parts[0].tensor_split(self.world_size)]

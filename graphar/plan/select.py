@@ -285,7 +285,7 @@ def _for_large(by_op: Mapping[str, Algorithm], policy: LargeCallsPolicy, call: C
 
 def _why_not(algorithm: Algorithm, call: Call, facts: Facts) -> Reason | None:
     row = algorithm.row
-    if not row.has_kernel_for(call.dtype):
+    if not {call.dtype, BYTE} & {*row.dtypes}:
         return f"it has no kernel for {call.dtype}"
     if why := _why_not_here(algorithm, facts):
         return why

@@ -20,19 +20,9 @@ import torch
 
 from graphar.numerics.codecs import Codec
 from graphar.numerics.codecs import codec as codec_of_text
+from graphar.plan import policy
 from graphar.plan.algorithms import Algorithm, in_tables, is_from_outside, is_loaded
 from graphar.plan.config import Config
-from graphar.plan.policy import (
-    AllgatherMatmulPolicy,
-    BesidePolicy,
-    Chip,
-    CopiesPolicy,
-    LosslessPolicy,
-    MatmulPolicy,
-    NormPolicy,
-    QuantizedPolicy,
-    TrainingPolicy,
-)
 from graphar.plan.scratch import PACK_NBYTES, WARP, WORLD_SIZES
 
 DEFAULT = "default"
@@ -60,16 +50,16 @@ class Table:
     codecs: dict[int, dict[str, list[list]]] = field(default_factory=dict)
     # By op, the entries of reduce-scatters, all-gathers and all-to-alls, by the bytes of the largest part.
     parts: dict[str, list[dict]] = field(default_factory=_default("parts"))
-    chip: Chip = field(default_factory=_default("chip"))  # the kind of GPU that the table is for
-    quantized: QuantizedPolicy = field(default_factory=_default("quantized"))  # grids with a codec on the wire
-    lossless: LosslessPolicy = field(default_factory=_default("lossless"))  # thresholds of lossless compression
-    copies: CopiesPolicy = field(default_factory=_default("copies"))  # thresholds and chunks of copy engines
-    norm: NormPolicy = field(default_factory=_default("norm"))  # thresholds of all-reduces with RMSNorm
-    beside: BesidePolicy = field(default_factory=_default("beside"))  # the grid beside other work
-    training: TrainingPolicy = field(default_factory=_default("training"))  # the grid beside a step's matmuls
-    matmul: MatmulPolicy = field(default_factory=_default("matmul"))  # thresholds and tiles of matmuls
+    chip: policy.Chip = field(default_factory=_default("chip"))  # the kind of GPU that the table is for
+    quantized: policy.QuantizedPolicy = field(default_factory=_default("quantized"))  # grids with a codec on the wire
+    lossless: policy.LosslessPolicy = field(default_factory=_default("lossless"))  # thresholds of lossless compression
+    copies: policy.CopiesPolicy = field(default_factory=_default("copies"))  # thresholds and chunks of copy engines
+    norm: policy.NormPolicy = field(default_factory=_default("norm"))  # thresholds of all-reduces with RMSNorm
+    beside: policy.BesidePolicy = field(default_factory=_default("beside"))  # the grid beside other work
+    training: policy.TrainingPolicy = field(default_factory=_default("training"))  # the grid beside a step's matmuls
+    matmul: policy.MatmulPolicy = field(default_factory=_default("matmul"))  # thresholds and tiles of matmuls
     # When an all-gather and a matmul are one kernel.
-    allgather_matmul: AllgatherMatmulPolicy = field(default_factory=_default("allgather_matmul"))
+    allgather_matmul: policy.AllgatherMatmulPolicy = field(default_factory=_default("allgather_matmul"))
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Table:
@@ -165,12 +155,9 @@ def serving(table: Table, world_size: int) -> Table:
     return table if world_size in table.rows else shipped_table(DEFAULT)
 
 
-def measured_config(
-    table: Table, world_size: int, nbytes: int, algorithm: Algorithm | None = None
-) -> tuple[Config, str]:
-    """Returns the configuration of an exact all-reduce of ``nbytes`` a rank, and the name of the table that has it."""
-    table = serving(table, world_size)
-    return by_entries(table.rows[world_size], world_size, nbytes, algorithm), table.name
+def measured_config(table: Table, world_size: int, nbytes: int, algorithm: Algorithm | None = None) -> Config:
+    """Returns the configuration of an exact all-reduce of ``nbytes`` a rank, as :func:`by_entries` does."""
+    return by_entries(serving(table, world_size).rows[world_size], world_size, nbytes, algorithm)
 
 
 # ---- expected times --------------------------------------------------------------------------------------------------
@@ -338,8 +325,8 @@ def _is_positive(value: Any) -> bool:
 # ---- policies: dataclasses as JSON ----------------------------------------------------------------------------------
 
 
-def _written(policy: Any) -> dict[str, Any]:
-    values = {name: getattr(policy, name) for name in _types_of(type(policy))}
+def _written(section: Any) -> dict[str, Any]:
+    values = {name: getattr(section, name) for name in _types_of(type(section))}
     return {name: _written(value) if dataclasses.is_dataclass(value) else value for name, value in values.items()}
 
 

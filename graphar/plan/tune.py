@@ -129,7 +129,7 @@ def what_changed(old: Table, new: Table, measurements: Mapping[int, Measurements
     lines = []
     for world_size, by_size in measurements.items():
         for nbytes, times in by_size.items():
-            before, after = (measured_config(table, world_size, nbytes)[0] for table in (old, new))
+            before, after = (measured_config(table, world_size, nbytes) for table in (old, new))
             if before != after:
                 known = {fitted(config, world_size, nbytes): us for config, us in times.items()}
                 both = " -> ".join(_describe(config, known.get(config)) for config in (before, after))

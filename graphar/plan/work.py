@@ -34,7 +34,7 @@ from graphar.numerics.leaf_tree import LEAVES
 from graphar.numerics.norms import ALLREDUCE_NORM, REDUCESCATTER_NORM
 from graphar.numerics.partitions import BATCH_INVARIANT, TP_INVARIANT, Panel, length
 from graphar.numerics.softmax import Terms
-from graphar.plan.factors import FORMATS, Factors
+from graphar.plan.factors import Factors
 from graphar.plan.scratch import PACK_NBYTES
 
 MATMUL_ALLREDUCE, MATMUL_REDUCESCATTER = "fused_matmul_allreduce", "fused_matmul_reducescatter"
@@ -284,11 +284,6 @@ class Product(NamedTuple):
     def factors(self) -> Factors:
         """What is multiplied, and in which order it is added."""
         return Factors(self.format, self.order, self.partition in (BATCH_INVARIANT, TP_INVARIANT))
-
-    @property
-    def in_8_bits(self) -> list[Product]:
-        """The same product of operands in e4m3, in each format of their scales."""
-        return [self._replace(format=scale_format) for scale_format in FORMATS]
 
     @property
     def beside(self) -> str:

@@ -116,8 +116,8 @@ def test_bf16_is_compressed_from_the_size_in_the_table_on(world_size, least):
     below, _ = chosen(least - 2, world_size=world_size)
     at, reason = chosen(least, world_size=world_size)
 
-    assert below == measured_config(H200, world_size, least - 2)[0]
-    assert at == replace(measured_config(H200, world_size, least, LOSSLESS)[0], blocks=131)
+    assert below == measured_config(H200, world_size, least - 2)
+    assert at == replace(measured_config(H200, world_size, least, LOSSLESS), blocks=131)
     assert reason == f"lossless compression, chosen by table 'nvidia_h200' for {world_size} ranks and {least} bytes"
 
 
@@ -143,7 +143,7 @@ def test_other_large_calls_are_not_compressed(how):
 def test_without_lossless_a_large_call_is_plain_and_says_so():
     config, reason = chosen(1 << 30, lossless=False)
 
-    assert config == measured_config(H200, 4, 1 << 30)[0]
+    assert config == measured_config(H200, 4, 1 << 30)
     assert reason == (
         f"the fastest by table 'nvidia_h200' for 4 ranks and {1 << 30} bytes; lossless compression is off"
     )

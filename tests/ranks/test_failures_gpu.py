@@ -27,7 +27,7 @@ def launch_all_but_last(ranks: Ranks, algorithm: str, timeout_s: float) -> None:
 def launches_of(ranks: Ranks, algorithm: str, timeout_s: float) -> list:
     """One launch a rank, for 8192 elements of bfloat16."""
     engine = ranks.communicator.engine
-    config, _ = measured_config(engine.table, ranks.world_size, 2 * 8192, Algorithm(algorithm))
+    config = measured_config(engine.table, ranks.world_size, 2 * 8192, Algorithm(algorithm))
     return bare_launches(engine, Call(Sum(8192), torch.bfloat16, 0), config, Slice(8192), timeout_s)
 
 
