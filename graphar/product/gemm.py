@@ -8,12 +8,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from graphar.errors import Reason, UnsupportedError
-from graphar.numerics.fp8_products import FP8, Scales, checked_scales
+from graphar.numerics.fp8_products import FP8, checked_scales
 from graphar.numerics.leaf_tree import LEAF_UNIT
 from graphar.plan.algorithms import MATMUL_ARCH, MATMUL_TYPES
 from graphar.plan.factors import PLAIN, Factors
@@ -45,30 +45,36 @@ def matmul(
     tile: MatmulTile | None = None,
     leaves: int = 1,
     out_dtype: torch.dtype | None = None,
-    scales: Scales | None = None,
+    a_scale: torch.Tensor | None = None,
+    w_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Returns ``a @ w.T + bias``, accumulated in fp32 in the order of K and rounded once; on torch's current stream.
 
     With several ``leaves`` K is cut into as many, of equal length, multiples of 64 columns. They are added in fp32 as a
-    binary tree: a node of :mod:`graphar.numerics.leaf_tree`. With ``scales`` of e4m3 operands the order is that of
+    binary tree: a node of :mod:`graphar.numerics.leaf_tree`. With scales of e4m3 operands the order is that of
     :func:`graphar.numerics.fp8_products.scaled_linear`. The caller has checked that dtypes, devices and shapes fit.
 
     Args:
         w: with contiguous rows, as in ``torch.nn.Linear``, or columns, as a transpose has them. With scales its rows.
         sms: how many SMs to take; None: all.
         tile: None: the tile with the least estimated time. With a ``tail_split`` two kernels are launched.
-        out_dtype: 16 bits, or torch.float32 for a sum that is not rounded and has no bias. None: that of ``a``.
+        out_dtype: 16 bits, or torch.float32 for a sum that is not rounded and has no bias. None: that of ``a``, or
+            bf16 with scales.
+        a_scale, w_scale: of e4m3 operands, the scales as users give them: of rows, or of blocks of 128 x 128.
 
     Raises:
-        ValueError: ``tile`` does not serve the layout of ``w``.
+        ValueError: ``tile`` does not serve the layout of ``w``, or a scale does not fit.
         UnsupportedError: :func:`why_not` has a reason, or the kernel is not loaded yet while a graph is captured.
     """
+    op, scales = "matmul", None
+    if a_scale is not None and w_scale is not None:
+        op, out_dtype = "scaled_matmul", out_dtype or torch.bfloat16
+        scales = checked_scales(op, a, w, a_scale, w_scale)
     out = a.new_empty(a.shape[0], w.shape[0], dtype=out_dtype) if out is None else out
     if out.numel() == 0:
         return out
     if a.shape[1] == 0:
         return out.zero_() if bias is None else out.copy_(bias.expand_as(out))
-    op = "scaled_matmul" if scales else "matmul"
     if reason := why_not(a, w, out, leaves):
         raise UnsupportedError(f"{op}: {reason}")
     if tile and (layout := weight_of(w)[0]) not in tile.layouts:
@@ -77,21 +83,6 @@ def matmul(
     with torch.cuda.device(a.device):
         enqueue(torch.cuda.current_stream().cuda_stream)
     return out
-
-
-def scaled_matmul(
-    a: torch.Tensor,
-    w: torch.Tensor,
-    out: torch.Tensor | None = None,
-    *,
-    a_scale: torch.Tensor,
-    w_scale: torch.Tensor,
-    out_dtype: torch.dtype = torch.bfloat16,
-    **how: Any,
-) -> torch.Tensor:
-    """Returns the :func:`matmul` of e4m3 operands whose scales users give: of rows, or of blocks of 128 x 128."""
-    scales = checked_scales("scaled_matmul", a, w, a_scale, w_scale)
-    return matmul(a, w, out, out_dtype=out_dtype, scales=scales, **how)
 
 
 def bind(step: Step, sms: int | None = None, tile: MatmulTile | None = None, leaves: int = 1) -> Callable[[int], None]:

@@ -121,7 +121,7 @@ class Scaled(products.Products):
             w_scale = w_scale if method == TORCH else w_scale.t()
             torch._scaled_mm(a, weight.t(), a_scale, w_scale, out_dtype=out.dtype, out=out)
         else:
-            gemm.scaled_matmul(a, weight, out, a_scale=a_scale, w_scale=w_scale)
+            gemm.matmul(a, weight, out, a_scale=a_scale, w_scale=w_scale)
 
     @classmethod
     def judge(cls, operands: ScaledOperands, call: int) -> products.IsWrong:

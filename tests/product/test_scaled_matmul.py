@@ -144,14 +144,14 @@ SCALES = {"a_scale": torch.ones(4, 1), "w_scale": torch.ones(16, 1)}
 
 def test_scales_that_do_not_fit_are_refused_by_name():
     with pytest.raises(ValueError, match=re.escape("a_scale must be [4, 1] or one number and w_scale [16, 1]")):
-        gemm.scaled_matmul(A, W, **SCALES | {"a_scale": torch.ones(3, 1)})
+        gemm.matmul(A, W, **SCALES | {"a_scale": torch.ones(3, 1)})
 
 
 def test_a_matmul_on_the_cpu_is_refused_with_the_reason():
     with pytest.raises(
         UnsupportedError, match="scaled_matmul: the kernel needs a device of sm_90a, got tensors on cpu"
     ):
-        gemm.scaled_matmul(A, W, **SCALES)
+        gemm.matmul(A, W, **SCALES)
 
 
 @pytest.mark.parametrize(
