@@ -1,4 +1,4 @@
-"""Factors: what a product multiplies, in which order it adds, and whose kernel multiplies; one value.
+"""Factors: what a product multiplies, and in which order it adds; one value.
 
 Whatever depends on the format of the operands or on the order asks here, so that no other module needs to know the
 formats: there are scales of rows, and scales of blocks of 128 columns.
@@ -24,7 +24,6 @@ class Factors(NamedTuple):
 
     format: str = ""  # one of FORMATS: operands are e4m3, results have 16 bits; an empty string: both have one dtype
     order: str = "rank"  # "rank": products are rounded, and added in the order of ranks; "tree": leaves of K, in fp32
-    own: bool = False  # whether only graphar's kernels may multiply, so that a row's bits depend on no other row
 
     def __str__(self) -> str:
         return _TEMPLATES[self.format] if self.format else ""

@@ -300,9 +300,8 @@ def _tiles(tile: MatmulTile, rows: Sequence[int], n: int) -> int:
 
 def tiles_that_serve(algorithm: Algorithm, work: Product, world_size: int) -> Kind:
     """Returns the tiles that a fused algorithm has for a product's factors and for what it sends."""
-    factors = work.factors._replace(own=False)
-    leaves = work.leaves(world_size) if factors.as_tree and algorithm.row.sends_tiles else 0
-    return _kind(algorithm, factors, leaves, bool(work.codec))
+    leaves = work.leaves(world_size) if work.factors.as_tree and algorithm.row.sends_tiles else 0
+    return _kind(algorithm, work.factors, leaves, bool(work.codec))
 
 
 @functools.cache

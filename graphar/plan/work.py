@@ -283,7 +283,12 @@ class Product(NamedTuple):
     @property
     def factors(self) -> Factors:
         """What is multiplied, and in which order it is added."""
-        return Factors(self.format, self.order, self.partition in (BATCH_INVARIANT, TP_INVARIANT))
+        return Factors(self.format, self.order)
+
+    @property
+    def is_invariant(self) -> bool:
+        """Whether only graphar's kernels may multiply, so that a row's bits depend on no other row."""
+        return self.partition in (BATCH_INVARIANT, TP_INVARIANT)
 
     @property
     def beside(self) -> str:
