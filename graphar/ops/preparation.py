@@ -16,9 +16,8 @@ from graphar.numerics.fp8_products import FP8
 from graphar.numerics.partitions import TP_INVARIANT
 from graphar.plan import select
 from graphar.plan.algorithms import COPYING, MATMUL_ARCH, MATMUL_TYPES, Algorithm, with_kernels
-from graphar.plan.factors import FORMATS
 from graphar.plan.matmuls import tiles_that_serve
-from graphar.plan.work import Product, without_seeds
+from graphar.plan.work import FORMATS, Product, without_seeds
 from graphar.product.fused import Tile, load_tile, sources_of_tile
 from graphar.runtime import compiler, launcher
 from graphar.runtime.bind import by_copies, loss

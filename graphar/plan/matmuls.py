@@ -15,7 +15,6 @@ from graphar.errors import Reason
 from graphar.numerics.codecs import codec as codec_of_text
 from graphar.numerics.partitions import BATCH_INVARIANT, TP_INVARIANT, split
 from graphar.plan.algorithms import MATMUL_ARCH, MATMUL_TYPES, Algorithm, kernels_that, with_kernels
-from graphar.plan.factors import PLAIN, Factors
 from graphar.plan.policy import Chip, MatmulPolicy, MeasuredMatmul, TileCost
 from graphar.plan.scratch import MATMUL_BOX_ROWS
 from graphar.plan.slices import rows_a_launch
@@ -35,7 +34,7 @@ from graphar.plan.tiles import (
     skinny_tile,
     travels_in_tiles,
 )
-from graphar.plan.work import MATMUL_ALLREDUCE, Product
+from graphar.plan.work import MATMUL_ALLREDUCE, PLAIN, Factors, Product
 
 COLUMNS = 8  # 16-bit elements in 16 bytes: kernels need rows of a multiple of 16 bytes
 _ROWS = 128  # rows of the tallest MatmulTile of a sum

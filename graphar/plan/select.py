@@ -29,8 +29,7 @@ from graphar.plan.algorithms import (
     with_kernels,
 )
 from graphar.plan.call import Call
-from graphar.plan.config import FALLBACK, HIERARCHICAL, Config, Kernel
-from graphar.plan.explanation import Explanation
+from graphar.plan.config import FALLBACK, HIERARCHICAL, Config, Explanation, Kernel
 from graphar.plan.grids import CLUSTERS
 from graphar.plan.policy import Chip, LargeCallsPolicy
 from graphar.plan.row import Row

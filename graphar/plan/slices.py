@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from graphar.plan.algorithms import Algorithm
-from graphar.plan.factors import PLAIN, Factors
 from graphar.plan.row import Slicing
 from graphar.plan.scratch import COPY_UNIT_NBYTES, MATMUL_BOX_COLUMNS, MATMUL_BOX_ROWS, PACK_NBYTES, boxes_a_slot
+from graphar.plan.work import PLAIN, Factors
 
 _ROWS_OF_TILES = 256  # a multiple of the height of every tile, and of every cluster of tiles
 

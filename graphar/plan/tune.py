@@ -13,8 +13,7 @@ import torch
 
 from graphar.numerics.dtypes import BYTE
 from graphar.plan.algorithms import COMPRESSING, COPYING, MATMUL_ARCH, in_tables, is_from_outside
-from graphar.plan.config import Config
-from graphar.plan.explanation import format_us
+from graphar.plan.config import Config, format_us
 from graphar.plan.matmuls import fills_wave
 from graphar.plan.policy import Chip, MatmulPolicy
 from graphar.plan.scratch import PACK_NBYTES

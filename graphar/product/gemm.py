@@ -16,10 +16,10 @@ from graphar.errors import Reason, UnsupportedError
 from graphar.numerics.fp8_products import FP8, checked_scales
 from graphar.numerics.leaf_tree import LEAF_UNIT
 from graphar.plan.algorithms import MATMUL_ARCH, MATMUL_TYPES
-from graphar.plan.factors import PLAIN, Factors
 from graphar.plan.matmuls import Shape, Sms, alone, best_tile
 from graphar.plan.policy import TileCost
 from graphar.plan.tiles import LEAF_COUNTS, LEAF_TILES, MatmulTile
+from graphar.plan.work import PLAIN, Factors
 from graphar.product.operands import Step
 from graphar.product.tensor_maps import BOX_COLUMNS, Matrix, TensorMap, loaded, matrix_of, tensor_map
 from graphar.runtime import launcher

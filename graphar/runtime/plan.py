@@ -9,8 +9,7 @@ from typing import NamedTuple, TypeVar, cast
 import torch
 
 from graphar.plan.call import Call, Operands
-from graphar.plan.config import Config
-from graphar.plan.explanation import Explanation
+from graphar.plan.config import Config, Explanation
 from graphar.runtime.watch.stats import CallStats, merged
 
 T = TypeVar("T")

@@ -11,12 +11,11 @@ from graphar.numerics.epilogues.epilogue import form_to_prepare
 from graphar.numerics.partitions import split
 from graphar.plan.algorithms import Algorithm
 from graphar.plan.call import Call
-from graphar.plan.factors import Factors
 from graphar.plan.policy import AllgatherMatmulPolicy
 from graphar.plan.scratch import PACK_NBYTES, SIGNAL_PAD_NBYTES, gathered_flags
 from graphar.plan.slices import gathered_rows_a_launch
 from graphar.plan.tables import shipped_table
-from graphar.plan.work import ALLGATHER_MATMUL, Product
+from graphar.plan.work import ALLGATHER_MATMUL, Factors, Product
 from graphar.product.fused import FusedMatmul
 from graphar.product.gemm import layout_of
 from graphar.product.operands import MatmulOperands

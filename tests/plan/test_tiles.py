@@ -11,11 +11,10 @@ from graphar.numerics.epilogues.epilogue import form_to_prepare
 from graphar.plan import matmuls
 from graphar.plan.algorithms import Algorithm
 from graphar.plan.call import Call, Operands
-from graphar.plan.factors import Factors
 from graphar.plan.policy import Chip
 from graphar.plan.tables import Table, shipped_table
 from graphar.plan.tiles import SKINNY_TILES, skinny_tile, travels_in_tiles
-from graphar.plan.work import ALLGATHER_MATMUL, MATMUL_ALLREDUCE, MATMUL_REDUCESCATTER, Product
+from graphar.plan.work import ALLGATHER_MATMUL, MATMUL_ALLREDUCE, MATMUL_REDUCESCATTER, Factors, Product
 from graphar.product import fused
 from graphar.product.fused import FusedMatmul, box_rows
 from graphar.product.gemm import layout_of

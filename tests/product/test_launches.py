@@ -11,13 +11,12 @@ from graphar.numerics.epilogues.epilogue import bind
 from graphar.numerics.fp8_products import BLOCK, FP8, Scales
 from graphar.plan.algorithms import MATMUL_ARCH, Algorithm
 from graphar.plan.call import Call
-from graphar.plan.factors import Factors
 from graphar.plan.matmuls import Shape, best_tile, gathered
 from graphar.plan.policy import Chip
 from graphar.plan.slices import Slice, row_slices
 from graphar.plan.tables import shipped_table
 from graphar.plan.tiles import FP8_TILES, GATHERED_TILES, LAYOUTS, SKINNY_TILES, SUMMED_TILES
-from graphar.plan.work import Product
+from graphar.plan.work import Factors, Product
 from graphar.product import fused, gemm
 from graphar.product.fused import (
     FusedMatmul,

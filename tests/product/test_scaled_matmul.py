@@ -8,10 +8,10 @@ import torch
 
 from graphar.errors import UnsupportedError
 from graphar.numerics.fp8_products import FP8, checked_scales
-from graphar.plan.factors import Factors
 from graphar.plan.matmuls import Shape, Sms, alone, best_tile
 from graphar.plan.tables import shipped_table
 from graphar.plan.tiles import FP8_TILES, MatmulTile
+from graphar.plan.work import Factors
 from graphar.product import gemm
 from graphar.product.operands import Step
 from graphar.product.tensor_maps import Matrix, matrix_of

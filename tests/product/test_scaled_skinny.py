@@ -9,10 +9,9 @@ from graphar.numerics.epilogues.epilogue import form_to_prepare
 from graphar.numerics.fp8_products import FP8
 from graphar.plan.algorithms import Algorithm
 from graphar.plan.call import Call, Operands
-from graphar.plan.factors import Factors
 from graphar.plan.slices import Slice
 from graphar.plan.tiles import LAYOUTS, skinny_tile
-from graphar.plan.work import MATMUL_ALLREDUCE, MATMUL_REDUCESCATTER, Product
+from graphar.plan.work import MATMUL_ALLREDUCE, MATMUL_REDUCESCATTER, Factors, Product
 from graphar.product import fused
 from graphar.product.fused import FusedMatmul, load_tile
 from graphar.product.operands import operands_of
