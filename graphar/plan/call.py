@@ -15,10 +15,7 @@ W = TypeVar("W", bound=Work)
 
 
 class Call(NamedTuple, Generic[W]):
-    """Everything that the plan of a call depends on. Equal calls share a plan.
-
-    ``Call[Norm]`` is a call whose work is a Norm; ``Call`` alone may have any work.
-    """
+    """Everything that the plan of a call depends on. Equal calls share a plan. ``Call[Norm]`` has a Norm as work."""
 
     work: W  # what is computed
     dtype: torch.dtype  # the dtype of the tensors; BYTE for a TensorTuple

@@ -88,10 +88,9 @@ def why_no_kernel(world_size: int, device: str, dtype: torch.dtype, op: str) -> 
 
 
 def select(call: Call, facts: Facts) -> Choice:
-    """Returns the configuration for a call, and the reason. plan/matmuls.py chooses for a Product.
+    """Returns the configuration for a call, and the reason; plan/matmuls.py chooses for a Product.
 
-    Raises:
-        UnsupportedError: the algorithm that the call names cannot serve it.
+    UnsupportedError if the algorithm that the call names cannot serve it.
     """
     choice = _norm(call, facts) if isinstance(call.work, Norm) else _elements(call, facts)
     config, row = choice.config, choice.config.algorithm.row
@@ -119,11 +118,9 @@ def _elements(call: Call[Sum | Parts | TensorTuple | Exchange], facts: Facts) ->
 
 
 def _why_no_kernel(call: Call, facts: Facts, asked: Algorithm | None) -> Reason | None:
-    """Returns why no kernel serves a call.
+    """Returns why no kernel serves a call; UnsupportedError if it names an algorithm that cannot serve it.
 
-    Raises:
-        UnsupportedError: the call names an algorithm that cannot serve it. An algorithm from outside the package
-            serves calls without a kernel, too.
+    An algorithm from outside the package serves calls without a kernel, too.
     """
     if asked is None:
         return facts.problem
@@ -337,11 +334,10 @@ def needed_kernels(
 ) -> Iterator[Kernel]:
     """Yields every kernel that calls of ``ops`` may need, apart from those of matmuls.
 
-    ``ops`` are names in PREPARED, and algorithms from outside the package, whose kernels are needed by calls that name
-    them. UnsupportedError if such an algorithm has no kernel for these ranks.
-
-    Tensors have at most ``max_nbytes`` (None: any size). Calls may have one of ``codecs`` or of ``epilogues``, or
-    neither; with ``symmetric`` also symmetric tensors; with ``trees`` also sums as a tree, of results of ``dtypes``.
+    ``ops`` are names in PREPARED, and algorithms from outside the package; UnsupportedError if such an algorithm has no
+    kernel for these ranks. Tensors have at most ``max_nbytes`` (None: any size). Calls may have one of ``codecs`` or of
+    ``epilogues``, or neither; with ``symmetric`` also symmetric tensors; with ``trees`` also sums as a tree, of results
+    of ``dtypes``.
     """
     for op in ops:
         if is_from_outside(op):

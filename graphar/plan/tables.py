@@ -124,11 +124,10 @@ def fitted(most: Config, world_size: int, nbytes: int) -> Config:
 
 
 def by_entries(entries: Sequence[dict], world_size: int, nbytes: int, algorithm: Algorithm | None = None) -> Config:
-    """Returns the configuration of a call of ``nbytes``, by its first entry that fits.
+    """Returns the configuration of a call of ``nbytes``, by its first entry of an algorithm that is loaded and fits.
 
     With ``algorithm`` the configuration has this algorithm: by its first entry that fits, else by its last entry, or
-    with its default grid if it has no entry. Entries of algorithms that are not loaded are passed over. Entries of
-    parts serve every world size: theirs is 1.
+    with its default grid if it has no entry. Entries of parts serve every world size: theirs is 1.
     """
     known = [entry for entry in entries if entry["algorithm"] == algorithm.value] if algorithm else loaded(entries)
     if algorithm is not None and not known:
@@ -169,10 +168,9 @@ def expected_us(table: Table, world_size: int, nbytes: int) -> float | None:
 
 
 def expected_quantized_us(table: Table, codec: Codec, world_size: int, numel: int) -> float | None:
-    """Returns the expected microseconds of an all-reduce of ``numel`` elements with ``codec``.
+    """Returns the expected microseconds of an all-reduce of ``numel`` elements with ``codec``; None if not measured.
 
-    It goes by the measured codec with the nearest bits per element, among codecs that use the same kernels. None
-    without one.
+    It goes by the measured codec with the nearest bits per element, among codecs that use the same kernels.
     """
     measured = serving(table, world_size).codecs.get(world_size, {}).items()
     codecs = [(codec_of_text(text), points) for text, points in measured]

@@ -265,10 +265,9 @@ def _quantized() -> Iterator[Trial]:
 
 
 def _lossless(world_size: int) -> Iterator[Trial]:
-    """Yields the trial of lossless compression, with normal values.
+    """Yields the trial of lossless compression, with normal values, in whole tensors of 128 and 256 MB.
 
-    Whole tensors have 128 and 256 MB. Arbitrary bits are never faster compressed, and in smaller tensors they can take
-    many percent longer.
+    Arbitrary bits are never faster compressed, and in smaller tensors they can take many percent longer.
     """
     for op in COMPRESSING:
         ranks = 1 if op == "allreduce" else world_size  # the number of ranks that share the whole tensor

@@ -403,7 +403,7 @@ class Product(NamedTuple):
     def with_bias_in_epilogue(self, dtype: torch.dtype) -> Product:
         """Returns the product whose bias is an epilogue of the sum, where sums of ``dtype`` take one.
 
-        It has the same bits, half the bytes on the wire, since products stay rounded there, and one kernel.
+        It has the same bits in one kernel, and half the bytes on the wire, since products stay rounded there.
         """
         if not self.bias or self.codec or dtype not in TYPE_NAMES:
             return self

@@ -166,10 +166,7 @@ class FusedMatmul:
     pushes its whole product to all ranks (one-shot), or each rank sums a shard (two-shot). In an all-gather each tile
     begins when its rows have arrived.
 
-    The engine has a runner. Ranks take ``tile``, or those that plans choose.
-
-    Raises:
-        UnsupportedError: no kernel serves the call.
+    The engine has a runner. Ranks take ``tile``, or those that plans choose. UnsupportedError if no kernel serves.
     """
 
     def __init__(self, engine: Engine, call: Call[Product], algorithm: Algorithm, tile: Tile | None = None) -> None:

@@ -81,9 +81,9 @@ class Multiply(ABC):
             enqueue(torch.cuda.current_stream().cuda_stream)
 
     def repeating(self, work: Product, example: Step) -> Callable[..., torch.Tensor]:
-        """Returns a function of a later call's inputs that returns their product. The device must be current.
+        """Returns a function of a call's inputs, like ``example`` but for addresses, that returns their product.
 
-        The tensors of later calls differ from those of ``example`` in their addresses only.
+        The device must be current.
         """
         sms = launcher.sm_count(example.a.device.index)
         columns, dtype, bound = len(example.w), example.out.dtype, BoundedCache[Enqueue]()
@@ -217,14 +217,12 @@ class Leaves(Multiply):
 
 
 def in_whole_loads(x: torch.Tensor, leaves: int) -> torch.Tensor:
-    """Returns a matrix whose leaves are whole loads of the kernel: the same one, or a copy with zeros after each leaf.
-
-    A zero changes no sum that began as zero.
-    """
+    """Returns a matrix whose leaves are whole loads of the kernel: the same, or a copy with zeros after each leaf."""
     if leaves == 1 or x.shape[1] % (leaves * LEAF_UNIT) == 0:
         return x
     parts = x.tensor_split(leaves, 1)
     length = -(-parts[0].shape[1] // LEAF_UNIT) * LEAF_UNIT
+    # A zero changes no sum that began as zero.
     return torch.cat([pad(part, (0, length - part.shape[1])) for part in parts], 1)
 
 

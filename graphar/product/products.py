@@ -52,10 +52,9 @@ def bind(engine: Engine, call: Call[Product], ranks: Sequence[Operands]) -> Plan
 
 
 def takes_tiles(engine: Engine, call: Call[Product], out: torch.Tensor) -> bool:
-    """Whether one fused kernel multiplies and sums. The first call is collective; the answer is equal on all ranks.
+    """Whether one fused kernel multiplies and sums; ``out`` is like the result. The first call is collective.
 
-    ``out`` is a tensor with the device and the dtype of the result. The answer does not depend on K and the memory
-    layout of the operands, which may differ between ranks.
+    The answer is equal on all ranks: it does not depend on K and the memory layout of the operands.
     """
     if not out.is_cuda or not may_take_one_kernel(call.work, out.dtype):
         return False
@@ -113,8 +112,7 @@ def _bind_gathered(engine: Engine, call: Call[Product], ranks: Sequence[Operands
 def gathering_method(engine: Engine, call: Call[Product], a: torch.Tensor) -> str:
     """Returns how rows are gathered and multiplied: in "tiles", in "chunks", or, if it is "none", by two kernels.
 
-    The first call is collective. The answer does not depend on memory layouts and weights, which may differ between
-    ranks.
+    The first call is collective. The answer is equal on all ranks: it does not depend on memory layouts and weights.
     """
     work, algorithm = call.work, fused_algorithm(engine.table, call.work, engine.world_size)
     like = a if a.dtype == call.dtype else a.new_empty(0, dtype=call.dtype)  # results have it

@@ -46,8 +46,7 @@ class Matrix:
 def matrix_of(x: torch.Tensor) -> Matrix | None:
     """Returns a 2-D tensor as a matrix for a tensor map; None if it cannot have one.
 
-    It can have one if its rows are contiguous and begin at multiples of 16 bytes, its dtype is bf16, fp16, fp32 or
-    e4m3, and it is not empty.
+    It has one if it is not empty, and its rows are contiguous and begin at multiples of 16 bytes.
     """
     if x.dtype not in _TYPES or x.numel() == 0 or max(x.shape) >= 1 << 31:
         return None

@@ -37,12 +37,8 @@ class Then:
     """Multiplies on every rank, and then sums the products over the ranks, or also norms the sums.
 
     A product is cut into the panels of its partition. They are multiplied in order, and a call of its own sums each. A
-    bias that is not in the epilogue is added to the sum by torch.
-
-    Args:
-        call: a call of a Product whose products are summed. Its algorithm and blocks are those of sums beside a
-            multiplication. No blocks are the tuning table's number. A reduce-scatter ignores the algorithm.
-        operands: those of a rank of this process.
+    bias that is not in the epilogue is added to the sum by torch. The call's algorithm and blocks are those of sums
+    beside a multiplication; None: the tuning table's number of blocks. A reduce-scatter ignores the algorithm.
     """
 
     def __init__(self, engine: Engine, call: Call[Product], operands: Operands) -> None:
@@ -229,11 +225,9 @@ def after(
     inner: Callable[[Tensors, Tensors], tuple[Tensors, Tensors]],
     work: Callable[[Tensors, Tensors, tuple[float, ...], Tensors], None],
 ) -> Plan:
-    """Returns a plan that runs ``plan``, and then ``work`` on each rank's results.
+    """Returns a plan that runs ``plan``, and then ``work`` on each rank's results, which it takes last.
 
-    Args:
-        inner: takes a rank's inputs and outputs; returns the inputs and outputs of ``plan``.
-        work: takes a rank's inputs, outputs and numbers, and the outputs of ``plan``.
+    ``inner`` takes a rank's inputs and outputs, and returns those of ``plan``.
     """
 
     def run(ranks: Sequence[Operands]) -> None:
