@@ -136,7 +136,7 @@ def _sms_in_clusters(device: int) -> int:
     """Returns how many SMs of a device the largest clusters find: 120 of 132 on some. It loads a kernel."""
     tile = next(tile for tile in LEAF_TILES[LEAF_COUNTS[-1]] if tile.blocks == LEAF_COUNTS[-1])
     with torch.cuda.device(device):
-        return tile.blocks * _clusters_at_once(device, MATMUL_TYPES[0], tile, "by_rows", MATMUL_TYPES[0])
+        return tile.blocks * _clusters_at_once(device, MATMUL_TYPES[0], tile, "by_rows", MATMUL_TYPES[0], "")
 
 
 @functools.cache
@@ -209,7 +209,7 @@ def weight_map(tile: MatmulTile, layout: str, w: Matrix) -> TensorMap:
 
 @functools.cache
 def _function(
-    device: int, dtype: torch.dtype, tile: MatmulTile, layout: str, out_dtype: torch.dtype, scale_format: str = ""
+    device: int, dtype: torch.dtype, tile: MatmulTile, layout: str, out_dtype: torch.dtype, scale_format: str
 ):
     if scale_format:
         source, what = scaled_matmul_source(tile, out_dtype, scale_format), f"scaled_matmul: {tile} for {out_dtype}"
