@@ -247,11 +247,19 @@ def trials(world_size: int, table: Table) -> Iterator[Trial]:
     yield from _quantized()
     yield from _lossless(world_size)
     yield from _copies(world_size)
-    yield from _norm(world_size)
-    yield from _beside()
+    few = (8, 16, 32, 48, 64, 96, 128)
+    sent = [(world_size - 1) * 2 * COLUMNS * rows for rows in few]
+    normed = [Workload("allreduce_residual_rmsnorm", rows) for rows in few]
+    yield Trial(("norm", "one_shot_sent_nbytes"), sent, normed)
+    panels = [Workload("matmul_allreduce", rows, partition="split_m") for rows in (512, 1024, 2048, 4096)]
+    yield Trial(("beside", "blocks"), (8, 16, 24, 32, 48), panels[2:])
+    yield Trial(("beside", "pipelined_from_nbytes"), (256 * KB, MB, 4 * MB, 16 * MB), panels)
     yield from _skinny(world_size)
     yield from _tiles(world_size, table.matmul)
-    yield from _allgather_matmul(world_size)
+    many = (256, 512, 1024, 2048, 4096, 8192)
+    gathered = [Workload("allgather_matmul", rows, columns, k=8192) for rows in many for columns in (2560, 14336)]
+    for partition in ("chunks", "tiles"):
+        yield Trial(("allgather_matmul", f"{partition}_from_rows", world_size), (*many, None), gathered, True)
 
 
 def _quantized() -> Iterator[Trial]:
@@ -293,18 +301,6 @@ def _copies(world_size: int) -> Iterator[Trial]:
     yield Trial(("copies", "chunks"), (4, 8, 16), large)
 
 
-def _norm(world_size: int) -> Iterator[Trial]:
-    rows = (8, 16, 32, 48, 64, 96, 128)
-    sent = [(world_size - 1) * 2 * COLUMNS * m for m in rows]
-    yield Trial(("norm", "one_shot_sent_nbytes"), sent, [Workload("allreduce_residual_rmsnorm", m) for m in rows])
-
-
-def _beside() -> Iterator[Trial]:
-    calls = [Workload("matmul_allreduce", rows, partition="split_m") for rows in (512, 1024, 2048, 4096)]
-    yield Trial(("beside", "blocks"), (8, 16, 24, 32, 48), calls[2:])
-    yield Trial(("beside", "pipelined_from_nbytes"), (256 * KB, MB, 4 * MB, 16 * MB), calls)
-
-
 def _skinny(world_size: int) -> Iterator[Trial]:
     def calls(partition: str, columns: Sequence[int], rows: Sequence[int] = (1, 16, 64)) -> list[Workload]:
         return [Workload("matmul_allreduce", m, n, 2048, partition=partition) for n in columns for m in rows]
@@ -338,13 +334,6 @@ def _tiles(world_size: int, policy: MatmulPolicy) -> Iterator[Trial]:
     yield Trial(("matmul", "tiles_from_numel", world_size), [*numels, None], calls(all_rows, "auto"), True)
     in_codes = calls((2048, 4096, 8192), "auto", codec="int8")
     yield Trial(("matmul", "codec_tiles_from_numel", world_size), [8 * MB, 16 * MB, 32 * MB, None], in_codes, True)
-
-
-def _allgather_matmul(world_size: int) -> Iterator[Trial]:
-    rows = (256, 512, 1024, 2048, 4096, 8192)
-    calls = [Workload("allgather_matmul", count, columns, k=8192) for count in rows for columns in (2560, 14336)]
-    for partition in ("chunks", "tiles"):
-        yield Trial(("allgather_matmul", f"{partition}_from_rows", world_size), (*rows, None), calls, True)
 
 
 def against_torch(policy: MatmulPolicy, chip: Chip) -> Iterator[tuple[Workload, MatmulPolicy, MatmulPolicy]]:

@@ -74,15 +74,12 @@ def _fused(engine: Engine, call: Call[Product]) -> Plan:
 
 
 def _then_normed(plan: Plan, count: int, eps: float, weight_offset: float) -> Plan:
-    def of_sum(inputs: Tensors, outputs: Tensors) -> tuple[Tensors, Tensors]:
-        return inputs[:count], outputs[:1]
-
     def norm(inputs: Tensors, outputs: Tensors, numbers: tuple[float, ...], made: Tensors) -> None:
         (*_, residual, weight), (total, summed) = inputs, outputs
         if total.numel():
             residual_norm.norm(total, residual.contiguous(), weight.contiguous(), total, summed, eps, weight_offset)
 
-    return after(plan, of_sum, norm)
+    return after(plan, lambda inputs, outputs: (inputs[:count], outputs[:1]), norm)
 
 
 def _of_one_rank(engine: Engine, work: Product) -> Plan:
