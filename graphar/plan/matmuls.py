@@ -21,7 +21,6 @@ from graphar.plan.slices import rows_a_launch
 from graphar.plan.tables import Table
 from graphar.plan.tiles import (
     FP8_TILES,
-    GATHERED_TILES,
     LAYOUTS,
     LEAF_TILES,
     PARTIAL_TILES,
@@ -209,12 +208,6 @@ def alone(factors: Factors = PLAIN, leaves: int = 1) -> Kind[MatmulTile]:
     return Kind(LEAF_TILES[leaves] if factors.is_plain else FP8_TILES, factors)
 
 
-@functools.cache
-def gathered(factors: Factors) -> Kind[MatmulTile]:
-    """Returns the tiles of a matmul that gathers its rows."""
-    return Kind(GATHERED_TILES if factors.is_plain else FP8_TILES, factors)
-
-
 @functools.lru_cache(maxsize=4096)
 def best_tile(kind: Kind[MatmulTile], shape: Shape, cost: TileCost, chip: Chip | Sms) -> MatmulTile:
     """Returns the tile of a kind that is estimated to multiply a shape fastest.
@@ -312,8 +305,9 @@ def _kind(algorithm: Algorithm, factors: Factors, leaves: int, is_encoded: bool)
         return Kind(PARTIAL_TILES[leaves])
     if factors.is_plain:
         return Kind(narrow(row.tiles))
-    reduced = REDUCED_FP8_TILES if algorithm.op == MATMUL_ALLREDUCE else SCATTERED_FP8_TILES
-    return Kind(reduced, factors) if row.sends_tiles else gathered(factors)
+    if not row.sends_tiles:
+        return Kind(FP8_TILES, factors)
+    return Kind(REDUCED_FP8_TILES if algorithm.op == MATMUL_ALLREDUCE else SCATTERED_FP8_TILES, factors)
 
 
 def tiles_to_load(

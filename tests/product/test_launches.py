@@ -11,12 +11,12 @@ from graphar.numerics.epilogues.epilogue import bind
 from graphar.numerics.fp8_products import BLOCK, FP8, Scales
 from graphar.plan.algorithms import MATMUL_ARCH, Algorithm
 from graphar.plan.call import Call
-from graphar.plan.matmuls import Shape, best_tile, gathered
+from graphar.plan.matmuls import Shape, best_tile, tiles_that_serve
 from graphar.plan.policy import Chip
 from graphar.plan.slices import Slice, row_slices
 from graphar.plan.tables import shipped_table
 from graphar.plan.tiles import FP8_TILES, GATHERED_TILES, LAYOUTS, SKINNY_TILES, SUMMED_TILES
-from graphar.plan.work import Factors, Product
+from graphar.plan.work import ALLGATHER_MATMUL, Product
 from graphar.product import fused, gemm
 from graphar.product.fused import (
     FusedMatmul,
@@ -186,7 +186,8 @@ def test_parts_of_few_rows_take_low_tiles(rows, columns, height):
     cost = shipped_table("nvidia_h200").matmul.cost
 
     for scales, k in (("", 8192), ("rows", 16384), ("blocks", 16384)):
-        assert best_tile(gathered(Factors(scales)), Shape((rows, rows), columns, k), cost, CHIP).rows == height
+        kind = tiles_that_serve(Algorithm.ALLGATHER_MATMUL, Product(ALLGATHER_MATMUL, (), 1, format=scales), 2)
+        assert best_tile(kind, Shape((rows, rows), columns, k), cost, CHIP).rows == height
 
 
 # ---- room for another communicator ----------------------------------------------------------------------------------
