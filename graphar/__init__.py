@@ -49,7 +49,7 @@ from graphar.ops.matmul_sums import fused_matmul_allreduce, fused_matmul_reduces
 from graphar.ops.norms import allreduce_residual_rmsnorm, reducescatter_residual_rmsnorm
 from graphar.ops.sums import allreduce, reducescatter
 from graphar.plan.algorithms import Algorithm
-from graphar.plan.explanation import Explanation
+from graphar.plan.config import Explanation
 from graphar.plan.outside import load_algorithm
 from graphar.plan.scratch import Scratch
 from graphar.runtime.availability import Availability, is_available

@@ -18,7 +18,7 @@ from graphar.ops.explain import explain
 from graphar.ops.options import T, check_removed
 from graphar.ops.preparation import prepare
 from graphar.ops.sums import allreduce, reducescatter
-from graphar.plan.explanation import Explanation
+from graphar.plan.config import Explanation
 from graphar.ranks.groups import local_devices, process_group
 from graphar.ranks.hierarchical import check_hosts
 from graphar.runtime.checks import call_checks

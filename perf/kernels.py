@@ -13,7 +13,6 @@ from graphar.numerics.epilogues.code import Generated, generate
 from graphar.numerics.leaf_tree import LEAVES
 from graphar.numerics.norms import NORM_OUTPUTS
 from graphar.plan.algorithms import MATMUL_TYPES, Algorithm
-from graphar.plan.factors import FORMATS
 from graphar.plan.grids import CLUSTERS
 from graphar.plan.matmuls import tiles_that_serve
 from graphar.plan.scratch import WORLD_SIZES
@@ -27,7 +26,7 @@ from graphar.plan.tiles import (
     narrow,
     skinny_tile,
 )
-from graphar.plan.work import Product, Sum, template_of
+from graphar.plan.work import FORMATS, Product, Sum, template_of
 from graphar.runtime.bind.loss import FORMS, PLANES, SUM_THREADS
 from graphar.runtime.catalogue import (
     GATHERING_KERNELS,

@@ -21,14 +21,13 @@ from graphar.ops.allgather import work_of
 from graphar.plan.algorithms import Algorithm
 from graphar.plan.call import Call, Operands
 from graphar.plan.config import Config
-from graphar.plan.entries import by_entries, measured_config
 from graphar.plan.policy import Chip
 from graphar.plan.select import Facts, by_policy
 from graphar.plan.slices import slices
-from graphar.plan.tables import shipped_table
+from graphar.plan.tables import by_entries, measured_config, shipped_table
 from graphar.plan.tiles import MatmulTile, SkinnyTile
 from graphar.plan.work import ALLGATHER_MATMUL, MATMUL_ALLREDUCE, Norm, Parts, Product, Sum, TensorTuple, Work
-from graphar.product.fused import fused_matmul
+from graphar.product.fused import FusedMatmul
 from graphar.product.operands import operands_of
 from graphar.ranks.rendezvous import Alone
 from graphar.runtime.bind import collective
@@ -67,7 +66,7 @@ class RanksOfOneGpu:
 
     def allreduce(self, parts: Sequence[torch.Tensor], algorithm: Algorithm, direct: bool = False) -> list:
         """What every rank receives. ``direct``: the input or output that kernels access on all ranks is symmetric."""
-        config, _ = measured_config(TABLE, self.world_size, parts[0].nbytes, algorithm)
+        config = measured_config(TABLE, self.world_size, parts[0].nbytes, algorithm)
         xs, outs = [part.cuda(0) for part in parts], [_unwritten(part) for part in parts]
         if direct:
             symmetric = self._runner.symmetric.empty(parts[0])
@@ -81,7 +80,7 @@ class RanksOfOneGpu:
     def allreduces(self, calls: Sequence[Sequence[torch.Tensor]], algorithm: Algorithm) -> list[list]:
         """What every rank receives in several calls of one size, made without a wait between them."""
         first = calls[0][0]
-        config, _ = measured_config(TABLE, self.world_size, first.nbytes, algorithm)
+        config = measured_config(TABLE, self.world_size, first.nbytes, algorithm)
         xs = [[part.cuda(0) for part in parts] for parts in calls]
         outs = [[_unwritten(part) for part in parts] for parts in calls]
         self._launch_in_turn(Sum(first.numel()), config, [of_ranks(*pair) for pair in zip(xs, outs, strict=True)])
@@ -91,7 +90,7 @@ class RanksOfOneGpu:
         """What every rank receives of fp32 that is added as a tree, or its part of a tensor with one dimension."""
         tree = {"order": "tree", "out_dtype": out_dtype}
         if algorithm.op == "allreduce":
-            config, _ = measured_config(TABLE, self.world_size, parts[0].nbytes, algorithm)
+            config = measured_config(TABLE, self.world_size, parts[0].nbytes, algorithm)
             work, outs = Sum(parts[0].numel(), **tree), [_unwritten(part, out_dtype) for part in parts]
         else:
             outs = [_unwritten(part, out_dtype) for part in parts[0].tensor_split(self.world_size)]
@@ -248,7 +247,7 @@ class RanksOfOneGpu:
     ) -> None:
         """Makes a call, and waits for it; results that kernels cannot write in place are copied there."""
         call = Call.of(work, ranks[0].outputs[0], timeout_s=_TIMEOUT_S)  # its dtype is that of the result
-        made = fused_matmul(self._engine, call, algorithm, tile)
+        made = FusedMatmul(self._engine, call, algorithm, tile)
         given = [operands_of(work, own) for own in ranks]
         placed = [made._place(own) for own in given]
         launches = [

@@ -14,7 +14,7 @@ from graphar.numerics.codecs import Codec, codec
 from graphar.numerics.dtypes import TYPE_NAMES
 from graphar.plan import select
 from graphar.plan.call import Call
-from graphar.plan.explanation import Explanation
+from graphar.plan.config import Explanation
 from graphar.plan.sizes import format_nbytes
 from graphar.plan.tables import DEFAULT, Table
 from graphar.plan.work import Sum

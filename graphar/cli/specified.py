@@ -14,7 +14,7 @@ from graphar.communicator import Communicator
 from graphar.errors import GrapharError
 from graphar.numerics.partitions import split
 from graphar.plan.algorithms import Algorithm
-from graphar.plan.trials import Workload
+from graphar.plan.tune import Workload
 from graphar.plan.work import MATMUL_ALLREDUCE, Product
 from graphar.product.multiply import choose
 from graphar.product.operands import MatmulOperands

@@ -22,7 +22,7 @@ from graphar.plan.scratch import PACK_NBYTES
 from graphar.plan.sizes import MB, format_nbytes
 from graphar.plan.slices import Slice
 from graphar.plan.tables import Table
-from graphar.plan.trials import Workload
+from graphar.plan.tune import Workload
 from graphar.runtime.bind.collective import bind_slice
 from graphar.runtime.bind.launches import runner_of
 

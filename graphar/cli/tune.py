@@ -19,14 +19,13 @@ from graphar.cli.timing import Timer
 from graphar.numerics.codecs import NAMES, Codec, codec
 from graphar.plan import tune as tuning
 from graphar.plan.call import Call
-from graphar.plan.entries import entry_of, fitted
 from graphar.plan.matmuls import choose_matmul
 from graphar.plan.policy import MeasuredMatmul
 from graphar.plan.scratch import MAX_RANKS, WORLD_SIZES
 from graphar.plan.select import Facts, select
 from graphar.plan.sizes import format_nbytes
-from graphar.plan.tables import POLICIES, Table, slug
-from graphar.plan.trials import COLUMNS, Trial, Workload, against_torch, choose, trials, value_at, with_value
+from graphar.plan.tables import POLICIES, Table, entry_of, fitted, slug
+from graphar.plan.tune import COLUMNS, Trial, Workload, against_torch, choose, trials, value_at, with_value
 from graphar.plan.work import Sum
 from graphar.runtime import cache
 from graphar.runtime.availability import is_available

@@ -35,8 +35,8 @@ from graphar.numerics.partitions import BATCH_INVARIANT, TP_INVARIANT
 from graphar.ops import matmul_norms, matmul_sums, norms, sums
 from graphar.ops.register import Op, op_of
 from graphar.plan.algorithms import MATMUL_TYPES
-from graphar.plan.factors import Factors
 from graphar.plan.matmuls import COLUMNS, prefers_tiles
+from graphar.plan.work import Factors
 
 _aten = torch.ops.aten
 _FUSED = {  # by op: the op with the matmul, whose arguments have the same names

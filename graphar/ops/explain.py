@@ -14,7 +14,7 @@ from graphar.numerics.epilogues.epilogue import Epilogue
 from graphar.ops.sums import allreduce
 from graphar.plan.algorithms import AllReduceAlgorithm
 from graphar.plan.call import Call, Operands
-from graphar.plan.explanation import Explanation
+from graphar.plan.config import Explanation
 from graphar.plan.work import Sum
 from graphar.runtime.engine import Engine
 from graphar.runtime.registry import Group

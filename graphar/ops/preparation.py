@@ -17,7 +17,7 @@ from graphar.numerics.partitions import TP_INVARIANT
 from graphar.plan import select
 from graphar.plan.algorithms import COPYING, MATMUL_ARCH, MATMUL_TYPES, Algorithm, with_kernels
 from graphar.plan.matmuls import tiles_that_serve
-from graphar.plan.work import Product, without_seeds
+from graphar.plan.work import FORMATS, Product, without_seeds
 from graphar.product.fused import Tile, load_tile, sources_of_tile
 from graphar.runtime import compiler, launcher
 from graphar.runtime.bind import by_copies, loss
@@ -112,7 +112,8 @@ def _needed_tiles(
         if tp_invariant and adds and engine.table.matmul.tiles_from(engine.world_size, codec=False) < math.inf:
             works.append(work._replace(partition=TP_INVARIANT))
         wanted = [*itertools.product(works, results)]
-        wanted += itertools.product(work.in_8_bits, results or [torch.bfloat16]) if FP8 in dtypes else []
+        in_8_bits = [work._replace(format=scale_format) for scale_format in FORMATS] if FP8 in dtypes else []
+        wanted += itertools.product(in_8_bits, results or [torch.bfloat16])
         for of_tile, dtype in wanted:
             for tile in tiles_that_serve(algorithm, of_tile, engine.world_size).tiles:
                 yield algorithm, dtype, tile, of_tile

@@ -71,7 +71,7 @@ class Algorithm(StrEnum):
     def _missing_(cls, value: object) -> Algorithm | None:
         if not isinstance(value, str):
             return None
-        algorithm = next((named[value] for named in NAMED.values() if value in named), None)
+        algorithm = next((loaded for loaded in ROWS if loaded == value), None)
         if algorithm is None and is_from_outside(value):
             raise ValueError(f"algorithm {value!r} is not loaded in this process; graphar.load_algorithm loads it")
         return algorithm
@@ -189,19 +189,15 @@ def _pushed_limit(sizes: Sizes) -> Callable[[int], int]:
     return lambda world_size: sizes.pushed_nbytes_of_two if world_size == 2 else sizes.pushed_nbytes
 
 
-def _packs(limit: Callable[[int], int]) -> Callable[[int], int]:
-    return lambda world_size: -(-limit(world_size) // PACK_NBYTES)
-
-
-def _packs_a_shard(nbytes: int) -> Callable[[int], int]:
-    return lambda world_size: packs_a_part(-(-nbytes // PACK_NBYTES), world_size)
+def _a_shard(nbytes: int) -> Callable[[int], int]:
+    return lambda world_size: packs_a_part(-(-nbytes // PACK_NBYTES), world_size) * PACK_NBYTES
 
 
 def _one_shot_rows(sizes: Sizes) -> dict[Algorithm, Row]:
     packs, limit, pushed = sizes.one_shot_nbytes // PACK_NBYTES, _up_to(sizes.one_shot_nbytes), _pushed_limit(sizes)
     return {
         Algorithm.ONE_SHOT_PUSH: _allreduce(
-            layouts.rotating(_packs(pushed), 2),
+            layouts.rotating(pushed, 2),
             pushed,
             takes_epilogue=True,
             adds_tree=True,
@@ -234,7 +230,7 @@ def _two_shot_rows(sizes: Sizes) -> dict[Algorithm, Row]:
     pieces = layouts.bulk_copied(sizes.tma_channels, sizes.tma_channel_nbytes)
     return {
         Algorithm.TWO_SHOT_PUSH: _allreduce(
-            layouts.rotating(_packs_a_shard(sizes.two_shot_nbytes), 4),
+            layouts.rotating(_a_shard(sizes.two_shot_nbytes), 4),
             limit,
             takes_epilogue=True,
             adds_tree=True,
@@ -325,7 +321,7 @@ def _scatter_gather_rows(sizes: Sizes) -> dict[Algorithm, Row]:
         Algorithm.REDUCESCATTER_PUSH: Row(
             "reducescatter",
             "scatter_gather",
-            layouts.rotating(_packs_a_shard(sizes.reducescatter_nbytes), 2),
+            layouts.rotating(_a_shard(sizes.reducescatter_nbytes), 2),
             slicing=Slicing.CAPACITY,
             half_sm_threads=MAX_THREADS,
             takes_epilogue=True,
@@ -360,7 +356,7 @@ def _quantized_rows(sizes: Sizes) -> dict[Algorithm, Row]:
 
     def codes_a_shard(world_size: int) -> int:
         tiles = -(-sizes.quantized_nbytes // (2 * TILE_NUMEL * world_size))  # 16-bit elements make the most tiles
-        return tiles * layouts.TILE_LARGEST_SPARING_NBYTES // PACK_NBYTES
+        return tiles * layouts.TILE_LARGEST_SPARING_NBYTES
 
     return {
         Algorithm.QUANTIZED_TWO_SHOT_PUSH: _quantized_allreduce(
@@ -392,7 +388,7 @@ def _matmul_rows(sizes: Sizes) -> dict[Algorithm, Row]:
     limit = _up_to(sizes.skinny_nbytes)
     row = partial(Row, folder="matmul", dtypes=MATMUL_TYPES, only_arch=MATMUL_ARCH)
     in_slices = partial(row, slicing=Slicing.ROWS, takes_epilogue=True)
-    skinny = partial(row, MATMUL_ALLREDUCE, layout=layouts.rotating(_packs(limit), 2), limit=limit, tiles=SKINNY_TILES)
+    skinny = partial(row, MATMUL_ALLREDUCE, layout=layouts.rotating(limit, 2), limit=limit, tiles=SKINNY_TILES)
 
     def in_one_shot(policies: Policies, world_size: int, nbytes: int) -> bool:
         policy = policies.matmul
@@ -419,7 +415,10 @@ def _matmul_rows(sizes: Sizes) -> dict[Algorithm, Row]:
 
 
 def _norm_rows(sizes: Sizes) -> dict[Algorithm, Row]:
-    pushed, packs = _pushed_limit(sizes), sizes.two_shot_nbytes // PACK_NBYTES
+    pushed = _pushed_limit(sizes)
+
+    def a_shard_and_a_row(world_size: int) -> int:
+        return (sizes.two_shot_nbytes // PACK_NBYTES // world_size + sizes.norm_row_packs) * PACK_NBYTES
 
     def in_one_shot(policies: Policies, world_size: int, nbytes: int) -> bool:
         return (world_size - 1) * nbytes <= policies.norm.one_shot_sent_nbytes
@@ -427,20 +426,20 @@ def _norm_rows(sizes: Sizes) -> dict[Algorithm, Row]:
     return {
         Algorithm.ALLREDUCE_RMSNORM_ONE_SHOT: _norm(
             ALLREDUCE_NORM,
-            layout=layouts.rotating(_packs(pushed), 2, layouts.NORM_SHARED_NBYTES),
+            layout=layouts.rotating(pushed, 2, layouts.NORM_SHARED_NBYTES),
             limit=pushed,
             suits=in_one_shot,
             policy_grid=grids.teams_of_rows,
         ),
         Algorithm.ALLREDUCE_RMSNORM_TWO_SHOT: _norm(
             ALLREDUCE_NORM,
-            layout=layouts.rotating(lambda ranks: packs // ranks + sizes.norm_row_packs, 4, layouts.NORM_SHARED_NBYTES),
+            layout=layouts.rotating(a_shard_and_a_row, 4, layouts.NORM_SHARED_NBYTES),
             limit=_up_to(sizes.two_shot_nbytes),
             policy_grid=partial(grids.teams_of_rows, of_each_rank=True),
         ),
         Algorithm.REDUCESCATTER_RMSNORM: _norm(
             REDUCESCATTER_NORM,
-            layout=layouts.rotating(_packs_a_shard(sizes.reducescatter_nbytes), 2, layouts.NORM_SHARED_NBYTES),
+            layout=layouts.rotating(_a_shard(sizes.reducescatter_nbytes), 2, layouts.NORM_SHARED_NBYTES),
             slicing=Slicing.CAPACITY_IN_ROWS,
             policy_grid=grids.teams_of_rows,
         ),
@@ -460,16 +459,6 @@ def kernels_that(takes: Callable[[Row], bool]) -> tuple[Algorithm, ...]:
 def with_kernels(op: str, codec: bool = False) -> tuple[Algorithm, ...]:
     """Returns the algorithms that compute ``op`` in a kernel: with a codec on the wire if ``codec``, else without."""
     return kernels_that(lambda row: row.op == op and row.takes_codec == codec)
-
-
-def with_epilogue(op: str = "allreduce") -> tuple[Algorithm, ...]:
-    """Returns the algorithms of ``op`` that have kernels with an epilogue."""
-    return kernels_that(lambda row: row.op == op and row.takes_epilogue)
-
-
-def with_tree(op: str = "allreduce") -> tuple[Algorithm, ...]:
-    """Returns the algorithms of ``op`` that have kernels that add as a tree."""
-    return kernels_that(lambda row: row.op == op and row.adds_tree)
 
 
 def in_tables(op: str) -> tuple[Algorithm, ...]:

@@ -15,10 +15,7 @@ W = TypeVar("W", bound=Work)
 
 
 class Call(NamedTuple, Generic[W]):
-    """Everything that the plan of a call depends on. Equal calls share a plan.
-
-    ``Call[Norm]`` is a call whose work is a Norm; ``Call`` alone may have any work.
-    """
+    """Everything that the plan of a call depends on. Equal calls share a plan. ``Call[Norm]`` has a Norm as work."""
 
     work: W  # what is computed
     dtype: torch.dtype  # the dtype of the tensors; BYTE for a TensorTuple
@@ -42,15 +39,11 @@ class Call(NamedTuple, Generic[W]):
     @property
     def nbytes(self) -> int:
         """Bytes of the tensor, or of the largest part."""
-        return max(self.work.parts) * self._unit_nbytes
+        return max(self.work.parts) * self.unit_nbytes
 
     @property
-    def total_nbytes(self) -> int:
-        """Bytes of the tensor, or of all parts together."""
-        return sum(self.work.parts) * self._unit_nbytes
-
-    @property
-    def _unit_nbytes(self) -> int:
+    def unit_nbytes(self) -> int:
+        """Bytes of what the work's parts count."""
         if isinstance(self.work, Product):
             return self.work.columns * self.dtype.itemsize
         return 1 if self.work.unit == "bytes" else self.dtype.itemsize

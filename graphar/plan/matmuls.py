@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from typing import NamedTuple, TypeVar
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Generic, NamedTuple
 
 import torch
 
@@ -13,25 +15,26 @@ from graphar.errors import Reason
 from graphar.numerics.codecs import codec as codec_of_text
 from graphar.numerics.partitions import BATCH_INVARIANT, TP_INVARIANT, split
 from graphar.plan.algorithms import MATMUL_ARCH, MATMUL_TYPES, Algorithm, kernels_that, with_kernels
-from graphar.plan.best_tile import Kind, Shape, best_tile, gathered
-from graphar.plan.factors import PLAIN, Factors
-from graphar.plan.policy import Chip, MatmulPolicy, MeasuredMatmul
+from graphar.plan.policy import Chip, MatmulPolicy, MeasuredMatmul, TileCost
 from graphar.plan.scratch import MATMUL_BOX_ROWS
 from graphar.plan.slices import rows_a_launch
 from graphar.plan.tables import Table
 from graphar.plan.tiles import (
+    FP8_TILES,
+    LAYOUTS,
+    LEAF_TILES,
     PARTIAL_TILES,
     REDUCED_FP8_TILES,
     SCATTERED_FP8_TILES,
     MatmulTile,
     SkinnyTile,
+    T,
     narrow,
     skinny_tile,
     travels_in_tiles,
 )
-from graphar.plan.work import MATMUL_ALLREDUCE, Product
+from graphar.plan.work import MATMUL_ALLREDUCE, PLAIN, Factors, Product
 
-Tile = TypeVar("Tile", bound=MatmulTile | SkinnyTile)
 COLUMNS = 8  # 16-bit elements in 16 bytes: kernels need rows of a multiple of 16 bytes
 _ROWS = 128  # rows of the tallest MatmulTile of a sum
 _TYPICAL_K = 4096  # of estimates on which ranks with different K agree
@@ -47,10 +50,7 @@ def owned_rows(rows: int, world_size: int) -> list[int]:
 
 
 def is_skinny(world_size: int, rows: int, columns: int, itemsize: int = 2) -> bool:
-    """Returns whether the skinny kernels, for at most 64 rows, can compute a result of 16-bit elements.
-
-    Ranks send elements of ``itemsize`` bytes: rounded sums, or partials in fp32.
-    """
+    """Returns whether skinny kernels can compute a result of at most 64 rows; ranks send ``itemsize`` bytes each."""
     nbytes = itemsize * rows * columns
     return any(rows <= algorithm.row.tiles[-1].rows and algorithm.row.fits(world_size, nbytes) for algorithm in _SKINNY)
 
@@ -117,30 +117,25 @@ def prefers_tiles(
     codec: str = "",
     factors: Factors = PLAIN,
 ) -> bool:
-    """Returns whether one fused kernel was measured to be faster than a matmul followed by its sum.
+    """Returns whether one fused kernel was measured to be faster than a matmul followed by its sum, [rows, columns].
 
-    The result is [rows, columns]. ``scattered`` says whether each rank sums its own rows even of a skinny result, which
-    no skinny kernel does: in a reduce-scatter, or with an epilogue. ``codec`` is the text of the codec on the wire.
-    Tiles of e4m3 operands and of fp32 partials have the same threshold as other tiles (e4m3, 512 x 8192 between two
-    H200s: 49.7 us in tiles, 56.1 us in two steps). Nothing was measured where more than two communicators share a GPU:
-    a fused kernel has only a share of its SMs.
+    ``scattered``: whether each rank sums its own rows even of a skinny result, which no skinny kernel does: in a
+    reduce-scatter, or with an epilogue. Tiles of e4m3 operands and of fp32 partials have the same threshold as others
+    (e4m3, 512 x 8192 between two H200s: 49.7 us in tiles, 56.1 us in two steps). Nothing was measured where more than
+    two communicators share a GPU: a fused kernel has only a share of its SMs.
     """
     if chip.communicators > 2:
         return False
     if not scattered and not codec and is_skinny(world_size, rows, columns, factors.sent_itemsize):
         if factors.most_skinny_rows and rows > factors.most_skinny_rows:
             return False
-        return columns >= policy.skinny_from_columns.get(world_size, math.inf) and _fills_waves(policy, columns, chip)
+        blocks, room = -(-columns // SkinnyTile.columns), chip.shared_blocks()
+        waves = -(-blocks // room)
+        is_busy = waves == 1 or blocks / (waves * room) >= policy.skinny_least_busy
+        return is_busy and columns >= policy.skinny_from_columns.get(world_size, math.inf)
     if codec and scattered:
         return False
     return rows * columns >= policy.tiles_from(world_size, bool(codec))
-
-
-def _fills_waves(policy: MatmulPolicy, columns: int, chip: Chip) -> bool:
-    """Returns whether a skinny kernel takes one wave of blocks, or keeps the SMs busy in all of its waves."""
-    blocks, room = -(-columns // SkinnyTile.columns), chip.shared_blocks()
-    waves = -(-blocks // room)
-    return waves == 1 or blocks / (waves * room) >= policy.skinny_least_busy
 
 
 def may_take_one_kernel(work: Product, dtype: torch.dtype) -> bool:
@@ -176,14 +171,129 @@ def summed_rows_a_launch(work: Product, world_size: int) -> int:
     return rows_a_launch(world_size, work.columns, work.factors.sent_places)
 
 
+# ---- estimates: which tile multiplies a shape in the least time, of any kind of tiles --------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Kind(Generic[T]):
+    """The use of tiles, such as a plain matmul. There is one object of each kind."""
+
+    tiles: tuple[T, ...]
+    factors: Factors = PLAIN
+
+
+class Shape(NamedTuple):
+    """The shape of a product, and how its weight lies."""
+
+    rows: tuple[int, ...]  # of each part of the result; no tile spans two parts
+    n: int
+    k: int
+    layout: str = LAYOUTS[0]
+
+
+class Sms(NamedTuple):
+    """The SMs that a matmul has alone."""
+
+    total: int
+    in_clusters: int = 0  # SMs that clusters of 4 or 8 blocks can use, since a cluster lies in one GPC
+
+    def room(self, tile: MatmulTile) -> int:
+        """Returns how many of these SMs the blocks of a tile can use."""
+        return min(self) if max(tile.blocks, tile.tail_split) > 2 else self.total
+
+
+@functools.cache
+def alone(factors: Factors = PLAIN, leaves: int = 1) -> Kind[MatmulTile]:
+    """Returns the tiles of a plain matmul, which cuts K into ``leaves``."""
+    return Kind(LEAF_TILES[leaves] if factors.is_plain else FP8_TILES, factors)
+
+
+@functools.lru_cache(maxsize=4096)
+def best_tile(kind: Kind[MatmulTile], shape: Shape, cost: TileCost, chip: Chip | Sms) -> MatmulTile:
+    """Returns the tile of a kind that is estimated to multiply a shape fastest.
+
+    A kernel that sends or gathers shares a chip with the kernels of other communicators; a plain matmul has its own
+    SMs. The costs are those of 16-bit operands. In e4m3 adding the sums of blocks is not counted: over 72 shapes the
+    chosen tile takes 1.01 times as long as the fastest (H100).
+    """
+    tiles = [tile for tile in kind.tiles if shape.layout in tile.layouts]
+    rows, n, k, _ = shape = shape._replace(k=kind.factors.k_of_16_bits(shape.k))
+    if isinstance(chip, Chip):
+        return min(tiles, key=lambda tile: clocks(cost, tile, rows, n, k, chip.shared_blocks(cluster=tile.cluster)))
+    cost = replace(cost, clustered=kind.factors.clustered or cost.clustered)
+    return min(
+        (tile for tile in tiles if _is_useful(tile, shape, chip)), key=lambda tile: _alone(cost, tile, shape, chip)
+    )
+
+
+def _is_useful(tile: MatmulTile, shape: Shape, sms: Sms) -> bool:
+    """Whether a tile may be the fastest for a result of this shape on these SMs.
+
+    Leaves are split for one round of clusters, either all rounds or the last: they gain nothing where SMs have
+    several (H100). A last round gains less than 10 % after more than four others. A tile of 96 columns loads its rows
+    for few products, and is for one round, too.
+    """
+    tiles, count, room = _tiles(tile, shape.rows, shape.n), sms.total, sms.room(tile)
+    if tile.tail_split > 1:
+        return count <= tiles < 5 * count and 0 < tiles % count <= room // tile.tail_split
+    return (tile.split == 1 and tile.columns != 96) or tiles <= room // tile.split
+
+
+def _alone(cost: TileCost, tile: MatmulTile, shape: Shape, sms: Sms) -> tuple[float, float]:
+    """Returns the estimated clocks of a plain matmul for 64 of K, and those of the busiest SM alone.
+
+    The weight comes from memory. That limits matmuls with few rows whether their leaves are split or not.
+    """
+    parts, n, k, _ = shape
+    tiles, rows = _tiles(tile, parts, n), min(sum(parts), tile.rows)
+    if tail := tile.of_tail:
+        busiest = tiles // sms.total * clocks(cost, tile, [rows], tile.columns, k, 1)
+        busiest += _split_clocks(cost, tail, rows, tiles % sms.total, k) + cost.clocks_a_tail * 64 / k
+    else:
+        busiest = clocks(cost, tile, parts, n, k, sms.room(tile))
+    limit = max(busiest, n * cost.clocks_a_line_of_memory)
+    return (limit if tile.split == 1 else _split_clocks(cost, tile, rows, tiles, k, limit)), busiest
+
+
+def _split_clocks(cost: TileCost, tile: MatmulTile, rows: int, tiles: int, k: int, limit: float = 0) -> float:
+    """Returns the estimated clocks, for 64 of K, of a round of tiles of ``rows`` whose leaves are split.
+
+    Blocks that split leaves load as many lines through L2 as fewer blocks do, and exchange their sums. Something else
+    takes ``limit`` clocks or more.
+    """
+    alone, lines = clocks(cost, tile, [rows], tile.columns, k, tile.blocks), tiles * (rows + tile.columns)
+    return max(alone, limit, lines * cost.clocks_a_line_of_l2) + cost.clocks_an_exchange * 64 / k
+
+
+def clocks(cost: TileCost, tile: MatmulTile, rows: Sequence[int], n: int, k: int, sms: int) -> float:
+    """Returns the estimated clocks of the busiest SM for 64 of K, over all its tiles.
+
+    A tile is limited by the tensor cores or by L2, whichever takes longer, and waits a little for each line that its
+    block loads. The tensor cores wait while a tile is stored, unless consumers alternate: then only for the last.
+    Blocks that split the leaves of a tile each compute a part of it, not counting what they exchange. ``rows`` are the
+    rows of each part of C, which has ``n`` columns; no tile spans two parts.
+    """
+    rounds = -(-_tiles(tile, rows, n) // max(sms // tile.blocks, 1))  # tiles of the busiest cluster
+    step = max(tile.rows * tile.columns * cost.clocks_a_product, (tile.rows + tile.columns) * cost.clocks_a_line)
+    step += (tile.rows + tile.columns / tile.cluster) * cost.wait_a_line
+    step *= cost.clustered if tile.cluster > 1 else 1
+    step *= cost.alone_with_leaves if tile.leaves > 1 and tile.consumers == 1 else 1
+    stored = (1 if tile.alternating else rounds) * tile.rows * tile.columns * cost.clocks_a_result
+    return (rounds * step + stored * 64 / k) / tile.split
+
+
+def _tiles(tile: MatmulTile, rows: Sequence[int], n: int) -> int:
+    """Returns how many tiles clusters compute: a cluster that loads W together has tiles below each other."""
+    return sum(-(-m // (tile.rows * tile.cluster)) for m in rows) * -(-n // tile.columns)
+
+
 # ---- the tiles of fused kernels -------------------------------------------------------------------------------------
 
 
 def tiles_that_serve(algorithm: Algorithm, work: Product, world_size: int) -> Kind:
     """Returns the tiles that a fused algorithm has for a product's factors and for what it sends."""
-    factors = work.factors._replace(own=False)
-    leaves = work.leaves(world_size) if factors.as_tree and algorithm.row.sends_tiles else 0
-    return _kind(algorithm, factors, leaves, bool(work.codec))
+    leaves = work.leaves(world_size) if work.factors.as_tree and algorithm.row.sends_tiles else 0
+    return _kind(algorithm, work.factors, leaves, bool(work.codec))
 
 
 @functools.cache
@@ -195,18 +305,18 @@ def _kind(algorithm: Algorithm, factors: Factors, leaves: int, is_encoded: bool)
         return Kind(PARTIAL_TILES[leaves])
     if factors.is_plain:
         return Kind(narrow(row.tiles))
-    reduced = REDUCED_FP8_TILES if algorithm.op == MATMUL_ALLREDUCE else SCATTERED_FP8_TILES
-    return Kind(reduced, factors) if row.sends_tiles else gathered(factors)
+    if not row.sends_tiles:
+        return Kind(FP8_TILES, factors)
+    return Kind(REDUCED_FP8_TILES if algorithm.op == MATMUL_ALLREDUCE else SCATTERED_FP8_TILES, factors)
 
 
 def tiles_to_load(
     policy: MatmulPolicy, algorithm: Algorithm, work: Product, chip: Chip, world_size: int
 ) -> tuple[MatmulTile | SkinnyTile, ...]:
-    """Returns the tiles of a fused kernel that all ranks load; each takes one of them.
+    """Returns the tiles of a fused kernel that all ranks load; each takes one of them: :func:`tile_for`.
 
-    Large sums take measured tiles. Large sums of partials take a tile of the same shape. Small sums, and sums of e4m3
-    operands, take a tile by an estimate. Tiles of a sum have equally many columns, so that warpgroup tiles have the
-    same width on ranks with different K: :func:`tile_for`.
+    Large sums take measured tiles, and large sums of partials a tile of the same shape. Small sums, and sums of e4m3
+    operands, take a tile by an estimate. Tiles of a sum have equally many columns on ranks with different K.
     """
     kind, as_tree = tiles_that_serve(algorithm, work, world_size), work.factors.as_tree
     if algorithm.row.is_skinny:
@@ -222,16 +332,11 @@ def tiles_to_load(
             return (policy.alternating_tile, tile) if alternates else (tile,)
         if alike := [candidate for candidate in kind.tiles if candidate.size == tile.size]:
             return (alike[0],)
-    kind = _without(kind, policy.large_tile, policy.alternating_tile) if work.factors.is_plain else kind
+    if work.factors.is_plain:  # for small results, not those that were measured on large results
+        kind = Kind(tuple(tile for tile in kind.tiles if tile not in (policy.large_tile, policy.alternating_tile)))
     return (best_tile(kind, Shape(work.parts, work.columns, _TYPICAL_K), policy.cost, chip),)
 
 
-@functools.cache
-def _without(kind: Kind, *measured: MatmulTile) -> Kind:
-    """Returns the tiles of a kind that are for small results: not those that were measured on large results."""
-    return Kind(tuple(tile for tile in kind.tiles if tile not in measured))
-
-
-def tile_for(policy: MatmulPolicy, tiles: tuple[Tile, ...], k: int) -> Tile:
+def tile_for(policy: MatmulPolicy, tiles: tuple[T, ...], k: int) -> T:
     """Returns which of the tiles of :func:`tiles_to_load` a rank takes whose operands have ``k`` columns."""
     return tiles[0 if k < policy.alternating_below_k else -1]

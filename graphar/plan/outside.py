@@ -92,7 +92,9 @@ def load_algorithm(
     with inside(where):
         file = _file_of(source, Path(caller.f_code.co_filename).parent, where)
         require(op in OPS, f"op must be one of {', '.join(OPS)}, got {op!r}")
-        ranks, elements = _checked(world_sizes, "world_sizes", WORLD_SIZES), _elements(op, dtypes)
+        ranks = _checked(world_sizes, "world_sizes", WORLD_SIZES)
+        every = (BYTE,) if op == "allgather" else FLOATS
+        elements = every if dtypes is None else _checked(dtypes, "dtypes", FLOATS)
     scratches = {n: scratch(n) if callable(scratch) else scratch for n in ranks}
     limits = {n: max_nbytes(n) if callable(max_nbytes) else max_nbytes for n in ranks}
     with inside(where):
@@ -152,12 +154,6 @@ def _checked(chosen: Any, name: str, known: Sequence[T]) -> tuple[T, ...]:
     if not isinstance(chosen, Collection) or not chosen or not all(value in known for value in chosen):
         raise ValueError(f"{name} must be some of {', '.join(map(str, known))}, got {chosen!r}")
     return tuple(value for value in known if value in chosen)
-
-
-def _elements(op: str, dtypes: Any) -> tuple[torch.dtype, ...]:
-    if dtypes is None and op == "allgather":
-        return (BYTE,)
-    return FLOATS if dtypes is None else _checked(dtypes, "dtypes", FLOATS)
 
 
 def _check_count(name: str, value: object, most: int, least: int = 1) -> None:

@@ -46,11 +46,8 @@ class Chip:
 
         They need it: (18) in cuda_src/device/sync/kernel_order.cuh. Of two communicators, each leaves an SM free, and
         with clusters of whole SMs two clusters' SMs: of 65 clusters of 2 blocks on an H200, the last SMs were not
-        always a pair that takes another cluster. Of more, each takes an equal share of the GPU.
-
-        Args:
-            halves: whether two blocks fit on an SM.
-            cluster: the blocks of a thread block cluster.
+        always a pair that takes another cluster. Of more, each takes an equal share of the GPU. With ``halves`` two
+        blocks fit on an SM.
         """
         if self.communicators == 2:
             return max(1, self.sms - 1) if halves or cluster == 1 else max(1, self.sms // cluster - 2) * cluster

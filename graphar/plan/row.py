@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from graphar.numerics.dtypes import BYTE, TYPE_NAMES
+from graphar.numerics.dtypes import TYPE_NAMES
 from graphar.plan.call import Call
 from graphar.plan.policy import Chip, Policies
 from graphar.plan.scratch import MAX_BLOCKS, WORLD_SIZES, Layout, Scratch
@@ -125,10 +125,6 @@ class Row:
         """Returns whether its scratch takes tensors of ``nbytes``."""
         limit = self.limit(world_size)
         return limit is None or nbytes <= limit
-
-    def has_kernel_for(self, dtype: torch.dtype) -> bool:
-        """Returns whether its kernels serve tensors of a dtype."""
-        return dtype in self.dtypes or BYTE in self.dtypes
 
     def takes_half(self, threads: int) -> bool:
         """Returns whether a block of ``threads`` takes half an SM at most, so that two of them fit on one."""

@@ -135,11 +135,14 @@ def packs_a_part(packs: int, parts: int) -> int:
     return -(-packs // (parts * PACKS_A_LINE)) * PACKS_A_LINE
 
 
-def rotating(slot_packs: Callable[[int], int], copies: int, shared_nbytes: int = 0) -> Layout:
-    """Returns a layout of ``copies`` slots for every rank, without a signal pad."""
-    return lambda world_size: Scratch.of_slots(
-        copies * world_size, slot_packs(world_size) * PACK_NBYTES, fill=SENTINEL, shared_nbytes=shared_nbytes
-    )
+def rotating(nbytes: Callable[[int], int], copies: int, shared_nbytes: int = 0) -> Layout:
+    """Returns a layout of ``copies`` slots of ``nbytes`` for every rank, without a signal pad."""
+
+    def layout(world_size: int) -> Scratch:
+        slot_nbytes = -(-nbytes(world_size) // PACK_NBYTES) * PACK_NBYTES
+        return Scratch.of_slots(copies * world_size, slot_nbytes, fill=SENTINEL, shared_nbytes=shared_nbytes)
+
+    return layout
 
 
 def flagged(nbytes: int) -> Layout:
@@ -171,39 +174,30 @@ def copied(nbytes: int, areas: int) -> Layout:
 
 
 def bulk_copied(channels: int, channel_nbytes: int) -> Layout:
-    """Returns the layout of two_shot_tma: a signal pad and slots of a piece each, in whole L2 lines.
-
-    Shared memory holds one piece for every rank in each channel.
-    """
+    """Returns the layout of two_shot_tma: a signal pad and slots of a piece each, in whole L2 lines."""
 
     def layout(world_size: int) -> Scratch:
         piece = channel_nbytes // PACK_NBYTES // world_size // 32 * 32
         slots = TMA_DEPTH * MAX_BLOCKS * world_size  # a row of the signal pad for each shot of a channel
-        shared_nbytes = channels * world_size * piece * PACK_NBYTES
+        shared_nbytes = channels * world_size * piece * PACK_NBYTES  # a piece for every rank in each channel
         return Scratch.of_slots(slots, piece * PACK_NBYTES, signal_pad=True, shared_nbytes=shared_nbytes)
 
     return layout
 
 
 def matmul_boxes(areas: int) -> Layout:
-    """Returns the layout of fused matmuls that send tiles: a signal pad, and then ``areas`` areas.
-
-    An area holds a flag and a box of every peer for each box of a rank's part of the result.
-    """
+    """Returns the layout of fused matmuls that send tiles: a signal pad and ``areas``, each with all peers' boxes."""
 
     def layout(world_size: int) -> Scratch:
         boxes = boxes_a_slot(world_size)
-        area = (world_size - 1) * boxes * (4 + MATMUL_BOX_NBYTES)
+        area = (world_size - 1) * boxes * (4 + MATMUL_BOX_NBYTES)  # a flag for each box
         return Scratch(boxes, SIGNAL_PAD_NBYTES + areas * area, fill=0)
 
     return layout
 
 
 def gathered_rows(nbytes: int) -> Layout:
-    """Returns the layout of an all-gather + matmul: a signal pad, a line of counts, flags and rows of every peer.
-
-    ``nbytes`` are the rows of all ranks.
-    """
+    """Returns the layout of an all-gather + matmul: a signal pad, a line of counts, flags and rows of every peer."""
 
     def layout(world_size: int) -> Scratch:
         slot = packs_a_part(-(-nbytes // PACK_NBYTES), world_size)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 import sys
-from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -27,19 +26,24 @@ from graphar.plan.algorithms import (
     is_from_outside,
     is_loaded,
     kernels_that,
-    with_epilogue,
     with_kernels,
-    with_tree,
 )
 from graphar.plan.call import Call
-from graphar.plan.config import FALLBACK, HIERARCHICAL, Config, Kernel
-from graphar.plan.entries import by_entries, expected_quantized_us, expected_us, loaded, named_by, serving
-from graphar.plan.explanation import Explanation
+from graphar.plan.config import FALLBACK, HIERARCHICAL, Config, Explanation, Kernel
 from graphar.plan.grids import CLUSTERS
 from graphar.plan.policy import Chip, LargeCallsPolicy
 from graphar.plan.row import Row
 from graphar.plan.scratch import MAX_BLOCKS, MAX_RANKS, NORM_ROW_PACKS, PACK_NBYTES
-from graphar.plan.tables import DEFAULT, Table
+from graphar.plan.tables import (
+    DEFAULT,
+    Table,
+    by_entries,
+    expected_quantized_us,
+    expected_us,
+    loaded,
+    named_by,
+    serving,
+)
 from graphar.plan.work import MOVING, Exchange, Norm, Parts, Sum, TensorTuple, template_of
 
 _DIRECTLY = {"input": "straight from the symmetric inputs", "output": "straight into the symmetric output"}
@@ -84,10 +88,9 @@ def why_no_kernel(world_size: int, device: str, dtype: torch.dtype, op: str) -> 
 
 
 def select(call: Call, facts: Facts) -> Choice:
-    """Returns the configuration for a call, and the reason. plan/matmuls.py chooses for a Product.
+    """Returns the configuration for a call, and the reason; plan/matmuls.py chooses for a Product.
 
-    Raises:
-        UnsupportedError: the algorithm that the call names cannot serve it.
+    UnsupportedError if the algorithm that the call names cannot serve it.
     """
     choice = _norm(call, facts) if isinstance(call.work, Norm) else _elements(call, facts)
     config, row = choice.config, choice.config.algorithm.row
@@ -115,16 +118,14 @@ def _elements(call: Call[Sum | Parts | TensorTuple | Exchange], facts: Facts) ->
 
 
 def _why_no_kernel(call: Call, facts: Facts, asked: Algorithm | None) -> Reason | None:
-    """Returns why no kernel serves a call.
+    """Returns why no kernel serves a call; UnsupportedError if it names an algorithm that cannot serve it.
 
-    Raises:
-        UnsupportedError: the call names an algorithm that cannot serve it. An algorithm from outside the package
-            serves calls without a kernel, too.
+    An algorithm from outside the package serves calls without a kernel, too.
     """
     if asked is None:
         return facts.problem
     if lacks := _lacks(asked.row, call.work):
-        takers = ", ".join(taker.value for taker in (with_epilogue if call.work.epilogue else with_tree)(call.op))
+        takers = ", ".join(taker.value for taker in with_kernels(call.op) if not _lacks(taker.row, call.work))
         raise UnsupportedError(f"{call.op}: {asked.value} {lacks}; {takers} have")
     problem = facts.problem or _why_not(asked, call, facts)
     if problem and not (facts.problem and is_from_outside(asked)):
@@ -247,9 +248,7 @@ def has_kernel_for_rows(work: Norm, dtype: torch.dtype) -> bool:
 
 
 def norm_rows(world_size: int, row_nbytes: int) -> int:
-    """Returns the most rows of one launch of an all-reduce with RMSNorm; 0 if no kernel can normalise them."""
-    if not has_norm_kernel(row_nbytes):
-        return 0
+    """Returns the most rows of one launch of an all-reduce with RMSNorm, whose rows kernels can normalise."""
     return max(algorithm.row.limit(world_size) or 0 for algorithm in with_kernels(norms.ALLREDUCE_NORM)) // row_nbytes
 
 
@@ -282,7 +281,7 @@ def _for_large(by_op: Mapping[str, Algorithm], policy: LargeCallsPolicy, call: C
 
 def _why_not(algorithm: Algorithm, call: Call, facts: Facts) -> Reason | None:
     row = algorithm.row
-    if not row.has_kernel_for(call.dtype):
+    if not {call.dtype, BYTE} & {*row.dtypes}:
         return f"it has no kernel for {call.dtype}"
     if why := _why_not_here(algorithm, facts):
         return why
@@ -335,11 +334,10 @@ def needed_kernels(
 ) -> Iterator[Kernel]:
     """Yields every kernel that calls of ``ops`` may need, apart from those of matmuls.
 
-    ``ops`` are names in PREPARED, and algorithms from outside the package, whose kernels are needed by calls that name
-    them. UnsupportedError if such an algorithm has no kernel for these ranks.
-
-    Tensors have at most ``max_nbytes`` (None: any size). Calls may have one of ``codecs`` or of ``epilogues``, or
-    neither; with ``symmetric`` also symmetric tensors; with ``trees`` also sums as a tree, of results of ``dtypes``.
+    ``ops`` are names in PREPARED, and algorithms from outside the package; UnsupportedError if such an algorithm has no
+    kernel for these ranks. Tensors have at most ``max_nbytes`` (None: any size). Calls may have one of ``codecs`` or of
+    ``epilogues``, or neither; with ``symmetric`` also symmetric tensors; with ``trees`` also sums as a tree, of results
+    of ``dtypes``.
     """
     for op in ops:
         if is_from_outside(op):
@@ -364,38 +362,32 @@ def needed_kernels(
                     algorithm, torch.float32 if order == "tree" else dtype, template=template_of(norm, cluster)
                 )
             continue
-        plain = _up_to(facts, max_nbytes, op)
-        if trees and (takers := with_tree(op)):
-            fitting = _fitting(takers, plain, GENERAL[op])
-            for dtype, epilogue in itertools.product(dtypes, (None, *epilogues)):
-                tree = template_of(Sum(0, order="tree", out_dtype=dtype))
-                for kernel in _variants(fitting, [torch.float32], symmetric, epilogue):
-                    yield kernel._replace(template=tree)
-        yield from _variants(plain, dtypes, symmetric)
+        plain, general = _up_to(facts, max_nbytes, op), GENERAL[op]
+        results = [(dtypes, "rank", None), *(((torch.float32,), "tree", dtype) for dtype in dtypes if trees)]
+        for (elements, order, result), epilogue in itertools.product(results, (None, *epilogues)):
+            work = Sum(0, epilogue=epilogue, order=order, out_dtype=result)
+            takers = dict.fromkeys(general if _lacks(taker.row, work) else taker for taker in plain)
+            if not _lacks(general.row, work):
+                yield from _variants(list(takers), elements, symmetric, epilogue, template_of(work))
         least = facts.table.lossless.least(op, facts.world_size)
         if facts.lossless and least is not None and (max_nbytes is None or max_nbytes >= least):
             yield from _variants([COMPRESSING[op]], dtypes, symmetric)
-        for codec in codecs:
-            for dtype, algorithm in itertools.product(dtypes, algorithms_of(codec, op)):
-                yield Kernel(algorithm, dtype, codec=codec)
-        if takers := with_epilogue(op):
-            for epilogue in epilogues:
-                yield from _variants(_fitting(takers, plain, GENERAL[op]), dtypes, symmetric, epilogue)
-
-
-def _fitting(takers: Sequence[Algorithm], plain: Sequence[Algorithm], general: Algorithm) -> list[Algorithm]:
-    """Returns ``plain`` with ``general`` in place of the algorithms that are not among ``takers``."""
-    return list(dict.fromkeys(algorithm if algorithm in takers else general for algorithm in plain))
+        for codec, dtype in itertools.product(codecs, dtypes):
+            yield from [Kernel(algorithm, dtype, codec=codec) for algorithm in algorithms_of(codec, op)]
 
 
 def _variants(
-    algorithms: Sequence[Algorithm], dtypes: Sequence[torch.dtype], symmetric: bool, epilogue: Pointwise | None = None
+    algorithms: Sequence[Algorithm],
+    dtypes: Sequence[torch.dtype],
+    symmetric: bool,
+    epilogue: Pointwise | None = None,
+    template: str | None = None,
 ) -> Iterator[Kernel]:
     for algorithm in algorithms:
         can = algorithm.row
         for direct in (False, True) if symmetric and can.direct else (False,):
             for dtype in [BYTE] if BYTE in can.dtypes else [dtype for dtype in dtypes if dtype in can.dtypes]:
-                yield Kernel(algorithm, dtype, direct, epilogue=epilogue)
+                yield Kernel(algorithm, dtype, direct, epilogue=epilogue, template=template)
 
 
 def _up_to(facts: Facts, max_nbytes: int | None, op: str) -> Sequence[Algorithm]:
@@ -404,9 +396,8 @@ def _up_to(facts: Facts, max_nbytes: int | None, op: str) -> Sequence[Algorithm]
         entries = loaded(serving(facts.table, facts.world_size).rows[facts.world_size])
     else:  # the largest part may have any share of the bytes
         entries, max_nbytes = loaded(facts.table.parts[op]), None
-    limits = [math.inf if entry["max_nbytes"] is None else entry["max_nbytes"] for entry in entries]
-    last = bisect_left(limits, math.inf if max_nbytes is None else max_nbytes)
-    algorithms = [Algorithm(entry["algorithm"]) for entry in entries[: last + 1]]
+    smaller = [max_nbytes is None or (entry["max_nbytes"] or math.inf) < max_nbytes for entry in entries]
+    algorithms = [Algorithm(entry["algorithm"]) for entry in entries[: sum(smaller) + 1]]
     beside = max_nbytes is None or max_nbytes >= facts.table.beside.pipelined_from_nbytes
     # The general algorithm serves the calls that an algorithm from outside does not.
     general = [GENERAL[op]] if beside or any(map(is_from_outside, algorithms)) else []

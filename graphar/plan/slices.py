@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from graphar.plan.algorithms import Algorithm
-from graphar.plan.factors import PLAIN, Factors
 from graphar.plan.row import Slicing
 from graphar.plan.scratch import COPY_UNIT_NBYTES, MATMUL_BOX_COLUMNS, MATMUL_BOX_ROWS, PACK_NBYTES, boxes_a_slot
+from graphar.plan.work import PLAIN, Factors
 
 _ROWS_OF_TILES = 256  # a multiple of the height of every tile, and of every cluster of tiles
 
@@ -30,10 +30,9 @@ class Slice:
 def slices(
     algorithm: Algorithm, world_size: int, counts: Sequence[int], itemsize: int, columns: int = 1
 ) -> list[Slice]:
-    """Returns the launches of a call on elements of ``itemsize`` bytes.
+    """Returns the launches of a call; ``columns`` are those of its norm.
 
     ``counts`` are the elements of each rank's part, not all zero; for an op without parts, those of the tensor.
-    ``columns`` are the columns of the call's epilogue or norm.
     """
     row = algorithm.row
     match row.slicing:
@@ -58,8 +57,7 @@ def slices(
 def row_slices(counts: Sequence[int], step: int) -> list[Slice]:
     """Returns the launches of a fused matmul: at most ``step`` rows of each rank's part of the result at a time.
 
-    ``counts`` are the rows that each rank sums. ``begin`` of a launch is the first row that the launch writes, and not
-    the first row of the part.
+    ``begin`` of a launch is the first row that the launch writes, and not the first row of the part.
     """
     begins = tuple(accumulate(counts, initial=0))[:-1]
     return [
@@ -73,9 +71,8 @@ def copied_chunks(
 ) -> list[Slice]:
     """Returns the chunks in which ranks' parts travel by copy engines: ``chunks`` of them, or more.
 
-    A chunk has at least ``least_nbytes`` of the largest part, and at most a place of the scratch. ``counts`` are the
-    elements of each rank's part, not all zero. ``begin`` of a chunk is the element of the tensor at which each rank's
-    part of it begins.
+    A chunk has at least ``least_nbytes`` of the largest part, and at most a place of the scratch. Its ``begin`` is the
+    element of the tensor at which each rank's part of the chunk begins.
     """
     even = -(-max(counts) * itemsize // (chunks * COPY_UNIT_NBYTES)) * COPY_UNIT_NBYTES
     return row_slices(counts, min(place_nbytes, max(least_nbytes, even)) // itemsize)
@@ -87,10 +84,7 @@ def _up_to(step: int, counts: Sequence[int], offset: int) -> tuple[int, ...]:
 
 
 def rows_a_launch(world_size: int, columns: int, places: int = 1) -> int:
-    """Returns how many rows of each rank's part one launch of a fused matmul handles.
-
-    The result has ``columns``. Each box of the result takes ``places`` in the scratch on the way to its rank.
-    """
+    """Returns how many rows of each rank's part a launch of a fused matmul handles; a box has ``places`` in scratch."""
     return boxes_a_slot(world_size) // places // -(-columns // MATMUL_BOX_COLUMNS) * MATMUL_BOX_ROWS
 
 

@@ -131,7 +131,8 @@ class _Reader:
             yield from self._code(function.__code__, function.__globals__)
             yield from self.read([function.__defaults__, function.__kwdefaults__], "a default")
             for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-                yield from self.read(_content(cell), repr(name))
+                is_bound = cell != CellType()  # an inner function may not be defined yet
+                yield from self.read(cell.cell_contents if is_bound else _NO_VALUE, repr(name))
 
     def _code(self, code: CodeType, module: dict[str, object]) -> Iterator[bytes]:
         yield code.co_code
@@ -143,13 +144,6 @@ class _Reader:
         for name in dict.fromkeys(names):
             if name in module or not hasattr(builtins, name):
                 yield from self.read(module.get(name, _NO_VALUE), repr(name))
-
-
-def _content(cell: CellType) -> object:
-    try:
-        return cell.cell_contents
-    except ValueError:  # an inner function that is not defined yet
-        return _NO_VALUE
 
 
 def _name_of(value: Any) -> str:

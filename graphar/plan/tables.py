@@ -1,4 +1,4 @@
-"""Tuning tables: the fastest algorithm and grid by size, measured on a kind of machine, stored as JSON."""
+"""Tuning tables: the fastest algorithm and grid by size, measured on a kind of machine; and what a call finds there."""
 
 from __future__ import annotations
 
@@ -8,27 +8,22 @@ import json
 import math
 import re
 import typing
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import resources
 from itertools import pairwise
 from typing import Any
 
-from graphar.numerics.codecs import codec
+import torch
+
+from graphar.numerics.codecs import Codec
+from graphar.numerics.codecs import codec as codec_of_text
+from graphar.plan import policy
 from graphar.plan.algorithms import Algorithm, in_tables, is_from_outside, is_loaded
-from graphar.plan.policy import (
-    AllgatherMatmulPolicy,
-    BesidePolicy,
-    Chip,
-    CopiesPolicy,
-    LosslessPolicy,
-    MatmulPolicy,
-    NormPolicy,
-    QuantizedPolicy,
-    TrainingPolicy,
-)
-from graphar.plan.scratch import WARP, WORLD_SIZES
+from graphar.plan.config import Config
+from graphar.plan.scratch import PACK_NBYTES, WARP, WORLD_SIZES
 
 DEFAULT = "default"
 
@@ -55,16 +50,16 @@ class Table:
     codecs: dict[int, dict[str, list[list]]] = field(default_factory=dict)
     # By op, the entries of reduce-scatters, all-gathers and all-to-alls, by the bytes of the largest part.
     parts: dict[str, list[dict]] = field(default_factory=_default("parts"))
-    chip: Chip = field(default_factory=_default("chip"))  # the kind of GPU that the table is for
-    quantized: QuantizedPolicy = field(default_factory=_default("quantized"))  # grids with a codec on the wire
-    lossless: LosslessPolicy = field(default_factory=_default("lossless"))  # thresholds of lossless compression
-    copies: CopiesPolicy = field(default_factory=_default("copies"))  # thresholds and chunks of copy engines
-    norm: NormPolicy = field(default_factory=_default("norm"))  # thresholds of all-reduces with RMSNorm
-    beside: BesidePolicy = field(default_factory=_default("beside"))  # the grid beside other work
-    training: TrainingPolicy = field(default_factory=_default("training"))  # the grid beside a step's matmuls
-    matmul: MatmulPolicy = field(default_factory=_default("matmul"))  # thresholds and tiles of matmuls
+    chip: policy.Chip = field(default_factory=_default("chip"))  # the kind of GPU that the table is for
+    quantized: policy.QuantizedPolicy = field(default_factory=_default("quantized"))  # grids with a codec on the wire
+    lossless: policy.LosslessPolicy = field(default_factory=_default("lossless"))  # thresholds of lossless compression
+    copies: policy.CopiesPolicy = field(default_factory=_default("copies"))  # thresholds and chunks of copy engines
+    norm: policy.NormPolicy = field(default_factory=_default("norm"))  # thresholds of all-reduces with RMSNorm
+    beside: policy.BesidePolicy = field(default_factory=_default("beside"))  # the grid beside other work
+    training: policy.TrainingPolicy = field(default_factory=_default("training"))  # the grid beside a step's matmuls
+    matmul: policy.MatmulPolicy = field(default_factory=_default("matmul"))  # thresholds and tiles of matmuls
     # When an all-gather and a matmul are one kernel.
-    allgather_matmul: AllgatherMatmulPolicy = field(default_factory=_default("allgather_matmul"))
+    allgather_matmul: policy.AllgatherMatmulPolicy = field(default_factory=_default("allgather_matmul"))
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Table:
@@ -102,6 +97,104 @@ def shipped_table(name: str) -> Table:
     """Returns the table ``name`` of graphar/plan/tables, or the default table if there is none."""
     file = resources.files("graphar.plan").joinpath("tables", f"{name}.json")
     return Table.from_json(file.read_text()) if file.is_file() else shipped_table(DEFAULT)
+
+
+# ---- entries: the configuration that a call takes ------------------------------------------------------------------
+
+
+def config_of(entry: dict) -> Config:
+    """Returns the configuration that an entry names, with the most blocks that a call may have."""
+    return Config(Algorithm(entry["algorithm"]), entry["blocks"], entry["threads"], entry.get("chunk", 0))
+
+
+def entry_of(config: Config, max_nbytes: int | None) -> dict:
+    """Returns the entry by which calls of up to ``max_nbytes`` take ``config``; None: of any size."""
+    grid = {"blocks": config.blocks, "threads": config.threads} | ({"chunk": config.chunk} if config.chunk else {})
+    return {"max_nbytes": max_nbytes, "algorithm": config.algorithm.value} | grid
+
+
+def fitted(most: Config, world_size: int, nbytes: int) -> Config:
+    """Returns a configuration for ``nbytes``, with as many of its blocks as have work, or one more."""
+    row, threads = most.algorithm.row, most.threads
+    if row.in_groups:
+        threads = max(1, threads // (WARP * world_size)) * WARP * world_size
+    packs, in_block = -(-nbytes // PACK_NBYTES), row.packs_a_block(world_size, threads, most.chunk)
+    blocks = max(1, -(-packs // in_block)) + row.tells
+    return replace(most, blocks=min(most.blocks, blocks), threads=threads)
+
+
+def by_entries(entries: Sequence[dict], world_size: int, nbytes: int, algorithm: Algorithm | None = None) -> Config:
+    """Returns the configuration of a call of ``nbytes``, by its first entry of an algorithm that is loaded and fits.
+
+    With ``algorithm`` the configuration has this algorithm: by its first entry that fits, else by its last entry, or
+    with its default grid if it has no entry. Entries of parts serve every world size: theirs is 1.
+    """
+    known = [entry for entry in entries if entry["algorithm"] == algorithm.value] if algorithm else loaded(entries)
+    if algorithm is not None and not known:
+        return fitted(Config(algorithm, *algorithm.row.default_grid(world_size, nbytes)[:3]), world_size, nbytes)
+    return fitted(config_of(next(_fitting(known, nbytes), known[-1])), world_size, nbytes)
+
+
+def loaded(entries: Sequence[dict]) -> list[dict]:
+    """Returns the entries without those of algorithms from outside the package that this process has not loaded."""
+    return [entry for entry in entries if is_loaded(entry["algorithm"])]
+
+
+def named_by(entries: Sequence[dict], nbytes: int) -> str:
+    """Returns the algorithm by which a call of ``nbytes`` goes, or would go if it were loaded."""
+    return next(_fitting(entries, nbytes))["algorithm"]
+
+
+def _fitting(entries: Sequence[dict], nbytes: int) -> Iterator[dict]:
+    return (entry for entry in entries if entry["max_nbytes"] is None or nbytes <= entry["max_nbytes"])
+
+
+def serving(table: Table, world_size: int) -> Table:
+    """Returns ``table``, or the default table if it has no entries for ``world_size``."""
+    return table if world_size in table.rows else shipped_table(DEFAULT)
+
+
+def measured_config(table: Table, world_size: int, nbytes: int, algorithm: Algorithm | None = None) -> Config:
+    """Returns the configuration of an exact all-reduce of ``nbytes`` a rank, as :func:`by_entries` does."""
+    return by_entries(serving(table, world_size).rows[world_size], world_size, nbytes, algorithm)
+
+
+# ---- expected times --------------------------------------------------------------------------------------------------
+
+
+def expected_us(table: Table, world_size: int, nbytes: int) -> float | None:
+    """Returns the expected microseconds of the exact all-reduce that the table chooses; None without measurements."""
+    return _between(serving(table, world_size).measured.get(world_size, []), nbytes)
+
+
+def expected_quantized_us(table: Table, codec: Codec, world_size: int, numel: int) -> float | None:
+    """Returns the expected microseconds of an all-reduce of ``numel`` elements with ``codec``; None if not measured.
+
+    It goes by the measured codec with the nearest bits per element, among codecs that use the same kernels.
+    """
+    measured = serving(table, world_size).codecs.get(world_size, {}).items()
+    codecs = [(codec_of_text(text), points) for text, points in measured]
+    alike = [(other, points) for other, points in codecs if other.spares_a_word == codec.spares_a_word]
+    if not alike:
+        return None
+    _, points = min(alike, key=lambda pair: abs(pair[0].bits_per_element - codec.bits_per_element))
+    return _between(points, numel * torch.bfloat16.itemsize)
+
+
+def _between(points: list[list], nbytes: int) -> float | None:
+    """Returns the time for a size, by a power law between the two nearest measured sizes.
+
+    Smaller sizes take the time of the smallest. Larger sizes take the bytes per microsecond of the largest.
+    """
+    if not points:
+        return None
+    at = bisect_left(points, nbytes, key=lambda point: point[0])
+    if at == 0:
+        return points[0][1]
+    (low, low_us), (high, high_us) = points[at - 1], points[min(at, len(points) - 1)]
+    if at == len(points):
+        return high_us * nbytes / high
+    return low_us * (nbytes / low) ** (math.log(high_us / low_us) / math.log(high / low))
 
 
 # ---- validation: each check raises ValueError, which says what the rule is ------------------------------------------
@@ -169,7 +262,7 @@ def _check_codecs(by_codec: Any) -> None:
     require(isinstance(by_codec, dict), "codecs must be an object")
     for text, points in by_codec.items():
         with inside("codecs"):
-            codec(text)
+            codec_of_text(text)
         _check_points(points, f"points of {text}")
 
 
@@ -230,8 +323,8 @@ def _is_positive(value: Any) -> bool:
 # ---- policies: dataclasses as JSON ----------------------------------------------------------------------------------
 
 
-def _written(policy: Any) -> dict[str, Any]:
-    values = {name: getattr(policy, name) for name in _types_of(type(policy))}
+def _written(section: Any) -> dict[str, Any]:
+    values = {name: getattr(section, name) for name in _types_of(type(section))}
     return {name: _written(value) if dataclasses.is_dataclass(value) else value for name, value in values.items()}
 
 

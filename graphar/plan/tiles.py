@@ -209,10 +209,7 @@ def narrow(tiles: tuple[T, ...]) -> tuple[T, ...]:
 
 
 def skinny_tile(rows: int, leaves: int | None = None) -> SkinnyTile:
-    """Returns the smallest tile for a result of ``rows``, at most 64.
-
-    ``leaves`` are the leaves of a rank whose sums are added to other ranks' sums as a tree; None: sums are rounded.
-    """
+    """Returns the smallest tile for at most 64 rows; with ``leaves`` of a rank, sums are added to others as a tree."""
     tile = next(tile for tile in SKINNY_TILES if tile.rows >= rows)
     return tile if leaves is None else replace(tile, leaves=leaves, partials=True)
 

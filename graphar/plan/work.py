@@ -30,12 +30,13 @@ import torch
 
 from graphar.numerics.dtypes import TYPE_NAMES
 from graphar.numerics.epilogues.epilogue import Pointwise
+from graphar.numerics.fp8_products import BLOCK
 from graphar.numerics.leaf_tree import LEAVES
 from graphar.numerics.norms import ALLREDUCE_NORM, REDUCESCATTER_NORM
 from graphar.numerics.partitions import BATCH_INVARIANT, TP_INVARIANT, Panel, length
 from graphar.numerics.softmax import Terms
-from graphar.plan.factors import FORMATS, Factors
-from graphar.plan.scratch import PACK_NBYTES
+from graphar.plan.scratch import MATMUL_PARTIAL_PLACES, PACK_NBYTES
+from graphar.plan.tiles import LAYOUTS
 
 MATMUL_ALLREDUCE, MATMUL_REDUCESCATTER = "fused_matmul_allreduce", "fused_matmul_reducescatter"
 ALLGATHER_MATMUL = "fused_allgather_matmul"
@@ -261,6 +262,91 @@ class Exchange(NamedTuple):
         return along + ([] if self.is_even else [both]) + _beside(self)
 
 
+FORMATS = ("rows", "blocks")  # what each scale of e4m3 operands is for
+_TEMPLATES = {"rows": "RowScales", "blocks": "BlockScales"}  # classes of cuda_src/device/matmul/scaled_products.cuh
+
+
+class Factors(NamedTuple):
+    """What a product multiplies, and in which order it adds. ``str()`` is the C++ class of the format, or empty.
+
+    The words on which ranks agree contain this class, and so do the names of kernels. Whatever depends on the format of
+    the operands or on the order asks here, so that no other module needs to know the formats.
+    """
+
+    format: str = ""  # one of FORMATS: operands are e4m3, results have 16 bits; an empty string: both have one dtype
+    order: str = "rank"  # "rank": products are rounded, and added in the order of ranks; "tree": leaves of K, in fp32
+
+    def __str__(self) -> str:
+        return _TEMPLATES[self.format] if self.format else ""
+
+    @property
+    def inputs(self) -> int:
+        """How many tensors a rank's factors have."""
+        return 4 if self.format else 2
+
+    @property
+    def words(self) -> str:
+        """What must be the same on all ranks, in words; empty if operands have the dtype of the result."""
+        return f"products of e4m3 operands with scales of {self.format}" if self.format else ""
+
+    @property
+    def multiplied_by(self) -> str:
+        """What multiplies operands of 8 bits, in words."""
+        return f"graphar's scaled matmul of e4m3 operands with scales of {self.format}"
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether operands have the dtype of results, and no scales."""
+        return not self.format
+
+    @property
+    def layouts(self) -> tuple[str, ...]:
+        """The layouts of W that kernels load. Tensor cores cannot transpose e4m3."""
+        return LAYOUTS[:1] if self.format else LAYOUTS
+
+    @property
+    def most_skinny_rows(self) -> int | None:
+        """The most rows that a skinny kernel multiplies fast; None: as many as it takes.
+
+        It has registers for the sums of one block of 64 rows only, and adds them while nothing is multiplied: 74 us for
+        64 x 8192 x 14336 between two H200s, and 34 with scales of rows.
+        """
+        return 32 if self.format == "blocks" else None
+
+    @property
+    def clustered(self) -> float | None:
+        """The cost of clusters of a matmul alone, as TileCost has it; None: the cost measured with 16 bits."""
+        return 0.92 if self.format == "blocks" else None  # H100
+
+    def k_of_16_bits(self, k: int) -> int:
+        """Returns the columns of 16-bit operands that take as long: 128 of e4m3 have the bytes of 64."""
+        return max(k // 2, 1) if self.format else k
+
+    def row_nbytes(self, k: int) -> int:
+        """Returns the bytes of a row of A with ``k`` columns on its way to another rank, in whole packs."""
+        packs = -(-k * (1 if self.format else 2) // PACK_NBYTES)
+        of_row = {"": 0, "rows": 1, "blocks": -(-k // BLOCK)}[self.format]  # `of_row` in scaled_products.cuh
+        return packs * PACK_NBYTES + 4 * of_row
+
+    @property
+    def as_tree(self) -> bool:
+        """Whether leaves of K are added in fp32 as a tree; else rounded products, in the order of ranks."""
+        return self.order == "tree"
+
+    @property
+    def sent_itemsize(self) -> int:
+        """The bytes of an element that a rank sends to be summed in a product of 16-bit elements."""
+        return 4 if self.as_tree else 2
+
+    @property
+    def sent_places(self) -> int:
+        """How many places in the scratch a box of elements takes."""
+        return MATMUL_PARTIAL_PLACES if self.as_tree else 1
+
+
+PLAIN = Factors()
+
+
 class Product(NamedTuple):
     """A matmul A W^T, and the sum of its products over ranks, or the all-gather of the ranks' rows of A before it."""
 
@@ -283,12 +369,12 @@ class Product(NamedTuple):
     @property
     def factors(self) -> Factors:
         """What is multiplied, and in which order it is added."""
-        return Factors(self.format, self.order, self.partition in (BATCH_INVARIANT, TP_INVARIANT))
+        return Factors(self.format, self.order)
 
     @property
-    def in_8_bits(self) -> list[Product]:
-        """The same product of operands in e4m3, in each format of their scales."""
-        return [self._replace(format=scale_format) for scale_format in FORMATS]
+    def is_invariant(self) -> bool:
+        """Whether only graphar's kernels may multiply, so that a row's bits depend on no other row."""
+        return self.partition in (BATCH_INVARIANT, TP_INVARIANT)
 
     @property
     def beside(self) -> str:
@@ -317,7 +403,7 @@ class Product(NamedTuple):
     def with_bias_in_epilogue(self, dtype: torch.dtype) -> Product:
         """Returns the product whose bias is an epilogue of the sum, where sums of ``dtype`` take one.
 
-        It has the same bits, half the bytes on the wire, since products stay rounded there, and one kernel.
+        It has the same bits in one kernel, and half the bytes on the wire, since products stay rounded there.
         """
         if not self.bias or self.codec or dtype not in TYPE_NAMES:
             return self

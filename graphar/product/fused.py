@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import ChainMap
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
@@ -12,10 +12,17 @@ from graphar.errors import UnsupportedError
 from graphar.numerics.codecs import codec as codec_of_text
 from graphar.numerics.epilogues.code import Corner
 from graphar.plan.algorithms import Algorithm
-from graphar.plan.best_tile import Shape, best_tile
 from graphar.plan.call import Call, Operands
 from graphar.plan.config import Config
-from graphar.plan.matmuls import summed_rows_a_launch, tile_for, tiles_that_serve, tiles_to_load, why_not_columns
+from graphar.plan.matmuls import (
+    Shape,
+    best_tile,
+    summed_rows_a_launch,
+    tile_for,
+    tiles_that_serve,
+    tiles_to_load,
+    why_not_columns,
+)
 from graphar.plan.policy import Chip
 from graphar.plan.scratch import PACK_NBYTES, gathered_slot_offset
 from graphar.plan.slices import Slice, gathered_rows_a_launch, row_slices
@@ -25,34 +32,32 @@ from graphar.product.gemm import (
     GROUP_ROWS,
     STORE_COLUMNS,
     STORE_ROWS,
+    Matrices,
     layout_of,
     rows_map,
     weight_map,
-    weight_of,
     why_not,
 )
 from graphar.product.multiply import in_whole_loads
-from graphar.product.operands import MatmulOperands, Placed, kernel_arguments, operands_of
+from graphar.product.operands import MatmulOperands, operands_of
 from graphar.product.tensor_maps import (
     BOX_COLUMNS,
-    Matrix,
     TensorMap,
     aligned_copy,
     aligned_like,
-    loaded,
     matrix_of,
     tensor_map,
 )
 from graphar.ranks import agreement
 from graphar.runtime import launcher
-from graphar.runtime.arguments import Arguments, MatmulArguments
+from graphar.runtime.arguments import Arguments
 from graphar.runtime.bind.launches import bind_launch, on_own_device, put_agreed, runner_of
 from graphar.runtime.catalogue import KernelSource, fused_matmul_source
 from graphar.runtime.engine import Engine
 from graphar.runtime.launcher import Grid
 from graphar.runtime.launcher import Launch as KernelLaunch
 from graphar.runtime.member import Member
-from graphar.runtime.plan import BoundedCache, Launch, Plan, Tensors
+from graphar.runtime.plan import BoundedCache, Launch, Plan
 from graphar.runtime.runner import Runner
 
 Tile = MatmulTile | SkinnyTile
@@ -65,64 +70,38 @@ Tile = MatmulTile | SkinnyTile
 # ranks.
 
 
-@dataclass(frozen=True)
-class Matrices:
-    """The memory of one rank's operands and result, for the tensor maps of a launch."""
-
-    a: Matrix
-    w: Matrix  # as it lies in memory
-    layout: str  # the layout of W, one of LAYOUTS
-    out: torch.Tensor  # [M, N]
-    bias: int = 0  # the address of the bias; 0 without one
-    constant_weight: bool = False  # whether W may be loaded while the kernel before still runs
-    beside: Placed | None = None  # the scales of operands in e4m3
-
-    @property
-    def key(self) -> tuple:
-        """Equal where all memory has the same addresses and is read alike."""
-        out = self.out.data_ptr(), self.out.shape
-        return self.a, self.w, self.layout, *out, self.bias, self.constant_weight, self.beside
-
-    @property
-    def columns(self) -> int:
-        return self.w.rows if self.layout == "by_rows" else self.w.columns
-
-
-def _arguments(matrices: Matrices, rows: int, **more: int) -> MatmulArguments:
-    return kernel_arguments(matrices.beside, matrices.bias, rows, matrices.columns, matrices.a.columns, **more)
-
-
 def _grid(tile: MatmulTile, matrices: Matrices, piece: Slice, chip: Chip) -> Grid:
     """Returns the grid of a kernel with a block for each tile, as far as there is room."""
-    tiles = sum(-(-count // (tile.rows * tile.cluster)) for count in piece.count) * -(-matrices.columns // tile.columns)
+    rows_of_tiles = sum(-(-count // (tile.rows * tile.cluster)) for count in piece.count)
+    tiles = rows_of_tiles * -(-matrices.out.columns // tile.columns)
     blocks = min(chip.shared_blocks(cluster=tile.cluster), tiles * tile.cluster)
     return Grid(blocks, tile.threads, tile.shared_nbytes, overlaps=False, cluster=tile.cluster)
 
 
 def summed_tiles(
-    tile: MatmulTile, matrices: Matrices, piece: Slice, arguments: Arguments, rows: slice, chip: Chip
+    tile: MatmulTile, matrices: Matrices, piece: Slice, arguments: Arguments, first: int, chip: Chip
 ) -> tuple[list, Grid]:
     """Returns the parameters of a kernel that sums tiles, without the collective arguments, and its grid.
 
-    ``rows`` are those of ``out`` that the launch writes. ``chip`` is what the ranks' devices have in common.
+    ``first`` is the first row of ``out`` that the launch writes. ``chip`` is what the ranks' devices have in common.
     """
-    sizes, grid = _arguments(matrices, matrices.a.rows, group_rows=GROUP_ROWS), _grid(tile, matrices, piece, chip)
+    sizes, grid = matrices.arguments(matrices.a.rows, group_rows=GROUP_ROWS), _grid(tile, matrices, piece, chip)
     # A rank without rows writes nothing, but the kernel needs a valid tensor map.
-    out = matrix_of(matrices.out[rows]) or matrices.a
+    count = piece.count[arguments.rank]
+    out = matrices.out.part(first, count) if count else matrices.a
     maps = [rows_map(tile, matrices.a), weight_map(tile, matrices.layout, matrices.w), tensor_map(out, STORE_ROWS)]
     return [*maps, sizes], grid
 
 
 def skinny(
-    tile: SkinnyTile, matrices: Matrices, piece: Slice, arguments: Arguments, rows: slice, chip: Chip
+    tile: SkinnyTile, matrices: Matrices, piece: Slice, arguments: Arguments, first: int, chip: Chip
 ) -> tuple[list, Grid]:
     """Returns what :func:`summed_tiles` returns, of a skinny kernel. It takes one launch."""
-    rows_of_out, columns = matrices.out.shape
-    clusters = -(-columns // (tile.columns * tile.cluster))
+    rows, clusters = matrices.out.rows, -(-matrices.out.columns // (tile.columns * tile.cluster))
     blocks = min(chip.shared_blocks(cluster=tile.cluster), clusters * tile.cluster)
     grid = Grid(blocks, tile.threads, tile.shared_nbytes, chip.may_overlap(blocks, halves=False), cluster=tile.cluster)
-    sizes = _arguments(matrices, rows_of_out, constant_weight=matrices.constant_weight)
-    return [tensor_map(matrices.w, BOX_COLUMNS), tensor_map(matrices.a, box_rows(tile, rows_of_out)), sizes], grid
+    sizes = matrices.arguments(rows, constant_weight=matrices.constant_weight)
+    return [tensor_map(matrices.w, BOX_COLUMNS), tensor_map(matrices.a, box_rows(tile, rows)), sizes], grid
 
 
 def box_rows(tile: SkinnyTile, rows: int) -> int:
@@ -131,22 +110,21 @@ def box_rows(tile: SkinnyTile, rows: int) -> int:
 
 
 def gathered_tiles(
-    tile: MatmulTile, matrices: Matrices, piece: Slice, arguments: Arguments, rows: slice, chip: Chip
+    tile: MatmulTile, matrices: Matrices, piece: Slice, arguments: Arguments, first: int, chip: Chip
 ) -> tuple[list, Grid]:
-    """Returns what :func:`summed_tiles` returns, of a kernel that gathers rows; ``chip`` may differ between ranks."""
-    k, m, world_size, rank = matrices.a.columns, len(matrices.out), arguments.world_size, arguments.rank
+    """Returns what :func:`summed_tiles` returns, of a kernel that gathers rows."""
+    world_size, rank = arguments.world_size, arguments.rank
     a_maps, c_maps = (TensorMap * world_size)(), (TensorMap * world_size)()
     for source, (begin, count) in enumerate(zip(piece.begin, piece.count, strict=True)):
         if not count:  # nothing reads its maps
             continue
-        if source == rank:
-            pointer = matrices.a.pointer + piece.offset * matrices.a.leading * matrices.a.dtype.itemsize
-        else:
-            hops = (source - rank) % world_size
-            pointer = arguments.scratch[rank] + gathered_slot_offset(world_size, arguments.capacity, hops)
-        a_maps[source] = rows_map(tile, Matrix(pointer, matrices.a.dtype, count, k, matrices.a.leading))
-        c_maps[source] = tensor_map(matrix_of(matrices.out[begin : begin + count]), STORE_ROWS)
-    sizes = _arguments(matrices, m, from_row=piece.offset, group_rows=GROUP_ROWS)
+        rows = matrices.a.part(piece.offset, count)
+        if hops := (source - rank) % world_size:
+            slot = gathered_slot_offset(world_size, arguments.capacity, hops)
+            rows = replace(rows, pointer=arguments.scratch[rank] + slot)
+        a_maps[source] = rows_map(tile, rows)
+        c_maps[source] = tensor_map(matrices.out.part(begin, count), STORE_ROWS)
+    sizes = matrices.arguments(matrices.out.rows, from_row=piece.offset, group_rows=GROUP_ROWS)
     maps = [a_maps, weight_map(tile, matrices.layout, matrices.w), c_maps]
     return [*maps, sizes], _grid(tile, matrices, piece, chip)
 
@@ -180,93 +158,44 @@ def sources_of_tile(
     return {kind: fused_matmul_source(algorithm, dtype, world_size, *kind, *how) for kind in kinds}
 
 
-def fused_matmul(engine: Engine, call: Call[Product], algorithm: Algorithm, tile: Tile | None = None) -> FusedMatmul:
-    """Returns the launches of one call by a fused kernel, with a ``tile`` or the one that plans choose. Collective.
-
-    The engine has a runner. UnsupportedError says why no kernel serves the call.
-    """
-    kind = Gathered if call.op == ALLGATHER_MATMUL else FusedMatmul
-    return kind(engine, call, algorithm, tile)
-
-
 class FusedMatmul:
-    """The launches of one call by a kernel that sums products, bound to the addresses of the operands.
+    """The launches of one call by a fused kernel, bound to the addresses of the operands. Making it is collective.
 
-    Each finished tile is pushed to the rank that owns its rows. A rank computes its own rows last, and gathers the
-    summed tiles of its peers meanwhile. The rows of a skinny result, at most 64, are not divided: either every rank
-    pushes its whole product to all ranks (one-shot), or each rank sums a shard (two-shot).
+    In a sum each finished tile is pushed to the rank that owns its rows. A rank computes its own rows last, and gathers
+    the summed tiles of its peers meanwhile. The rows of a skinny result, at most 64, are not divided: either every rank
+    pushes its whole product to all ranks (one-shot), or each rank sums a shard (two-shot). In an all-gather each tile
+    begins when its rows have arrived.
+
+    The engine has a runner. Ranks take ``tile``, or those that plans choose. UnsupportedError if no kernel serves.
     """
 
-    def __init__(self, engine: Engine, call: Call[Product], algorithm: Algorithm, tile: Tile | None) -> None:
+    def __init__(self, engine: Engine, call: Call[Product], algorithm: Algorithm, tile: Tile | None = None) -> None:
         self._engine, self._runner, self._call, self.algorithm = engine, runner_of(engine), call, algorithm
-        self._tile, self._slices, policy = tile, self._cut(call.work), engine.table.matmul
+        self._tile, self._gathers = tile, call.op == ALLGATHER_MATMUL
+        self._slices = self._cut(call.work)
         # The tiles whose kernels every rank loads: ranks may take different ones of them.
-        chosen = tiles_to_load(policy, algorithm, call.work, self._runner.chip, engine.world_size)
+        chosen = tiles_to_load(engine.table.matmul, algorithm, call.work, self._runner.chip, engine.world_size)
         self.tiles = (tile,) if tile else chosen
         # Each member's kernels by tile and layout of W, in which ranks may differ.
         of_tiles = [load_tile(self._runner, algorithm, call.dtype, tile, call.work) for tile in self.tiles]
         self._functions = [dict(ChainMap(*of_member)) for of_member in zip(*of_tiles, strict=True)]
         self._launches: BoundedCache[Launch] = BoundedCache()
 
+    def _cut(self, work: Product) -> list[Slice]:
+        """Returns the slices of the call, each of one launch."""
+        world_size = self._engine.world_size
+        if self._gathers:
+            step = gathered_rows_a_launch(self.algorithm, world_size, work.columns, work.factors)
+            return row_slices(work.parts, step)
+        if self.algorithm.row.is_skinny:  # chosen only for results that fit its scratch (plan.matmuls.is_skinny)
+            return [Slice(sum(work.parts) * work.columns)]
+        if reason := why_not_columns(work, self._runner.chip, world_size):
+            raise UnsupportedError(f"{work.op}: {reason}")
+        return row_slices(work.parts, summed_rows_a_launch(work, world_size))
+
     def plan(self, reason: str) -> Plan:
         """Returns the plan of a call by these launches, with the ``reason`` for them."""
         return Plan(self.run, Config(self.algorithm, 0, self.tiles[0].threads), reason, self.launch_like)
-
-    # ---- what all-gathers do otherwise -------------------------------------------------------------------------------
-
-    def _cut(self, work: Product) -> list[Slice]:
-        """Returns the slices of the call, each of one launch."""
-        if self.algorithm.row.is_skinny:  # chosen only for results that fit its scratch (plan.matmuls.is_skinny)
-            return [Slice(sum(work.parts) * work.columns)]
-        if reason := why_not_columns(work, self._runner.chip, self._engine.world_size):
-            raise UnsupportedError(f"{work.op}: {reason}")
-        return row_slices(work.parts, summed_rows_a_launch(work, self._engine.world_size))
-
-    def _tile_of(self, operands: MatmulOperands, piece: Slice, layout: str) -> Tile:
-        return tile_for(self._engine.table.matmul, self.tiles, operands.a.shape[1])
-
-    def _parameters(self, *launch) -> tuple[list, Grid]:
-        """Returns the parameters of a launch, without the collective arguments, and its grid."""
-        return (skinny if self.algorithm.row.is_skinny else summed_tiles)(*launch)
-
-    def _first_row(self, member: Member, piece: Slice) -> int:
-        # A skinny result is not divided.
-        return piece.offset if self._call.work.scattered or not piece.begin else piece.begin[member.rank]
-
-    def _matrix_of_a(self, a: torch.Tensor) -> Matrix:
-        return loaded(a)
-
-    def _chip(self, member: Member) -> Chip:
-        return self._runner.chip
-
-    def _tensors(self, member: Member, operands: MatmulOperands, piece: Slice) -> tuple:
-        return (operands.a, *operands.tensors), (operands.out,), operands.numbers, self._corner(member, operands, piece)
-
-    def _again(self, a: torch.Tensor) -> tuple[int, Tensors]:
-        """Returns the outputs of a repeated launch: the index of the call's first that it takes, or fixed tensors."""
-        return 0, ()
-
-    def _place(self, operands: MatmulOperands) -> MatmulOperands:
-        """Returns operands as kernels take them: the same ones, or copies where their alignment requires it."""
-        whole, leaves, out = operands.with_columns(), self._call.work.leaves(self._engine.world_size), operands.out
-        a, w = in_whole_loads(whole.a, leaves), in_whole_loads(whole.w, leaves)
-        given_k = None if a.shape[1] == operands.a.shape[1] else operands.a.shape[1]
-        if not self._call.work.scattered and out.data_ptr() % PACK_NBYTES:
-            out = torch.empty_like(out)
-        w = w if layout_of(w) in operands.layouts else aligned_copy(w)
-        placed = replace(
-            whole,
-            a=a if matrix_of(a) else aligned_copy(a),
-            w=w,
-            out=out,
-            constant_weight=operands.constant_weight and w is operands.w,  # the kernel before writes a copy
-            given_k=given_k,
-        )
-        if reason := why_not(placed.a, placed.w, placed.out):  # ranks may differ in alignment
-            raise UnsupportedError(f"{self._call.op}: {reason}")
-        return _placed_or_same(placed, operands)
-
-    # ---- launching --------------------------------------------------------------------------------------------------
 
     def run(self, ranks: Sequence[Operands]) -> None:
         """Launches the kernels on the members' current streams, for the operands of each rank of this process."""
@@ -292,8 +221,9 @@ class FusedMatmul:
             return None
         (piece,), (member,) = self._slices, self._runner.members
         addressed = work.factors.inputs + work.bias  # inputs to whose addresses a launch is bound
-        corner = self._corner(member, mine, piece)
-        (first, always), launches = self._again(mine.a), BoundedCache[Launch]()
+        corner, launches = self._corner(member, mine, piece), BoundedCache[Launch]()
+        first = int(work.gathered)  # the kernel gets the address of the gathered rows; those after it are bound
+        unwanted = (mine.a.new_empty(0),) if self._gathers and not work.gathered else ()
 
         def launch(inputs, outputs, numbers, _=None) -> None:
             # Each launch is given the address of the gathered rows, but bound to those of the results after them.
@@ -305,75 +235,82 @@ class FusedMatmul:
                     self.run([Operands(inputs, outputs, numbers)])
                     return
                 bound = launches.keep(key, self._launch(member, operands, piece))
-            bound((inputs[0], *inputs[addressed:]), always or outputs[first:], numbers, corner)
+            bound((inputs[0], *inputs[addressed:]), unwanted or outputs[first:], numbers, corner)
 
         return launch
 
+    def _place(self, operands: MatmulOperands) -> MatmulOperands:
+        """Returns operands as kernels take them: the same ones, or copies where their alignment requires it."""
+        placed = place_gathering(operands) if self._gathers else self._place_summed(operands)
+        is_same = all(getattr(placed, name) is getattr(operands, name) for name in _PLACED)
+        return operands if is_same else placed
+
+    def _place_summed(self, operands: MatmulOperands) -> MatmulOperands:
+        whole, leaves, out = operands.with_columns(), self._call.work.leaves(self._engine.world_size), operands.out
+        a, w = in_whole_loads(whole.a, leaves), in_whole_loads(whole.w, leaves)
+        given_k = None if a.shape[1] == operands.a.shape[1] else operands.a.shape[1]
+        if not self._call.work.scattered and out.data_ptr() % PACK_NBYTES:
+            out = torch.empty_like(out)
+        w = w if layout_of(w) in operands.layouts else aligned_copy(w)
+        placed = replace(
+            whole,
+            a=a if matrix_of(a) else aligned_copy(a),
+            w=w,
+            out=out,
+            constant_weight=operands.constant_weight and w is operands.w,  # the kernel before writes a copy
+            given_k=given_k,
+        )
+        if reason := why_not(placed.a, placed.w, placed.out):  # ranks may differ in alignment
+            raise UnsupportedError(f"{self._call.op}: {reason}")
+        return placed
+
+    def _tensors(self, member: Member, operands: MatmulOperands, piece: Slice) -> tuple:
+        """Returns what a launch is called with."""
+        a, out = operands.a, operands.out
+        if self._gathers:  # an empty tensor's address is null: the rows are not wanted
+            a = a[piece.offset : piece.offset + piece.count[member.rank]]
+            out = a.new_empty(0) if operands.gathered is None else operands.gathered
+        return (a, *operands.tensors), (out,), operands.numbers, self._corner(member, operands, piece)
+
     def _corner(self, member: Member, operands: MatmulOperands, piece: Slice) -> Corner:
         """Returns where the epilogue's row, col and index of a launch begin, in this rank's result."""
-        return self._first_row(member, piece), 0, operands.out.shape[1]
+        # A skinny result is not divided.
+        first = piece.offset if self._call.work.scattered or not piece.begin else piece.begin[member.rank]
+        return first, 0, operands.out.shape[1]
 
     def _launch(self, member: Member, operands: MatmulOperands, piece: Slice) -> Launch:
         """Returns one member's launch of a slice, bound to the addresses of its operands; cached."""
         at = member.rank if self._engine.devices else 0
-        (layout, w), a = weight_of(operands.w), self._matrix_of_a(operands.a)
-        bias = 0 if operands.bias is None else operands.bias.data_ptr()
-        matrices = Matrices(a, w, layout, operands.out, bias, operands.constant_weight, operands.placed)
-        tile = self._tile_of(operands, piece, layout)
-        key = (member.rank, piece, tile, matrices.key, operands.given_k)
+        matrices = Matrices.of(operands.step, operands.constant_weight, operands.gathered_scales)
+        tile = self._tile_of(operands, piece, matrices.layout)
+        key = member.rank, piece, tile, matrices, operands.given_k
         if (launch := self._launches.get(key)) is not None:
             return launch
         k = operands.a.shape[1] if operands.given_k is None else operands.given_k
-        told = k if self._call.work.factors.as_tree and self._call.op != ALLGATHER_MATMUL else None
+        told = k if self._call.work.factors.as_tree and not self._gathers else None
         words = agreement.words_of_matmul_launch(self._call, self.algorithm, piece, told)
         seconds = self._engine.deadline(self._call)
         arguments = self._runner.arguments(member, self.algorithm, piece, seconds, words)
-        first = self._first_row(member, piece)
-        rows = slice(first, first + piece.count[member.rank]) if piece.count else slice(None)
-        parameters, grid = self._parameters(tile, matrices, piece, arguments, rows, self._chip(member))
+        first, *_ = self._corner(member, operands, piece)
+        parameters, grid = self._parameters(tile, matrices, piece, arguments, first, self._runner.chip)
         launch = KernelLaunch(self._functions[at][tile, matrices.layout], [*parameters, arguments], grid)
         epilogue = self._call.work.epilogue
         put = epilogue and put_agreed(self._runner, arguments, words, epilogue, arguments.epilogue.put)
         return self._launches.keep(key, bind_launch(self._runner, member, launch, arguments, put))
 
-
-class Gathered(FusedMatmul):
-    """Each tile begins when its rows have arrived."""
+    def _tile_of(self, operands: MatmulOperands, piece: Slice, layout: str) -> Tile:
+        if not self._gathers:
+            return tile_for(self._engine.table.matmul, self.tiles, operands.a.shape[1])
+        # Each rank takes the one with the least estimated time for its weight.
+        kind = tiles_that_serve(self.algorithm, self._call.work, self._engine.world_size)
+        (n, k), cost = operands.w.shape, self._engine.table.matmul.cost
+        return self._tile or best_tile(kind, Shape(piece.count, n, k, layout), cost, self._runner.chip)
 
     def _parameters(self, *launch) -> tuple[list, Grid]:
-        return gathered_tiles(*launch)
-
-    def _cut(self, work: Product) -> list[Slice]:
-        step = gathered_rows_a_launch(self.algorithm, self._engine.world_size, work.columns, work.factors)
-        return row_slices(work.parts, step)
-
-    def _tile_of(self, operands: MatmulOperands, piece: Slice, layout: str) -> Tile:
-        # Each rank takes the one with the least estimated time for its weight.
-        cost, world_size = self._engine.table.matmul.cost, self._engine.world_size
-        kind = tiles_that_serve(self.algorithm, self._call.work, world_size)
-        (n, k), chip = operands.w.shape, self._runner.chip
-        return self._tile or best_tile(kind, Shape(piece.count, n, k, layout), cost, chip)
-
-    def _matrix_of_a(self, a: torch.Tensor) -> Matrix:
-        # The gathered rows are bound whole, and may be empty on this rank.
-        (rows, k), unit = a.shape, PACK_NBYTES // a.dtype.itemsize
-        return Matrix(a.data_ptr(), a.dtype, rows, k, -(-k // unit) * unit)
-
-    def _chip(self, member: Member) -> Chip:
-        chip = self._runner.chip
-        return replace(chip, sms=min(launcher.sm_count(member.device), chip.sms))
-
-    def _tensors(self, member: Member, operands: MatmulOperands, piece: Slice) -> tuple:
-        # An empty tensor's address is null: the rows are not wanted.
-        a = operands.a[piece.offset : piece.offset + piece.count[member.rank]]
-        out = a.new_empty(0) if operands.gathered is None else operands.gathered
-        return (a, *operands.tensors), (out,), operands.numbers, self._corner(member, operands, piece)
-
-    def _again(self, a: torch.Tensor) -> tuple[int, Tensors]:
-        return (1, ()) if self._call.work.gathered else (0, (a.new_empty(0),))
-
-    def _place(self, operands: MatmulOperands) -> MatmulOperands:
-        return _placed_or_same(place_gathering(operands), operands)
+        """Returns the parameters of a launch, without the collective arguments, and its grid."""
+        if self._gathers:
+            return gathered_tiles(*launch)
+        return (skinny if self.algorithm.row.is_skinny else summed_tiles)(*launch)
 
 
 def place_gathering(operands: MatmulOperands) -> MatmulOperands:
@@ -394,7 +331,3 @@ def place_gathering(operands: MatmulOperands) -> MatmulOperands:
 
 
 _PLACED = ("a", "w", "out", "gathered", "tensors")  # the fields that may be copies
-
-
-def _placed_or_same(placed: MatmulOperands, operands: MatmulOperands) -> MatmulOperands:
-    return placed if any(getattr(placed, name) is not getattr(operands, name) for name in _PLACED) else operands

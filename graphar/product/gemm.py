@@ -8,21 +8,22 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import NamedTuple
 
 import torch
 
 from graphar.errors import Reason, UnsupportedError
-from graphar.numerics.fp8_products import FP8, Scales, checked_scales
+from graphar.numerics.fp8_products import FP8, checked_scales
 from graphar.numerics.leaf_tree import LEAF_UNIT
 from graphar.plan.algorithms import MATMUL_ARCH, MATMUL_TYPES
-from graphar.plan.best_tile import Shape, Sms, alone, best_tile
-from graphar.plan.factors import PLAIN, Factors
+from graphar.plan.matmuls import Shape, Sms, alone, best_tile
 from graphar.plan.policy import TileCost
 from graphar.plan.tiles import LEAF_COUNTS, LEAF_TILES, MatmulTile
-from graphar.product.operands import Placed, Step, kernel_arguments, placed
+from graphar.plan.work import PLAIN, Factors
+from graphar.product.operands import Step
 from graphar.product.tensor_maps import BOX_COLUMNS, Matrix, TensorMap, loaded, matrix_of, tensor_map
 from graphar.runtime import launcher
+from graphar.runtime.arguments import MatmulArguments, ScaledMatmulArguments
 from graphar.runtime.catalogue import matmul_source, scaled_matmul_source
 from graphar.runtime.launcher import Grid, Launch
 from graphar.runtime.user_tables import find_table
@@ -44,30 +45,36 @@ def matmul(
     tile: MatmulTile | None = None,
     leaves: int = 1,
     out_dtype: torch.dtype | None = None,
-    scales: Scales | None = None,
+    a_scale: torch.Tensor | None = None,
+    w_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Returns ``a @ w.T + bias``, accumulated in fp32 in the order of K and rounded once; on torch's current stream.
 
     With several ``leaves`` K is cut into as many, of equal length, multiples of 64 columns. They are added in fp32 as a
-    binary tree: a node of :mod:`graphar.numerics.leaf_tree`. With ``scales`` of e4m3 operands the order is that of
+    binary tree: a node of :mod:`graphar.numerics.leaf_tree`. With scales of e4m3 operands the order is that of
     :func:`graphar.numerics.fp8_products.scaled_linear`. The caller has checked that dtypes, devices and shapes fit.
 
     Args:
         w: with contiguous rows, as in ``torch.nn.Linear``, or columns, as a transpose has them. With scales its rows.
         sms: how many SMs to take; None: all.
         tile: None: the tile with the least estimated time. With a ``tail_split`` two kernels are launched.
-        out_dtype: 16 bits, or torch.float32 for a sum that is not rounded and has no bias. None: that of ``a``.
+        out_dtype: 16 bits, or torch.float32 for a sum that is not rounded and has no bias. None: that of ``a``, or
+            bf16 with scales.
+        a_scale, w_scale: of e4m3 operands, the scales as users give them: of rows, or of blocks of 128 x 128.
 
     Raises:
-        ValueError: ``tile`` does not serve the layout of ``w``.
+        ValueError: ``tile`` does not serve the layout of ``w``, or a scale does not fit.
         UnsupportedError: :func:`why_not` has a reason, or the kernel is not loaded yet while a graph is captured.
     """
+    op, scales = "matmul", None
+    if a_scale is not None and w_scale is not None:
+        op, out_dtype = "scaled_matmul", out_dtype or torch.bfloat16
+        scales = checked_scales(op, a, w, a_scale, w_scale)
     out = a.new_empty(a.shape[0], w.shape[0], dtype=out_dtype) if out is None else out
     if out.numel() == 0:
         return out
     if a.shape[1] == 0:
         return out.zero_() if bias is None else out.copy_(bias.expand_as(out))
-    op = "scaled_matmul" if scales else "matmul"
     if reason := why_not(a, w, out, leaves):
         raise UnsupportedError(f"{op}: {reason}")
     if tile and (layout := weight_of(w)[0]) not in tile.layouts:
@@ -78,35 +85,17 @@ def matmul(
     return out
 
 
-def scaled_matmul(
-    a: torch.Tensor,
-    w: torch.Tensor,
-    out: torch.Tensor | None = None,
-    *,
-    a_scale: torch.Tensor,
-    w_scale: torch.Tensor,
-    out_dtype: torch.dtype = torch.bfloat16,
-    **how: Any,
-) -> torch.Tensor:
-    """Returns the :func:`matmul` of e4m3 operands whose scales users give: of rows, or of blocks of 128 x 128."""
-    scales = checked_scales("scaled_matmul", a, w, a_scale, w_scale)
-    return matmul(a, w, out, out_dtype=out_dtype, scales=scales, **how)
-
-
 def bind(step: Step, sms: int | None = None, tile: MatmulTile | None = None, leaves: int = 1) -> Callable[[int], None]:
-    """Returns a function of a stream's handle that launches a step; its device must be current.
+    """Returns a function of a stream's handle that launches a step of :func:`matmul`; its device must be current.
 
-    It loads the kernel. ``sms``, ``tile`` and ``leaves`` are those of :func:`matmul`: K and the result are not empty,
-    and :func:`why_not` has no reason.
+    It loads the kernel. K and the result are not empty, and :func:`why_not` has no reason.
     """
-    a, w, out, scales, bias = step
-    device, (layout, weights), (m, n) = a.device.index, weight_of(w), out.shape
+    device, matrices, (m, n), k = step.a.device.index, Matrices.of(step), step.out.shape, step.a.shape[1]
     sms = sms or launcher.sm_count(device)
-    factors = Factors(scales.format) if scales else PLAIN
-    tile = tile or default_tile(device, m, n, a.shape[1], sms, layout, leaves, factors)
-    pointer, of = 0 if bias is None else bias.contiguous().data_ptr(), scales and placed(scales)
+    factors = Factors(step.scales.format) if step.scales else PLAIN
+    tile = tile or default_tile(device, m, n, k, sms, matrices.layout, leaves, factors)
     with torch.cuda.device(device):
-        return _bind(device, tile, layout, sms, loaded(a), weights, loaded(out), pointer, of)
+        return _bind(device, tile, sms, matrices)
 
 
 def why_not(a: torch.Tensor, w: torch.Tensor, out: torch.Tensor, leaves: int = 1) -> Reason | None:
@@ -137,10 +126,7 @@ def why_none_like(a: torch.Tensor) -> Reason | None:
 def default_tile(
     device: int, m: int, n: int, k: int, sms: int, layout: str = "by_rows", leaves: int = 1, factors: Factors = PLAIN
 ) -> MatmulTile:
-    """Returns the tile that :func:`matmul` takes by default for [m, k] times [k, n] on ``sms`` SMs of a device.
-
-    ``layout`` is the layout of the weight, one of LAYOUTS, and ``leaves`` one of LEAF_COUNTS.
-    """
+    """Returns the tile that :func:`matmul` takes by default for [m, k] times [k, n] on ``sms`` SMs of a device."""
     in_clusters = _sms_in_clusters(device) if leaves > 2 else 0
     return best_tile(alone(factors, leaves), Shape((m,), n, k, layout), cost_on(device), Sms(sms, in_clusters))
 
@@ -150,7 +136,7 @@ def _sms_in_clusters(device: int) -> int:
     """Returns how many SMs of a device the largest clusters find: 120 of 132 on some. It loads a kernel."""
     tile = next(tile for tile in LEAF_TILES[LEAF_COUNTS[-1]] if tile.blocks == LEAF_COUNTS[-1])
     with torch.cuda.device(device):
-        return tile.blocks * _clusters_at_once(device, MATMUL_TYPES[0], tile, "by_rows", MATMUL_TYPES[0])
+        return tile.blocks * _clusters_at_once(device, MATMUL_TYPES[0], tile, "by_rows", MATMUL_TYPES[0], "")
 
 
 @functools.cache
@@ -172,6 +158,44 @@ def weight_of(w: torch.Tensor) -> tuple[str, Matrix]:
     return ("by_rows", by_rows) if by_rows else ("by_columns", loaded(w.t()))
 
 
+_OF_SCALES = [field[0] for field in ScaledMatmulArguments._fields_]
+
+
+class Matrices(NamedTuple):
+    """Where the operands and the result of one rank's matmul lie, for the tensor maps and arguments of a launch."""
+
+    a: Matrix
+    w: Matrix  # as it lies in memory
+    layout: str  # the layout of W, one of LAYOUTS
+    out: Matrix  # [M, N]
+    bias: int = 0  # the address of the bias; 0 without one
+    constant_weight: bool = False  # whether W may be loaded while the kernel before still runs
+    scale_format: str = ""  # the C++ class of the format of scales; an empty string without them
+    scales: tuple[int, ...] = ()  # their addresses, and strides in elements, as ScaledMatmulArguments has them
+
+    @classmethod
+    def of(cls, step: Step, constant_weight: bool = False, gathered_scales: torch.Tensor | None = None) -> Matrices:
+        """Returns where a step's tensors lie, and the scales of gathered rows, if they are wanted."""
+        a, w, out, scales, bias = step
+        layout, weights = weight_of(w)
+        pointer = 0 if bias is None else bias.contiguous().data_ptr()
+        matrices = cls(loaded(a), weights, layout, loaded(out), pointer, constant_weight)
+        if scales is None:
+            return matrices
+        of_a, of_w, to = (0 if x is None else x.data_ptr() for x in (scales.a, scales.w, gathered_scales))
+        beside = of_a, of_w, *scales.a.stride(), *scales.w.stride(), to
+        return matrices._replace(scale_format=str(Factors(scales.format)), scales=beside)
+
+    def arguments(self, rows: int, *, from_row: int = 0, **more: int) -> MatmulArguments:
+        """Returns the arguments of a launch on rows of A that begin at ``from_row``; the result has ``rows``."""
+        sizes = self.bias, rows, self.out.columns, self.a.columns
+        if not self.scales:
+            return MatmulArguments(*sizes, **more)
+        arguments = ScaledMatmulArguments(*sizes, **more, **dict(zip(_OF_SCALES, self.scales, strict=True)))
+        arguments.a_scale += from_row * arguments.a_scale_row * torch.float32.itemsize
+        return arguments
+
+
 def rows_map(tile: MatmulTile, a: Matrix) -> TensorMap:
     """Returns the tensor map of rows of A for the boxes that the kernels load: no higher than the rows need."""
     return tensor_map(a, min(tile.rows, -(-a.rows // 8) * 8))
@@ -185,7 +209,7 @@ def weight_map(tile: MatmulTile, layout: str, w: Matrix) -> TensorMap:
 
 @functools.cache
 def _function(
-    device: int, dtype: torch.dtype, tile: MatmulTile, layout: str, out_dtype: torch.dtype, scale_format: str = ""
+    device: int, dtype: torch.dtype, tile: MatmulTile, layout: str, out_dtype: torch.dtype, scale_format: str
 ):
     if scale_format:
         source, what = scaled_matmul_source(tile, out_dtype, scale_format), f"scaled_matmul: {tile} for {out_dtype}"
@@ -195,9 +219,9 @@ def _function(
 
 
 @functools.cache
-def _clusters_at_once(device: int, dtype: torch.dtype, tile: MatmulTile, layout: str, out_dtype: torch.dtype) -> int:
+def _clusters_at_once(device: int, dtype: torch.dtype, tile: MatmulTile, *kernel) -> int:
     """Returns how many clusters of a kernel run on a device at once; it must be current."""
-    return launcher.clusters_at_once(_function(device, dtype, tile, layout, out_dtype), _grid(tile, 1))
+    return launcher.clusters_at_once(_function(device, dtype, tile, *kernel), _grid(tile, 1))
 
 
 def _grid(tile: MatmulTile, clusters: int) -> Grid:
@@ -206,34 +230,22 @@ def _grid(tile: MatmulTile, clusters: int) -> Grid:
 
 
 @functools.lru_cache(maxsize=1024)
-def _bind(
-    device: int,
-    tile: MatmulTile,
-    layout: str,
-    sms: int,
-    a: Matrix,
-    w: Matrix,
-    c: Matrix,
-    bias: int,
-    beside: Placed | None = None,
-) -> Callable[[int], None]:
-    n = w.rows if layout == "by_rows" else w.columns
-    rows, columns = -(-a.rows // (tile.rows * tile.cluster)), -(-n // tile.columns)
-    sizes = bias, a.rows, n, a.columns, min(GROUP_ROWS, rows)
-    maps = [rows_map(tile, a), weight_map(tile, layout, w), tensor_map(c, STORE_ROWS)]
+def _bind(device: int, tile: MatmulTile, sms: int, matrices: Matrices) -> Callable[[int], None]:
+    a, c, layout = matrices.a, matrices.out, matrices.layout
+    rows, columns = -(-a.rows // (tile.rows * tile.cluster)), -(-c.columns // tile.columns)
+    maps = [rows_map(tile, a), weight_map(tile, layout, matrices.w), tensor_map(c, STORE_ROWS)]
 
     def launch_of(tile: MatmulTile, first: int, end: int) -> Launch:
         """Returns the launch of some of the tiles, numbered in their order."""
-        fields = kernel_arguments(beside, *sizes)
-        if not beside:
+        fields = matrices.arguments(a.rows, group_rows=min(GROUP_ROWS, rows))
+        if not matrices.scales:
             fields.c, fields.c_leading, fields.first_tile, fields.end_tile = c.pointer, c.leading, first, end
         clusters = min(max(sms // tile.blocks, 1), end - first)
-        kernel = a.dtype, tile, layout, c.dtype
+        kernel = a.dtype, tile, layout, c.dtype, matrices.scale_format
         if tile.split > 1:
             # Clusters that find no room begin when others end, and would then compute all their tiles.
             clusters = min(clusters, _clusters_at_once(device, *kernel))
-        function = _function(device, *kernel, *([beside.template] if beside else []))
-        return Launch(function, [*maps, fields], _grid(tile, clusters))
+        return Launch(_function(device, *kernel), [*maps, fields], _grid(tile, clusters))
 
     tiles, tail = rows * columns, tile.of_tail
     whole = tiles // sms * sms if tail else tiles

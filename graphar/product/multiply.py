@@ -23,9 +23,8 @@ from graphar.numerics.dtypes import with_canonical_nan
 from graphar.numerics.fp8_products import rounded_product
 from graphar.numerics.leaf_tree import LEAF_UNIT
 from graphar.numerics.partitions import Panel
-from graphar.plan.best_tile import Shape, Sms, alone, best_tile
 from graphar.plan.call import Operands
-from graphar.plan.matmuls import choose_matmul
+from graphar.plan.matmuls import Shape, Sms, alone, best_tile, choose_matmul
 from graphar.plan.policy import TileCost
 from graphar.plan.work import ALLGATHER_MATMUL, Product
 from graphar.product import gemm
@@ -60,8 +59,7 @@ class Multiply(ABC):
     def instead(self, step: Step, sms: int, why_not: Reason) -> Enqueue:
         """Returns what makes a step that the kernel cannot make, for the reason ``why_not``, or that is on the CPU.
 
-        Raises:
-            UnsupportedError: nothing else has the bits that were asked for.
+        UnsupportedError if nothing else has the bits that were asked for.
         """
 
     def bind_all(self, panels: Sequence[Sequence[tuple[Step, int]]]) -> list[list[Enqueue]]:
@@ -83,9 +81,9 @@ class Multiply(ABC):
             enqueue(torch.cuda.current_stream().cuda_stream)
 
     def repeating(self, work: Product, example: Step) -> Callable[..., torch.Tensor]:
-        """Returns a function of a later call's inputs that returns their product. The device must be current.
+        """Returns a function of a call's inputs, like ``example`` but for addresses, that returns their product.
 
-        The tensors of later calls differ from those of ``example`` in their addresses only.
+        The device must be current.
         """
         sms = launcher.sm_count(example.a.device.index)
         columns, dtype, bound = len(example.w), example.out.dtype, BoundedCache[Enqueue]()
@@ -140,15 +138,10 @@ def multiply(a: torch.Tensor, w: torch.Tensor, out: torch.Tensor, bias: torch.Te
 
 @dataclass(frozen=True)
 class Own(Multiply):
-    """Makes steps of 16-bit operands, with the tiles of the engine's table. Elsewhere torch multiplies.
+    """Makes steps of 16-bit operands. Elsewhere torch multiplies."""
 
-    Attributes:
-        cost: the costs by which it chooses tiles.
-        is_invariant: whether the bits of a row may not depend on the number of rows: torch never multiplies then.
-    """
-
-    cost: TileCost
-    is_invariant: bool = False
+    cost: TileCost  # by which it chooses tiles: that of the engine's table
+    is_invariant: bool = False  # whether the bits of a row may not depend on the number of rows: torch never multiplies
 
     @property
     def beyond(self) -> str:
@@ -182,13 +175,9 @@ class Scaled(Multiply):
 
     Elsewhere than on sm_90a, and for operands that it cannot load, the specification multiplies:
     graphar.numerics.fp8_products. An element depends on its row of A and its row of W alone, so cuts change no bit.
-
-    Attributes:
-        is_invariant: whether the bits of a row may not depend on the number of rows: torch's operations never compute
-            the specification on a GPU then.
     """
 
-    is_invariant: bool = False
+    is_invariant: bool = False  # as in Own: torch's operations never compute the specification on a GPU then
     beyond = "torch's operations, as the specification of scaled products"
 
     def instead(self, step: Step, sms: int, why_not: Reason) -> Enqueue:
@@ -205,17 +194,12 @@ class Leaves(Multiply):
 
     Operands are in bf16, fp16 or, on a CPU, fp32; results may be in fp32. On a GPU the kernel makes them, and on a CPU
     graphar.numerics.leaf_tree.
-
-    Attributes:
-        op: the op that errors name.
-        leaves: 1, 2, 4 or 8: each is added in the order of K. Their lengths differ by at most one column.
     """
 
-    op: str
-    leaves: int = 1
+    op: str  # that errors name
+    leaves: int = 1  # 1, 2, 4 or 8: each is added in the order of K. Their lengths differ by at most one column
 
     def instead(self, step: Step, sms: int, why_not: Reason) -> Enqueue:
-        """Raises UnsupportedError for fp32 on a GPU, and for another GPU than sm_90."""
         a, w, out, _, bias = step
         if not a.is_cuda:
             total = leaf_tree.in_leaves(a, w, self.leaves)
@@ -233,14 +217,12 @@ class Leaves(Multiply):
 
 
 def in_whole_loads(x: torch.Tensor, leaves: int) -> torch.Tensor:
-    """Returns a matrix whose leaves are whole loads of the kernel: the same one, or a copy with zeros after each leaf.
-
-    A zero changes no sum that began as zero.
-    """
+    """Returns a matrix whose leaves are whole loads of the kernel: the same, or a copy with zeros after each leaf."""
     if leaves == 1 or x.shape[1] % (leaves * LEAF_UNIT) == 0:
         return x
     parts = x.tensor_split(leaves, 1)
     length = -(-parts[0].shape[1] // LEAF_UNIT) * LEAF_UNIT
+    # A zero changes no sum that began as zero.
     return torch.cat([pad(part, (0, length - part.shape[1])) for part in parts], 1)
 
 
@@ -263,16 +245,13 @@ class Chosen(NamedTuple):
 
 
 def choose(engine: Engine, work: Product, matmul: MatmulOperands, panels: int = 1) -> Chosen:
-    """Returns what multiplies one rank's operands, cut into this number of panels.
-
-    Ranks with different K may choose differently, since they exchange only products.
-    """
+    """Returns what multiplies one rank's operands, cut into this number of panels. Ranks may choose differently."""
     cost, factors = engine.table.matmul.cost, work.factors
     if factors.as_tree:
         return Chosen(Leaves(work.op, work.leaves(engine.world_size)))
     if not factors.is_plain:
-        return Chosen(Scaled(factors.own), factors.multiplied_by)
-    if factors.own:
+        return Chosen(Scaled(work.is_invariant), factors.multiplied_by)
+    if work.is_invariant:
         return Chosen(Own(cost, True), "graphar's matmul, which is batch invariant")
     if work.op == ALLGATHER_MATMUL or not matmul.a.is_cuda:
         return Chosen(ByTorch())

@@ -14,11 +14,9 @@ import torch
 from graphar.numerics.fp8_products import Scales, known_scales
 from graphar.numerics.partitions import Panel, length
 from graphar.plan.call import Operands
-from graphar.plan.factors import Factors
 from graphar.plan.scratch import PACK_NBYTES
 from graphar.plan.tiles import LAYOUTS
 from graphar.plan.work import Product
-from graphar.runtime.arguments import MatmulArguments, ScaledMatmulArguments
 
 
 class Step(NamedTuple):
@@ -52,38 +50,6 @@ def _joined(parts: Sequence[slice]) -> list[slice]:
     return joined
 
 
-class Placed(NamedTuple):
-    """Scales in device memory: addresses, and strides in elements; 0 where one serves all."""
-
-    template: str  # the C++ class of their format
-    a_scale: int
-    w_scale: int
-    a_scale_row: int
-    a_scale_block: int
-    w_scale_row: int
-    w_scale_block: int
-    gathered_scales: int = 0  # the address that takes the scales of gathered rows; 0 if they are not wanted
-
-
-def placed(scales: Scales, gathered: torch.Tensor | None = None) -> Placed:
-    """Returns where scales lie, and where those of gathered rows go."""
-    (a_row, a_block), (w_row, w_block) = scales.a.stride(), scales.w.stride()
-    of_a, of_w, to = (0 if x is None else x.data_ptr() for x in (scales.a, scales.w, gathered))
-    return Placed(str(Factors(scales.format)), of_a, of_w, a_row, a_block, w_row, w_block, to)
-
-
-def kernel_arguments(scales: Placed | None, *sizes: int, from_row: int = 0, **more: int) -> MatmulArguments:
-    """Returns the arguments of a matmul of such sizes, for a launch on rows of A that begin at ``from_row``."""
-    if scales is None:
-        return MatmulArguments(*sizes, **more)
-    arguments = ScaledMatmulArguments(*sizes, **more)
-    for name, value in scales._asdict().items():
-        if name != "template":
-            setattr(arguments, name, value)
-    arguments.a_scale += from_row * scales.a_scale_row * torch.float32.itemsize
-    return arguments
-
-
 @dataclass(frozen=True)
 class MatmulOperands:
     """One rank's operands and results, of two dimensions, of a matmul whose products are summed or rows gathered."""
@@ -109,11 +75,6 @@ class MatmulOperands:
     def layouts(self) -> tuple[str, ...]:
         """The layouts of ``w`` that kernels load: tensor cores transpose no e4m3."""
         return LAYOUTS[:1] if self.scales else LAYOUTS
-
-    @property
-    def placed(self) -> Placed | None:
-        """Where scales lie, if there are some."""
-        return self.scales and placed(self.scales, self.gathered_scales)
 
     @property
     def rows(self) -> tuple[torch.Tensor, ...]:

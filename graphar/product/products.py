@@ -20,7 +20,7 @@ from graphar.plan.matmuls import fused_algorithm, may_take_one_kernel, takes_one
 from graphar.plan.select import has_norm_kernel
 from graphar.plan.slices import gathered_rows_a_launch
 from graphar.plan.work import ALLGATHER_MATMUL, Parts, Product, TensorTuple
-from graphar.product.fused import fused_matmul
+from graphar.product.fused import FusedMatmul
 from graphar.product.gathered_chunks import GatheredChunks
 from graphar.product.multiply import choose, multiply
 from graphar.product.operands import flat, operands_of
@@ -52,10 +52,9 @@ def bind(engine: Engine, call: Call[Product], ranks: Sequence[Operands]) -> Plan
 
 
 def takes_tiles(engine: Engine, call: Call[Product], out: torch.Tensor) -> bool:
-    """Whether one fused kernel multiplies and sums. The first call is collective; the answer is equal on all ranks.
+    """Whether one fused kernel multiplies and sums; ``out`` is like the result. The first call is collective.
 
-    ``out`` is a tensor with the device and the dtype of the result. The answer does not depend on K and the memory
-    layout of the operands, which may differ between ranks.
+    The answer is equal on all ranks: it does not depend on K and the memory layout of the operands.
     """
     if not out.is_cuda or not may_take_one_kernel(call.work, out.dtype):
         return False
@@ -67,7 +66,7 @@ def takes_tiles(engine: Engine, call: Call[Product], out: torch.Tensor) -> bool:
 
 def _fused(engine: Engine, call: Call[Product]) -> Plan:
     work, algorithm = call.work, fused_algorithm(engine.table, call.work, engine.world_size)
-    launches = fused_matmul(engine, call, algorithm)
+    launches = FusedMatmul(engine, call, algorithm)
     as_tree = f" in {work.leaves(engine.world_size)} leaves a rank", " as a tree"
     leaves, order = as_tree if work.factors.as_tree else ("", "")
     early = ", which loads its constant weight early" if work.constant_weight and algorithm.row.is_skinny else ""
@@ -75,15 +74,12 @@ def _fused(engine: Engine, call: Call[Product]) -> Plan:
 
 
 def _then_normed(plan: Plan, count: int, eps: float, weight_offset: float) -> Plan:
-    def of_sum(inputs: Tensors, outputs: Tensors) -> tuple[Tensors, Tensors]:
-        return inputs[:count], outputs[:1]
-
     def norm(inputs: Tensors, outputs: Tensors, numbers: tuple[float, ...], made: Tensors) -> None:
         (*_, residual, weight), (total, summed) = inputs, outputs
         if total.numel():
             residual_norm.norm(total, residual.contiguous(), weight.contiguous(), total, summed, eps, weight_offset)
 
-    return after(plan, of_sum, norm)
+    return after(plan, lambda inputs, outputs: (inputs[:count], outputs[:1]), norm)
 
 
 def _of_one_rank(engine: Engine, work: Product) -> Plan:
@@ -102,7 +98,7 @@ def _bind_gathered(engine: Engine, call: Call[Product], ranks: Sequence[Operands
     method = gathering_method(engine, call, ranks[0].inputs[0])
     algorithm = fused_algorithm(engine.table, call.work, engine.world_size)
     if method == "tiles":
-        launches = fused_matmul(engine, call, algorithm)
+        launches = FusedMatmul(engine, call, algorithm)
         return launches.plan("gathered and multiplied in one kernel")
     if method == "chunks":
         run = GatheredChunks(engine, call, algorithm).run
@@ -113,8 +109,7 @@ def _bind_gathered(engine: Engine, call: Call[Product], ranks: Sequence[Operands
 def gathering_method(engine: Engine, call: Call[Product], a: torch.Tensor) -> str:
     """Returns how rows are gathered and multiplied: in "tiles", in "chunks", or, if it is "none", by two kernels.
 
-    The first call is collective. The answer does not depend on memory layouts and weights, which may differ between
-    ranks.
+    The first call is collective. The answer is equal on all ranks: it does not depend on memory layouts and weights.
     """
     work, algorithm = call.work, fused_algorithm(engine.table, call.work, engine.world_size)
     like = a if a.dtype == call.dtype else a.new_empty(0, dtype=call.dtype)  # results have it

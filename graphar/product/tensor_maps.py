@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -38,30 +38,30 @@ class Matrix:
     columns: int  # the elements of a row
     leading: int  # the elements from the begin of one row to the begin of the next
 
+    def part(self, begin: int, rows: int) -> Matrix:
+        """Returns some of its rows."""
+        return replace(self, pointer=self.pointer + begin * self.leading * self.dtype.itemsize, rows=rows)
+
 
 def matrix_of(x: torch.Tensor) -> Matrix | None:
     """Returns a 2-D tensor as a matrix for a tensor map; None if it cannot have one.
 
-    It can have one if its rows are contiguous and begin at multiples of 16 bytes, its dtype is bf16, fp16, fp32 or
-    e4m3, and it is not empty.
+    It has one if it is not empty, and its rows are contiguous and begin at multiples of 16 bytes.
     """
     if x.dtype not in _TYPES or x.numel() == 0 or max(x.shape) >= 1 << 31:
         return None
-    rows, columns = x.shape
-    # With one row or one column, torch's stride may have any value.
-    unit = 16 // x.dtype.itemsize
-    leading = x.stride(0) if rows > 1 else -(-columns // unit) * unit
-    contiguous = columns == 1 or x.stride(1) == 1
-    if not contiguous or leading < columns or leading % unit or x.data_ptr() % 16:
-        return None
-    return Matrix(x.data_ptr(), x.dtype, rows, columns, leading)
+    matrix = loaded(x)
+    contiguous = matrix.columns == 1 or x.stride(1) == 1
+    aligned = matrix.leading * x.dtype.itemsize % 16 == 0 and matrix.pointer % 16 == 0
+    return matrix if contiguous and aligned and matrix.leading >= matrix.columns else None
 
 
 def loaded(x: torch.Tensor) -> Matrix:
-    """Returns the matrix of a tensor that can have a tensor map: its reader has checked that."""
-    matrix = matrix_of(x)
-    assert matrix
-    return matrix
+    """Returns the matrix of a tensor that is known to lie as :func:`matrix_of` needs it; it may be empty."""
+    (rows, columns), unit = x.shape, 16 // x.dtype.itemsize
+    # With one row or one column, torch's stride may have any value.
+    leading = x.stride(0) if rows > 1 else -(-columns // unit) * unit
+    return Matrix(x.data_ptr(), x.dtype, rows, columns, leading)
 
 
 def aligned_like(x: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,6 @@ A sum that runs beside a multiplication has few blocks. graphar's matmul leaves 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -34,42 +33,26 @@ from graphar.runtime.plan import Launch, Plan, Tensors
 from graphar.runtime.side_stream import stream_beside
 
 
-@dataclass(frozen=True)
-class Beside:
-    """How a sum runs beside a multiplication."""
-
-    algorithm: str = "auto"  # the ``algorithm`` of graphar.allreduce
-    blocks: int | None = None  # the most blocks of the sum's grid; None: the tuning table's number
-
-
-AUTO = Beside()
-
-
 class Then:
     """Multiplies on every rank, and then sums the products over the ranks, or also norms the sums.
 
     A product is cut into the panels of its partition. They are multiplied in order, and a call of its own sums each. A
-    bias that is not in the epilogue is added to the sum by torch.
-
-    Args:
-        call: a call of a Product whose products are summed.
-        operands: those of a rank of this process.
-        beside: how sums run beside a multiplication. The algorithm must be one of exact all-reduces, and is ignored in
-            a reduce-scatter.
+    bias that is not in the epilogue is added to the sum by torch. The call's algorithm and blocks are those of sums
+    beside a multiplication; None: the tuning table's number of blocks. A reduce-scatter ignores the algorithm.
     """
 
-    def __init__(self, engine: Engine, call: Call[Product], operands: Operands, beside: Beside = AUTO) -> None:
+    def __init__(self, engine: Engine, call: Call[Product], operands: Operands) -> None:
         work = call.work
         self._engine, self._work = engine, work
         parts = work.parts if work.scattered else [sum(work.parts)]
         self._panels = partitions.panels(work.op, work.partition, work.num_partitions, parts, work.columns)
-        self._blocks = beside.blocks or engine.table.beside.blocks
+        self._blocks = call.blocks or engine.table.beside.blocks
         # Partials stay in fp32. Sums are made where the products lie, unless a result has another shape or dtype.
         self._as_tree = work.factors.as_tree
         self._dtype = torch.float32 if self._as_tree else call.dtype
         self._in_place = not (work.scattered or work.norm or self._as_tree)
         k = operands.inputs[1].shape[1]
-        algorithm = beside.algorithm if self._in_place else "auto"
+        algorithm = call.algorithm if self._in_place else "auto"
         whole = Panel(tuple([slice(0, rows) for rows in parts]), slice(0, work.columns))
         works = [work.of_panel(panel).then(k, call.dtype) for panel in (whole, *self._panels)]
         dtype = ACCUMULATION_DTYPES[self._dtype] if work.bias else self._dtype
@@ -242,11 +225,9 @@ def after(
     inner: Callable[[Tensors, Tensors], tuple[Tensors, Tensors]],
     work: Callable[[Tensors, Tensors, tuple[float, ...], Tensors], None],
 ) -> Plan:
-    """Returns a plan that runs ``plan``, and then ``work`` on each rank's results.
+    """Returns a plan that runs ``plan``, and then ``work`` on each rank's results, which it takes last.
 
-    Args:
-        inner: takes a rank's inputs and outputs; returns the inputs and outputs of ``plan``.
-        work: takes a rank's inputs, outputs and numbers, and the outputs of ``plan``.
+    ``inner`` takes a rank's inputs and outputs, and returns those of ``plan``.
     """
 
     def run(ranks: Sequence[Operands]) -> None:

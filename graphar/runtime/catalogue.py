@@ -12,8 +12,8 @@ from graphar.numerics.dtypes import BYTE, TYPE_NAMES
 from graphar.numerics.epilogues.code import Generated
 from graphar.plan.algorithms import MATMUL_ARCH, Algorithm, kernels_that
 from graphar.plan.config import Kernel
-from graphar.plan.factors import FORMATS, Factors
 from graphar.plan.tiles import MatmulTile, SkinnyTile
+from graphar.plan.work import FORMATS, Factors
 
 SCALE_FORMATS = tuple([str(Factors(name)) for name in FORMATS])  # of e4m3 operands
 

@@ -19,7 +19,7 @@ from graphar.errors import CollectiveTimeout, CommunicatorError, GrapharError, R
 from graphar.plan import select
 from graphar.plan.algorithms import Algorithm
 from graphar.plan.call import Call, Operands
-from graphar.plan.explanation import Explanation
+from graphar.plan.config import Explanation
 from graphar.plan.scratch import MAX_RANKS
 from graphar.plan.select import Facts
 from graphar.plan.tables import DEFAULT, Table, shipped_table

@@ -9,8 +9,7 @@ from typing import NamedTuple, TypeVar, cast
 import torch
 
 from graphar.plan.call import Call, Operands
-from graphar.plan.config import Config
-from graphar.plan.explanation import Explanation
+from graphar.plan.config import Config, Explanation
 from graphar.runtime.watch.stats import CallStats, merged
 
 T = TypeVar("T")
@@ -110,6 +109,6 @@ class Plans(BoundedCache[Plan]):
         for call, plan in cast("list[tuple[Call, Plan]]", list(self.items())):  # a copy: another thread may add one
             count, algorithm = plan.served.looked_up + plan.served.repeated, plan.config.algorithm
             why = "" if algorithm.row.layout else plan.reason
-            nbytes = count * call.total_nbytes
+            nbytes = count * sum(call.work.parts) * call.unit_nbytes
             served += [CallStats(call.op, algorithm.value, count, plan.served.repeated, nbytes, why)] if count else []
         return merged(served)

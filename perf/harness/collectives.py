@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from graphar import reference
-from graphar.plan.trials import COLUMNS
+from graphar.plan.tune import COLUMNS
 from perf.harness import verify
 from perf.harness.cases import Case
 from perf.harness.ranks import ProcessRanks, Ranks, timed_in_turn

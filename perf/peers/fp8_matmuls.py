@@ -11,7 +11,7 @@ from torch import Tensor
 
 import graphar
 from graphar.numerics.fp8_products import BLOCK, FP8
-from graphar.plan.factors import FORMATS as SCALES
+from graphar.plan.work import FORMATS as SCALES
 from perf.harness.ranks import Ranks
 from perf.peers.matmuls import SUMS, Alone, FusedPlan, Layer, Variant, after_matmul, in_tiles, make_sums, sum_of
 

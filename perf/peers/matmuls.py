@@ -18,7 +18,7 @@ from graphar.plan.matmuls import is_skinny, owned_rows
 from graphar.plan.work import MATMUL_ALLREDUCE, Product
 from graphar.product import gemm
 from graphar.product.products import takes_tiles
-from graphar.product.then import Beside, Then
+from graphar.product.then import Then
 from graphar.runtime.registry import engine_of_group
 from perf.harness.cases import Plan
 from perf.harness.ranks import Ranks
@@ -104,7 +104,7 @@ CHUNKED = "chunked_nccl@"  # followed by the number of chunks
 SYMM_FUSED = "symm_fused"
 # By name: how the product is split, into how many chunks, and the all-reduce that runs beside the matmul.
 PARTITIONED = {
-    f"graphar:{cut}{count}@{name}{blocks}": (cut, count, Beside(algorithm, blocks))
+    f"graphar:{cut}{count}@{name}{blocks}": (cut, count, algorithm, blocks)
     for cut, count, name, algorithm, blocks in (
         ("split_m", 2, "", "auto", 24),
         ("split_m", 4, "", "auto", 16),
@@ -305,10 +305,10 @@ def symm_fused(a: Tensor, w: Tensor) -> Tensor:
     return out
 
 
-def partitioned(cut: str, count: int, beside: Beside, a: Tensor, w: Tensor) -> Tensor:
-    """Runs graphar's op in ``count`` chunks. ``beside`` has algorithm and thread blocks of the all-reduces."""
+def partitioned(cut: str, count: int, algorithm: str, blocks: int, a: Tensor, w: Tensor) -> Tensor:
+    """Runs graphar's op in ``count`` chunks, with this algorithm and so many thread blocks of the all-reduces."""
     out = a.new_empty(len(a), len(w))
     work = Product(MATMUL_ALLREDUCE, (len(a),), len(w), partition=cut, num_partitions=count)
     operands = Operands((a, w), (out,))
-    Then(engine_of_group(""), Call.of(work, a), operands, beside).run([operands])
+    Then(engine_of_group(""), Call.of(work, a, algorithm=algorithm, blocks=blocks), operands).run([operands])
     return out

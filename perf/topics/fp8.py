@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from graphar.numerics.fp8_products import BLOCK, FP8
-from graphar.plan.trials import WEIGHTS
+from graphar.plan.tune import WEIGHTS
 from graphar.product import gemm
 from perf import products
 from perf.harness import verify
@@ -122,7 +122,7 @@ class Scaled(products.Products):
             w_scale = w_scale if method == TORCH else w_scale.t()
             torch._scaled_mm(a, weight.t(), a_scale, w_scale, out_dtype=out.dtype, out=out)
         else:
-            gemm.scaled_matmul(a, weight, out, a_scale=a_scale, w_scale=w_scale)
+            gemm.matmul(a, weight, out, a_scale=a_scale, w_scale=w_scale)
 
     @classmethod
     def judge(cls, operands: ScaledOperands, call: int) -> products.IsWrong:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from graphar.numerics.leaf_tree import LEAVES
-from graphar.plan.trials import WEIGHTS
+from graphar.plan.tune import WEIGHTS
 from graphar.product import gemm
 from perf import products
 from perf.harness import verify

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from graphar.plan import matmuls
 from graphar.plan.tiles import MATMUL_TILES, MatmulTile
-from graphar.plan.trials import WEIGHTS
+from graphar.plan.tune import WEIGHTS
 from graphar.product import gemm
 from graphar.runtime import launcher
 from graphar.runtime.user_tables import find_table

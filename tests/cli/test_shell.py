@@ -12,8 +12,8 @@ import torch
 import graphar
 from graphar.cli.explain import explanations
 from graphar.cli.main import SHELLS, main
-from graphar.plan.entries import measured_config
 from graphar.plan.sizes import KB, MB
+from graphar.plan.tables import measured_config
 from graphar.runtime.user_tables import find_table
 
 ROOT = Path(__file__).parents[2]
@@ -31,7 +31,7 @@ def test_explain_names_what_auto_takes_and_its_measured_time(world_size, capsys)
     assert main(["explain", "2K", "1M", "1G", *arguments]) == 0
 
     found = json.loads(capsys.readouterr().out)
-    configs = [measured_config(table, world_size, one["nbytes"])[0] for one in found["calls"]]
+    configs = [measured_config(table, world_size, one["nbytes"]) for one in found["calls"]]
     expected = [(config.algorithm.value, config.blocks, True) for config in configs]
     if table.copies.least("allreduce", world_size):  # of which the table has no times
         expected[-1] = ("two_shot_copies", table.copies.sum_blocks, False)

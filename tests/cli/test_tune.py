@@ -15,14 +15,13 @@ from graphar.cli import main as command
 from graphar.cli import timing
 from graphar.cli import tune as tune_command
 from graphar.numerics.codecs import NAMES, codec
-from graphar.plan import trials, tune
+from graphar.plan import tune
 from graphar.plan.algorithms import Algorithm
 from graphar.plan.call import Call
 from graphar.plan.config import Config
-from graphar.plan.entries import entry_of, expected_quantized_us, fitted
 from graphar.plan.matmuls import choose_matmul
 from graphar.plan.sizes import KB, MB
-from graphar.plan.tables import Table, shipped_table
+from graphar.plan.tables import Table, entry_of, expected_quantized_us, fitted, shipped_table
 from graphar.plan.work import Sum
 from graphar.runtime.user_tables import find_table
 from tests.plan.test_tune import CHIP, DEVICE, NEW, SMALL, TWO_SHOT, candidates, limits_and_threads
@@ -226,15 +225,15 @@ def test_sections_that_are_not_measured_stay_as_they_are(three_gpus, monkeypatch
     out, older = tmp_path / "table.json", replace(shipped_table("default"), name=NEW.name)
     older = replace(older, measured={2: [], 3: []}, codecs={2: {}, 3: {}})
     for *path, value in MEASURED.values():
-        older = trials.with_value(older, path, value)
+        older = tune.with_value(older, path, value)
     out.write_text(older.to_json())
 
     assert command.main(["tune", "--only", section, "--max-nbytes", "32K", "--out", str(out), "--quiet"]) == 0
 
     found = Table.from_json(out.read_text())
     kept = {name: path for name, (*path, _) in MEASURED.items() if name != section}
-    assert {name: trials.value_at(found, path) for name, path in kept.items()} == {
-        name: trials.value_at(older, path) for name, path in kept.items()
+    assert {name: tune.value_at(found, path) for name, path in kept.items()} == {
+        name: tune.value_at(older, path) for name, path in kept.items()
     }
     assert section == "rows" or found.rows == older.rows
 
@@ -373,7 +372,7 @@ def test_a_timer_that_cannot_be_had_keeps_no_communicator(monkeypatch):
 
 def test_calls_under_tables_are_checked_after_their_time_was_taken(monkeypatch):
     seen, table = [], shipped_table("default")
-    few = trials.with_value(table, ("beside", "blocks"), 8)
+    few = tune.with_value(table, ("beside", "blocks"), 8)
 
     def elapsed_us(timer, run):
         run()
@@ -388,13 +387,13 @@ def test_calls_under_tables_are_checked_after_their_time_was_taken(monkeypatch):
     with graphar.Communicator(devices=["cpu"] * 2) as communicator:
         timer.communicator = communicator
         # The two tables take turns: repeats take 1, 2, 3 ... us a call, and the first of each warms up.
-        assert timer.measure_under(trials.Workload("allreduce", 2, 64), [table, few]) == [7.0, 8.0]
+        assert timer.measure_under(tune.Workload("allreduce", 2, 64), [table, few]) == [7.0, 8.0]
         assert seen[:4] == [24, 8, 24, 8]
         assert communicator.engine.table.beside.blocks == 24
 
         monkeypatch.setattr(timing, "Prepared", Idle)
         with pytest.raises(graphar.GrapharError, match="rank 0 has a wrong result"):
-            timer.measure_under(trials.Workload("allreduce", 2, 64), [table])
+            timer.measure_under(tune.Workload("allreduce", 2, 64), [table])
 
 
 class Idle(timing.Prepared):

@@ -6,7 +6,7 @@ import torch
 import graphar
 from graphar.cli import specified, timing
 from graphar.cli.specified import Prepared
-from graphar.plan.trials import Workload
+from graphar.plan.tune import Workload
 
 WORKLOADS = (
     Workload("allreduce", 3, 64),

@@ -15,9 +15,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 import graphar
 from graphar import fsdp
 from graphar.plan.algorithms import Algorithm
-from graphar.plan.entries import by_entries
 from graphar.plan.select import Choice
-from graphar.plan.tables import shipped_table
+from graphar.plan.tables import by_entries, shipped_table
 from graphar.runtime.engine import Engine
 from graphar.runtime.registry import engine_of
 from tests.cases import same_bits

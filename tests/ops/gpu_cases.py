@@ -18,7 +18,7 @@ from graphar.numerics.codecs import FP8, NAMES, codec
 from graphar.numerics.norms import ALLREDUCE_NORM, REDUCESCATTER_NORM
 from graphar.numerics.partitions import split
 from graphar.plan import select
-from graphar.plan.algorithms import COPYING, Algorithm, with_epilogue, with_kernels, with_tree
+from graphar.plan.algorithms import COPYING, Algorithm, with_kernels
 from graphar.plan.call import Call, Operands
 from graphar.plan.scratch import PACK_NBYTES, Sizes
 from graphar.plan.work import Norm
@@ -279,7 +279,10 @@ TREES = [
     for dtype in DTYPES
     for how in [{"shapes": [*NUMELS, (4,), (5,)], "dtypes": (FP32,)}]
     for form in [as_tree(f"tree {dtype}".replace("torch.", ""), **tree(dtype))]
-    for case in [*named(form, [one.value for one in with_tree()], **how), Case(form, {}, **how)]
+    for case in [
+        *named(form, [one.value for one in with_kernels("allreduce") if one.row.adds_tree], **how),
+        Case(form, {}, **how),
+    ]
 ]
 TREE = Case(as_tree("tree bf16", **tree(BF16)), {}, NUMELS, dtypes=(FP32,), prepared={"tp_invariant": True})
 SCATTERED_TREES = [
@@ -305,7 +308,7 @@ EXACT = {
     "row > col ? bf16(v) : clamp(fp16(v * 3), -low, 2.5) + rint(v) * isnan(v) - sqrt(index)": ({}, {"low": 1.5}),
     "v + c[index] - row + b[col]": ({"c": "index", "b": "col"}, {}),
 }
-EPILOGUE_KERNELS = tuple(one.value for one in with_epilogue())
+EPILOGUE_KERNELS = tuple(one.value for one in with_kernels("allreduce") if one.row.takes_epilogue)
 FOLLOWED_SHAPES = ((1, 1), (3, 5), (1, 8192), (15, 128), (64, 128), (9, 7168), (17, 4099), (4097, 64))
 
 

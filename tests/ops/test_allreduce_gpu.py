@@ -7,8 +7,7 @@ import torch
 
 import graphar
 from graphar.plan.algorithms import Algorithm
-from graphar.plan.entries import measured_config
-from graphar.plan.tables import shipped_table
+from graphar.plan.tables import measured_config, shipped_table
 from graphar.runtime.user_tables import find_table
 from tests.cases import integers, normal, same_bits
 from tests.gpu import DTYPES, KERNEL_ALGORITHMS, Ranks
@@ -114,7 +113,7 @@ def test_a_tensor_past_an_algorithms_scratch_is_refused(ranks: Ranks):
 
 
 def test_the_configuration_that_runs_is_the_tables(ranks: Ranks):
-    config, _ = measured_config(find_table(torch.cuda.get_device_name(0)), ranks.world_size, 2048)
+    config = measured_config(find_table(torch.cuda.get_device_name(0)), ranks.world_size, 2048)
     said = ranks.communicator.explain(ranks.place([torch.ones(1024, dtype=torch.bfloat16)] * ranks.world_size))
     assert (said.algorithm, said.blocks, said.threads) == (config.algorithm.value, config.blocks, config.threads)
 

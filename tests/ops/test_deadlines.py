@@ -143,8 +143,7 @@ def gpus(monkeypatch, request):
         monkeypatch.setattr(module, "bind_launch", bind_launch)
     for module in (launches, fused):
         monkeypatch.setattr(module, "on_own_device", lambda device, launch: launch)
-    for kind in (fused.FusedMatmul, fused.Gathered):
-        monkeypatch.setattr(kind, "_parameters", lambda *given: ([], None))
+    monkeypatch.setattr(fused.FusedMatmul, "_parameters", lambda *given: ([], None))
     monkeypatch.setattr(fused, "load_tile", load_tile)
     monkeypatch.setattr(fused, "why_not", lambda *given: "")
     monkeypatch.setattr(launcher, "sm_count", lambda device: 132)

@@ -7,7 +7,7 @@ import torch
 
 import graphar
 from graphar import reference
-from graphar.product.gemm import scaled_matmul
+from graphar.product.gemm import matmul
 from tests.cases import same_bits
 from tests.processes import on_ranks, run_on_gpus
 from tests.worlds import SHARED_WORLD_SIZES
@@ -44,7 +44,7 @@ def expected(op, rank, ranks, of, shape, **how):
     parts = []
     for one in range(ranks):
         a, w, scales = operands(one, of, *shape)
-        parts.append(scaled_matmul(a, w, **scales))
+        parts.append(matmul(a, w, **scales))
     total = reference.allreduce(parts, **how)
     return total if op.endswith("allreduce") else total.tensor_split(ranks)[rank]
 
@@ -92,7 +92,7 @@ def test_linear_is_the_scaled_matmul_for_every_number_of_rows(of, shape):
 
     found = graphar.linear(a, w, bias, **scales, out_dtype=torch.float16)
 
-    assert same_bits(found, scaled_matmul(a, w, bias=bias, out_dtype=torch.float16, **scales)) == 0
+    assert same_bits(found, matmul(a, w, bias=bias, out_dtype=torch.float16, **scales)) == 0
     alone = graphar.linear(a[-1:], w, bias, **(scales | last), out_dtype=torch.float16)
     assert same_bits(alone, found[-1:]) == 0
 
@@ -117,7 +117,7 @@ def wrong_elements_of_norms(rank, world_size):
     wrong = []
     for op, of, shape in itertools.product(NORMED, FORMATS, SHAPES):
         of_ranks = [operands(one, of, *shape) for one in range(world_size)]
-        wanted, beside = normed([scaled_matmul(a, w, **scales) for a, w, scales in of_ranks], rank, op, shape)
+        wanted, beside = normed([matmul(a, w, **scales) for a, w, scales in of_ranks], rank, op, shape)
         a, w, scales = of_ranks[rank]
         for partition in ("auto", "none") * 4:
             found = getattr(graphar, op)(a, w, *beside, partition=partition, **scales)

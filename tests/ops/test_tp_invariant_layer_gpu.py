@@ -6,14 +6,16 @@ import torch
 import graphar
 from graphar.numerics.leaf_tree import LEAVES
 from graphar.ops import linear
-from graphar.plan.algorithms import with_tree
+from graphar.plan.algorithms import with_kernels
 from tests.cases import by_position, leaf_product, same_bits
 from tests.one_gpu import RanksOfOneGpu
 
 pytestmark = [pytest.mark.gpu(1), pytest.mark.usefixtures("hopper")]
 
 ROWS, HIDDEN, INNER = 64, 8192, 28672  # of the feed-forward layers of a model of 70 billion parameters
-ALLREDUCES, REDUCESCATTERS = with_tree("allreduce"), with_tree("reducescatter")
+ALLREDUCES, REDUCESCATTERS = (
+    [one for one in with_kernels(op) if one.row.adds_tree] for op in ("allreduce", "reducescatter")
+)
 BF16 = torch.bfloat16
 RANDOM = "random numbers"
 FILLS = (RANDOM, "integers")

@@ -30,15 +30,16 @@ def rounded(a, weight):
     return (a.double() @ weight.double().t()).bfloat16()
 
 
-def multiply(a, w, out=None, *, tile=None, leaves=1, out_dtype=None):
-    """Stands in for graphar's kernel of bf16."""
+def multiply(a, w, out=None, *, tile=None, leaves=1, out_dtype=None, a_scale=None, w_scale=None):
+    """Stands in for graphar's kernels."""
+    if a_scale is not None:
+        return scaled(a, w, out, a_scale, w_scale)
     product = leaf_tree.in_leaves(a, w, leaves) if leaves > 1 or out_dtype else a.double() @ w.double().t()
     product = product.to(out_dtype or a.dtype)
     return product if out is None else out.copy_(product)
 
 
-def scaled(a, w, out, *, a_scale, w_scale):
-    """Stands in for graphar's kernel of e4m3."""
+def scaled(a, w, out, a_scale, w_scale):
     return out.copy_(fp8_products.scaled_linear(a, w, a_scale, w_scale))
 
 
@@ -48,7 +49,7 @@ def scaled_by_torch(a, w, a_scale, w_scale, *, out_dtype, out):
     if w_scale.shape[0] > 1:  # of blocks
         assert a_scale.stride(0) == 1
         w_scale = w_scale.t()
-    return scaled(a, w.t(), out, a_scale=a_scale, w_scale=w_scale)
+    return scaled(a, w.t(), out, a_scale, w_scale)
 
 
 @pytest.fixture
@@ -58,7 +59,6 @@ def gpu(monkeypatch):
     monkeypatch.setattr(matmul.gemm, "matmul", multiply)
     monkeypatch.setattr(matmul.gemm, "why_not", lambda a, w, out, leaves=1: "")
     monkeypatch.setattr(matmul.gemm, "default_tile", lambda device, *shape: next(iter(matmul.TILES.values())))
-    monkeypatch.setattr(fp8.gemm, "scaled_matmul", scaled)
     monkeypatch.setattr(torch, "_scaled_mm", scaled_by_torch)
     monkeypatch.setattr(products.launcher, "sm_count", lambda device: 7)
     monkeypatch.setattr(products.launcher, "architecture", lambda device: "sm_90a")

@@ -10,9 +10,8 @@ from graphar.numerics.codecs import TILE_NUMEL
 from graphar.plan import scratch
 from graphar.plan.algorithms import Algorithm, with_kernels
 from graphar.plan.config import Config
-from graphar.plan.entries import config_of, entry_of, fitted, measured_config
 from graphar.plan.scratch import MAX_BLOCKS, WORLD_SIZES
-from graphar.plan.tables import Table, shipped_table
+from graphar.plan.tables import Table, config_of, entry_of, fitted, measured_config, serving, shipped_table
 from graphar.runtime import compiler
 from graphar.runtime.catalogue import file_of
 from graphar.runtime.user_tables import find_table
@@ -95,7 +94,7 @@ def constant(file, name):
 def test_an_algorithm_that_is_asked_for_takes_its_own_entries(table, world_size):
     for entry in entries_of(table, world_size):
         nbytes = entry["max_nbytes"] or 1 << 33
-        config, _ = measured_config(shipped_table(table), world_size, nbytes, Algorithm(entry["algorithm"]))
+        config = measured_config(shipped_table(table), world_size, nbytes, Algorithm(entry["algorithm"]))
         assert config == fitted(config_of(entry), world_size, nbytes)
 
 
@@ -104,9 +103,7 @@ def test_each_size_takes_the_first_entry_that_is_large_enough():
     entries = [entry_of(config, limit) for config, limit in zip(grids, (4096, 4098, None), strict=True)]
     table = replace(DEFAULT, name="made up", rows={2: entries})
 
-    taken = {
-        nbytes: measured_config(table, 2, nbytes)[0].threads for nbytes in (1, 4094, 4096, 4097, 4098, 4099, 1 << 40)
-    }
+    taken = {nbytes: measured_config(table, 2, nbytes).threads for nbytes in (1, 4094, 4096, 4097, 4098, 4099, 1 << 40)}
 
     assert taken == {1: 32, 4094: 32, 4096: 32, 4097: 64, 4098: 64, 4099: 96, 1 << 40: 96}
 
@@ -115,7 +112,7 @@ def test_each_size_takes_the_first_entry_that_is_large_enough():
 def test_a_block_of_two_shot_push_has_a_group_of_whole_warps_for_every_owner(world_size):
     for table in TABLES:
         for nbytes in (1, 1 << 16, 1 << 20, 1 << 26):
-            config, _ = measured_config(shipped_table(table), world_size, nbytes, Algorithm.TWO_SHOT_PUSH)
+            config = measured_config(shipped_table(table), world_size, nbytes, Algorithm.TWO_SHOT_PUSH)
             assert config.threads % (32 * world_size) == 0
 
 
@@ -150,10 +147,7 @@ def test_a_world_size_that_was_not_measured_takes_the_default_table():
 
     assert set(table.rows) < set(WORLD_SIZES)
     for world_size in WORLD_SIZES:
-        if world_size in table.rows:
-            assert measured_config(table, world_size, 4096)[1] == "nvidia_h200"
-        else:
-            assert measured_config(table, world_size, 4096) == measured_config(DEFAULT, world_size, 4096)
+        assert serving(table, world_size) is (table if world_size in table.rows else DEFAULT)
 
 
 @every_kernel
@@ -161,7 +155,7 @@ def test_a_world_size_that_was_not_measured_takes_the_default_table():
 def test_a_given_algorithm_is_the_one_that_is_shaped(algorithm, world_size):
     for table in TABLES:
         for nbytes in (1, 4096, algorithm.row.limit(world_size) or 1 << 36):
-            config, _ = measured_config(shipped_table(table), world_size, nbytes, algorithm)
+            config = measured_config(shipped_table(table), world_size, nbytes, algorithm)
             assert config.algorithm is algorithm
             assert_can_run(config, world_size)
 

@@ -13,12 +13,11 @@ from graphar.plan import select
 from graphar.plan.algorithms import COMPRESSING, Algorithm
 from graphar.plan.call import Call
 from graphar.plan.config import FALLBACK, HIERARCHICAL, Kernel, kernel_of
-from graphar.plan.entries import expected_us, measured_config
 from graphar.plan.grids import CLUSTERS
 from graphar.plan.policy import Chip
 from graphar.plan.scratch import NORM_ROW_PACKS
 from graphar.plan.select import Facts
-from graphar.plan.tables import shipped_table
+from graphar.plan.tables import expected_us, measured_config, shipped_table
 from graphar.plan.work import Parts, Sum
 
 EPILOGUE, CODEC = form_to_prepare("-v"), Codec(4)
@@ -117,8 +116,8 @@ def test_bf16_is_compressed_from_the_size_in_the_table_on(world_size, least):
     below, _ = chosen(least - 2, world_size=world_size)
     at, reason = chosen(least, world_size=world_size)
 
-    assert below == measured_config(H200, world_size, least - 2)[0]
-    assert at == replace(measured_config(H200, world_size, least, LOSSLESS)[0], blocks=131)
+    assert below == measured_config(H200, world_size, least - 2)
+    assert at == replace(measured_config(H200, world_size, least, LOSSLESS), blocks=131)
     assert reason == f"lossless compression, chosen by table 'nvidia_h200' for {world_size} ranks and {least} bytes"
 
 
@@ -144,7 +143,7 @@ def test_other_large_calls_are_not_compressed(how):
 def test_without_lossless_a_large_call_is_plain_and_says_so():
     config, reason = chosen(1 << 30, lossless=False)
 
-    assert config == measured_config(H200, 4, 1 << 30)[0]
+    assert config == measured_config(H200, 4, 1 << 30)
     assert reason == (
         f"the fastest by table 'nvidia_h200' for 4 ranks and {1 << 30} bytes; lossless compression is off"
     )
@@ -262,7 +261,7 @@ def test_rows_of_whole_packs_are_normed_up_to_the_longest(columns, kernel):
     most = Algorithm.ALLREDUCE_RMSNORM_TWO_SHOT.row.limit(4) // (2 * columns)
 
     assert select.has_norm_kernel(2 * columns) == kernel
-    assert select.norm_rows(4, 2 * columns) == (most if kernel else 0)
+    assert select.norm_rows(4, 2 * columns) == most
     assert (
         select.why_no_kernel(1, "cuda", torch.bfloat16, "allreduce_residual_rmsnorm") == "one rank has nothing to add"
     )

@@ -9,11 +9,10 @@ from graphar.numerics.codecs import NAMES, TILE_NUMEL, codec
 from graphar.plan.algorithms import Algorithm
 from graphar.plan.call import Call
 from graphar.plan.config import Config
-from graphar.plan.entries import measured_config
 from graphar.plan.policy import Chip
 from graphar.plan.scratch import MAX_BLOCKS, WORLD_SIZES
 from graphar.plan.select import Facts, select
-from graphar.plan.tables import shipped_table
+from graphar.plan.tables import measured_config, shipped_table
 from graphar.plan.work import Norm, Parts, Sum
 
 H200 = shipped_table("nvidia_h200")
@@ -31,7 +30,7 @@ def test_what_a_table_has_no_entry_of_has_a_grid_all_the_same():
     entry = {"max_nbytes": None, "algorithm": "one_shot_unstaged", "blocks": 1, "threads": 32}
     table = replace(shipped_table("default"), rows={2: [entry]})
 
-    config, _ = measured_config(table, 2, 1 << 30, Algorithm.TWO_SHOT_PIPELINED)
+    config = measured_config(table, 2, 1 << 30, Algorithm.TWO_SHOT_PIPELINED)
 
     assert config == Config(Algorithm.TWO_SHOT_PIPELINED, 128, 256, 512)
 

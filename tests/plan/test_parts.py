@@ -10,11 +10,10 @@ import torch
 from graphar.plan import scratch
 from graphar.plan.algorithms import Algorithm
 from graphar.plan.call import Call, Operands
-from graphar.plan.entries import by_entries
 from graphar.plan.policy import Chip
 from graphar.plan.scratch import PACK_NBYTES, WORLD_SIZES
 from graphar.plan.slices import Slice, row_slices, slices
-from graphar.plan.tables import shipped_table
+from graphar.plan.tables import by_entries, shipped_table
 from graphar.plan.work import Parts
 from graphar.ranks.agreement import Fingerprints
 from graphar.ranks.rendezvous import Alone

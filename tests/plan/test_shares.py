@@ -10,12 +10,11 @@ from graphar.plan import tune
 from graphar.plan.algorithms import Algorithm
 from graphar.plan.call import Call
 from graphar.plan.config import Config
-from graphar.plan.entries import measured_config
 from graphar.plan.matmuls import prefers_tiles
 from graphar.plan.policy import Chip
 from graphar.plan.scratch import WORLD_SIZES
 from graphar.plan.select import Facts, select
-from graphar.plan.tables import shipped_table
+from graphar.plan.tables import measured_config, shipped_table
 from graphar.plan.work import Norm, Parts, Sum
 
 SMS, TABLE = 132, shipped_table("nvidia_h200")
@@ -68,7 +67,7 @@ def test_two_communicators_have_the_grids_that_were_measured():
     assert [chip.shared_blocks(halves=True, cluster=one) for one in (2, 4, 8)] == [SMS - 1] * 3
     assert [chip.shared_blocks(cluster=one) for one in (2, 4, 8)] == [128, 124, 112]
     for world_size, nbytes in itertools.product(WORLD_SIZES, SIZES):
-        config, _ = measured_config(TABLE, world_size, nbytes)
+        config = measured_config(TABLE, world_size, nbytes)
         chosen = select(Call(Sum(nbytes // 2), torch.bfloat16, 0), Facts(world_size, TABLE, chip, lossless=False))
         if nbytes >= (TABLE.copies.least("allreduce", world_size) or 2 * SIZES[-1]):
             config = Config(Algorithm.TWO_SHOT_COPIES, TABLE.copies.sum_blocks, 512)

@@ -14,11 +14,10 @@ from graphar import Codec
 from graphar.numerics.codecs import NAMES, codec
 from graphar.plan.algorithms import Algorithm
 from graphar.plan.call import Call
-from graphar.plan.entries import expected_quantized_us, expected_us
 from graphar.plan.policy import Chip
 from graphar.plan.select import Facts, needed_kernels, select
 from graphar.plan.sizes import MB
-from graphar.plan.tables import DEFAULT, Table, shipped_table
+from graphar.plan.tables import DEFAULT, Table, expected_quantized_us, expected_us, shipped_table
 from graphar.plan.tiles import SUMMED_TILES
 from graphar.plan.work import Sum
 from graphar.runtime import cache, engine, launcher, runner

@@ -11,7 +11,7 @@ from graphar import UnsupportedError
 from graphar.numerics.epilogues.epilogue import form_to_prepare
 from graphar.numerics.norms import ALLREDUCE_NORM, REDUCESCATTER_NORM
 from graphar.plan import select
-from graphar.plan.algorithms import Algorithm, with_kernels, with_tree
+from graphar.plan.algorithms import Algorithm, with_kernels
 from graphar.plan.call import Call
 from graphar.plan.config import kernel_of
 from graphar.plan.grids import CLUSTERS
@@ -27,6 +27,7 @@ NEGATED = form_to_prepare("-v")
 SIZES = [1 << power for power in range(4, 32)]
 TABLES = [shipped_table(name) for name in ("default", "nvidia_h200")]
 FP32 = torch.float32
+TREES = [one for op in ("allreduce", "reducescatter") for one in with_kernels(op) if one.row.adds_tree]
 
 
 def choose(work, table=TABLES[1], world_size=4, **how):
@@ -42,12 +43,12 @@ def test_auto_adds_as_a_tree_in_a_kernel_at_every_size(table, world_size):
         for blocks in (None, table.beside.blocks):
             _, (config, reason) = choose(Sum(nbytes // 4, order="tree"), table, world_size, blocks=blocks)
 
-            assert config.algorithm in with_tree()
+            assert config.algorithm in TREES
             limit = config.algorithm.row.limit(world_size)
             assert limit is None or nbytes <= limit
             assert "added as a tree" in reason
         _, (config, _) = choose(Parts("reducescatter", (nbytes,) * world_size, order="tree"), table, world_size)
-        assert config.algorithm in with_tree("reducescatter")
+        assert config.algorithm in TREES
 
 
 def test_small_sums_take_the_algorithm_that_the_order_of_ranks_takes():
@@ -68,7 +69,7 @@ def test_algorithms_by_name_add_as_a_tree_or_refuse(algorithm):
             choose(work, algorithm=algorithm.value)
 
 
-@pytest.mark.parametrize("algorithm", [*with_tree(), *with_tree("reducescatter")])
+@pytest.mark.parametrize("algorithm", TREES)
 def test_the_kernel_of_a_tree_differs_by_the_results_dtype_and_has_the_epilogue(algorithm):
     names = set()
     for epilogue in (None, NEGATED):

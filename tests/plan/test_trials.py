@@ -4,7 +4,7 @@ from dataclasses import fields, is_dataclass
 
 import pytest
 
-from graphar.plan import trials
+from graphar.plan import tune
 from graphar.plan.matmuls import choose_matmul, fills_wave
 from graphar.plan.policy import Chip
 from graphar.plan.scratch import WORLD_SIZES
@@ -25,17 +25,17 @@ def numbers(policy, path):
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_every_value_makes_a_valid_table_that_differs_there_alone(world_size):
-    for trial in trials.trials(world_size, TABLE):
-        present = trials.value_at(TABLE, trial.path)
+    for trial in tune.trials(world_size, TABLE):
+        present = tune.value_at(TABLE, trial.path)
         for value in trial.values:
-            table = trials.with_value(TABLE, trial.path, value)
+            table = tune.with_value(TABLE, trial.path, value)
             assert Table.from_json(table.to_json()) == table, trial.name
-            assert trials.value_at(table, trial.path) == value
-            assert trials.with_value(table, trial.path, present) == TABLE
+            assert tune.value_at(table, trial.path) == value
+            assert tune.with_value(table, trial.path, present) == TABLE
 
 
 def test_every_number_of_a_policy_has_a_trial():
-    tried = {trial.path[:-1] if isinstance(trial.path[-1], int) else trial.path for trial in trials.trials(2, TABLE)}
+    tried = {trial.path[:-1] if isinstance(trial.path[-1], int) else trial.path for trial in tune.trials(2, TABLE)}
 
     known = {path for name in POLICIES if name != "chip" for path in numbers(getattr(TABLE, name), (name,))}
 
@@ -51,8 +51,8 @@ def test_every_number_of_a_policy_has_a_trial():
 
 
 def test_numbers_of_a_world_size_are_marked():
-    found = list(trials.trials(3, TABLE))
-    in_dicts = [trial for trial in found if isinstance(trials.value_at(TABLE, trial.path[:-1]), dict)]
+    found = list(tune.trials(3, TABLE))
+    in_dicts = [trial for trial in found if isinstance(tune.value_at(TABLE, trial.path[:-1]), dict)]
 
     assert [trial for trial in found if trial.by_world_size] == in_dicts
     assert {trial.path[-1] for trial in in_dicts} == {3}
@@ -70,16 +70,16 @@ def test_numbers_of_a_world_size_are_marked():
     ids=str,
 )
 def test_the_value_with_the_least_geometric_mean_is_chosen(times, chosen):
-    assert trials.choose(times, present=0) == chosen
+    assert tune.choose(times, present=0) == chosen
 
 
 def test_a_gain_of_less_than_one_percent_is_noise():
-    assert trials.choose([[1.0], [0.992]], present=0) == 0
-    assert trials.choose([[1.0], [0.985]], present=0) == 1
+    assert tune.choose([[1.0], [0.992]], present=0) == 0
+    assert tune.choose([[1.0], [0.985]], present=0) == 1
 
 
 def test_costs_of_tiles_are_tried_with_small_fused_kernels_and_with_large_matmuls():
-    costs = [trial for trial in trials.trials(2, TABLE) if trial.path[:2] == ("matmul", "cost")]
+    costs = [trial for trial in tune.trials(2, TABLE) if trial.path[:2] == ("matmul", "cost")]
 
     for trial in costs:
         fused = [one for one in trial.workloads if one.op == "matmul_allreduce"]
@@ -94,7 +94,7 @@ def test_costs_of_tiles_are_tried_with_small_fused_kernels_and_with_large_matmul
 
 @pytest.mark.parametrize("sms", [66, 132])
 def test_shapes_below_a_wave_are_timed_once_with_graphars_matmul_and_once_with_torchs(sms):
-    found = list(trials.against_torch(TABLE.matmul, Chip(sms, "sm_90a")))
+    found = list(tune.against_torch(TABLE.matmul, Chip(sms, "sm_90a")))
 
     assert len({one for one, *_ in found}) == len(found)
     for one, *policies in found:
@@ -105,11 +105,11 @@ def test_shapes_below_a_wave_are_timed_once_with_graphars_matmul_and_once_with_t
 
 
 def test_all_rows_below_a_wave_are_timed_for_every_weight():
-    found = {(one.rows, one.columns, one.k) for one, *_ in trials.against_torch(TABLE.matmul, TABLE.chip)}
+    found = {(one.rows, one.columns, one.k) for one, *_ in tune.against_torch(TABLE.matmul, TABLE.chip)}
 
     assert found == {one[:3] for one in TABLE.matmul.against_torch}
-    assert all(fills_wave(2 * trials.ROWS_BELOW_WAVE[-1], n, TABLE.chip.sms) for n, _ in trials.WEIGHTS)
+    assert all(fills_wave(2 * tune.ROWS_BELOW_WAVE[-1], n, TABLE.chip.sms) for n, _ in tune.WEIGHTS)
 
 
 def test_a_gpu_without_graphars_matmul_times_no_shapes():
-    assert list(trials.against_torch(TABLE.matmul, Chip(132, "sm_100a"))) == []
+    assert list(tune.against_torch(TABLE.matmul, Chip(132, "sm_100a"))) == []

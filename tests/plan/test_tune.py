@@ -7,11 +7,10 @@ import pytest
 from graphar.plan import tune
 from graphar.plan.algorithms import ROWS, Algorithm, in_tables
 from graphar.plan.config import Config
-from graphar.plan.entries import by_entries, config_of, entry_of, fitted
 from graphar.plan.policy import Chip
 from graphar.plan.scratch import TMA_THREADS, WORLD_SIZES
 from graphar.plan.sizes import KB, MB
-from graphar.plan.tables import Table, shipped_table
+from graphar.plan.tables import Table, by_entries, config_of, entry_of, fitted, shipped_table
 
 DEVICE = "NVIDIA B999"
 CHIP = Chip(132, "sm_90a")

@@ -10,26 +10,23 @@ import torch
 from graphar.numerics.epilogues.epilogue import bind
 from graphar.numerics.fp8_products import BLOCK, FP8, Scales
 from graphar.plan.algorithms import MATMUL_ARCH, Algorithm
-from graphar.plan.best_tile import Shape, best_tile, gathered
 from graphar.plan.call import Call
-from graphar.plan.factors import Factors
+from graphar.plan.matmuls import Shape, best_tile, tiles_that_serve
 from graphar.plan.policy import Chip
 from graphar.plan.slices import Slice, row_slices
 from graphar.plan.tables import shipped_table
 from graphar.plan.tiles import FP8_TILES, GATHERED_TILES, LAYOUTS, SKINNY_TILES, SUMMED_TILES
-from graphar.plan.work import Product
+from graphar.plan.work import ALLGATHER_MATMUL, Product
 from graphar.product import fused, gemm
 from graphar.product.fused import (
-    Matrices,
-    fused_matmul,
+    FusedMatmul,
     gathered_tiles,
     place_gathering,
     skinny,
     summed_tiles,
 )
-from graphar.product.gemm import layout_of
-from graphar.product.operands import MatmulOperands
-from graphar.product.tensor_maps import matrix_of
+from graphar.product.gemm import Matrices, layout_of
+from graphar.product.operands import MatmulOperands, Step
 from graphar.runtime import launcher
 
 TILE, MEMBER, COUNTS = GATHERED_TILES[0], SimpleNamespace(rank=0, device=0), (16, 16)
@@ -53,8 +50,7 @@ class Bound:
 @pytest.fixture
 def engine(monkeypatch):
     """An engine of two ranks whose launches are recorded, and bound to nothing."""
-    for kind in (fused.FusedMatmul, fused.Gathered):
-        monkeypatch.setattr(kind, "_parameters", lambda *given: ([], None))
+    monkeypatch.setattr(fused.FusedMatmul, "_parameters", lambda *given: ([], None))
     monkeypatch.setattr(fused, "KernelLaunch", lambda *given: given)
     monkeypatch.setattr(fused, "bind_launch", lambda *given: given)
     monkeypatch.setattr(fused, "why_not", lambda *given: "")  # the operands are on the CPU
@@ -79,7 +75,7 @@ def test_epilogues_that_differ_in_their_text_alone_share_no_launch(engine, algor
     for form in forms:
         call = Call.of(Product(algorithm.op, COUNTS, 64, epilogue=form), a)
         if call not in by_call:
-            by_call[call] = fused_matmul(engine, call, algorithm, TILE)
+            by_call[call] = FusedMatmul(engine, call, algorithm, TILE)
         launches = by_call[call]
         launches._launch(MEMBER, launches._place(MatmulOperands(a, w, None, out)), one)
 
@@ -94,7 +90,7 @@ def test_epilogues_that_differ_in_their_text_alone_share_no_launch(engine, algor
 def test_a_weight_and_a_transposed_weight_at_its_address_share_no_launch(engine, algorithm):
     a, w, out = (torch.zeros(rows, 64, dtype=torch.bfloat16) for rows in (32, 64, 32))  # w is square
     (one,) = row_slices(COUNTS, 32)
-    launches = fused_matmul(engine, Call.of(Product(algorithm.op, COUNTS, 64), a), algorithm, TILE)
+    launches = FusedMatmul(engine, Call.of(Product(algorithm.op, COUNTS, 64), a), algorithm, TILE)
 
     bound = [launches._launch(MEMBER, MatmulOperands(a, weight, None, out), one) for weight in (w, w.t(), w)]
 
@@ -121,7 +117,7 @@ def test_boxes_of_rows_are_no_higher_than_their_owners_part(monkeypatch, tile):
     arguments = SimpleNamespace(world_size=len(counts), rank=1, scratch=[0] * len(counts), capacity=1 << 20)
     (one,) = row_slices(counts, 256)
 
-    gathered_tiles(tile, Matrices(matrix_of(a), matrix_of(w), "by_rows", out), one, arguments, slice(None), CHIP)
+    gathered_tiles(tile, Matrices.of(Step(a, w, out)), one, arguments, 0, CHIP)
 
     assert boxes == {1: 8, 40: 40, 64: 64, 100: min(104, tile.rows), 200: tile.rows}
 
@@ -138,12 +134,11 @@ def test_each_launch_has_the_scales_of_its_rows(monkeypatch):
     monkeypatch.setattr(fused, "tensor_map", lambda *given: fused.TensorMap())
     monkeypatch.setattr(fused, "weight_map", lambda *given: None)
     own, counts = scaled(), (32, 32)
-    matrices = Matrices(matrix_of(own.a), matrix_of(own.w), "by_rows", own.out, beside=own.placed)
+    matrices = Matrices.of(own.step)
     arguments = SimpleNamespace(world_size=2, rank=0, scratch=[0, 0], capacity=1 << 20)
 
     of_launches = [
-        gathered_tiles(FP8_TILES[0], matrices, one, arguments, slice(None), CHIP)[0][-1]
-        for one in row_slices(counts, 16)
+        gathered_tiles(FP8_TILES[0], matrices, one, arguments, 0, CHIP)[0][-1] for one in row_slices(counts, 16)
     ]
 
     assert [sizes.a_scale for sizes in of_launches] == [own.scales.a[row].data_ptr() for row in (0, 16)]
@@ -155,7 +150,7 @@ def test_calls_whose_scales_have_other_addresses_share_no_launch(engine):
     own, (one,) = scaled(), row_slices((32, 32), 32)
     others = [replace(own, scales=replace(own.scales, **{of: getattr(own.scales, of).clone()})) for of in "aw"]
     call = Call(Product(Algorithm.ALLGATHER_MATMUL.op, (32, 32), 256, format="blocks"), torch.bfloat16, -1)
-    launches = fused_matmul(engine, call, Algorithm.ALLGATHER_MATMUL, FP8_TILES[0])
+    launches = FusedMatmul(engine, call, Algorithm.ALLGATHER_MATMUL, FP8_TILES[0])
 
     bound = [launches._launch(MEMBER, given, one) for given in (own, *others, own)]
 
@@ -191,7 +186,8 @@ def test_parts_of_few_rows_take_low_tiles(rows, columns, height):
     cost = shipped_table("nvidia_h200").matmul.cost
 
     for scales, k in (("", 8192), ("rows", 16384), ("blocks", 16384)):
-        assert best_tile(gathered(Factors(scales)), Shape((rows, rows), columns, k), cost, CHIP).rows == height
+        kind = tiles_that_serve(Algorithm.ALLGATHER_MATMUL, Product(ALLGATHER_MATMUL, (), 1, format=scales), 2)
+        assert best_tile(kind, Shape((rows, rows), columns, k), cost, CHIP).rows == height
 
 
 # ---- room for another communicator ----------------------------------------------------------------------------------
@@ -210,8 +206,8 @@ def grid_of(monkeypatch, kind, tile, sms, columns, communicators=2):
     a, w, out = (torch.empty(shape, dtype=torch.bfloat16) for shape in ((rows, 8), (columns, 8), (rows, columns)))
     arguments = SimpleNamespace(world_size=2, rank=0, scratch=[0, 0], capacity=1 << 20)
     (one,) = [Slice(rows * columns)] if kind is skinny else row_slices((rows // 2,) * 2, rows)
-    own = Matrices(matrix_of(a), matrix_of(w), "by_rows", out)
-    return kind(tile, own, one, arguments, slice(None), Chip(sms, MATMUL_ARCH, communicators))[1]
+    own = Matrices.of(Step(a, w, out))
+    return kind(tile, own, one, arguments, 0, Chip(sms, MATMUL_ARCH, communicators))[1]
 
 
 @pytest.mark.parametrize("sms", [132, 131, 108, 78])

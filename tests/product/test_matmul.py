@@ -14,7 +14,7 @@ import torch
 
 from graphar.errors import UnsupportedError
 from graphar.plan.algorithms import MATMUL_TYPES
-from graphar.plan.best_tile import Shape, Sms, alone, best_tile
+from graphar.plan.matmuls import Shape, Sms, alone, best_tile
 from graphar.plan.tables import shipped_table
 from graphar.plan.tiles import FP8_TILES, LAYOUTS, LEAF_COUNTS, LEAF_TILES, MATMUL_TILES, MatmulTile
 from graphar.product import gemm, tensor_maps
@@ -190,7 +190,7 @@ def test_the_tile_serves_the_layout_of_the_weight(layout):
 def bind(tile, layout="by_rows", m=1000, n=520, k=200, sms=132):
     w = (n, k) if layout == "by_rows" else (k, n)
     a, w, c = (Matrix(4096, torch.bfloat16, *shape, shape[1]) for shape in ((m, k), w, (m, n)))
-    gemm._bind(0, tile, layout, sms, a, w, c, 0)
+    gemm._bind(0, tile, sms, gemm.Matrices(a, w, layout, c))
 
 
 def test_no_more_blocks_than_sms_and_than_tiles(launches):
@@ -263,9 +263,9 @@ def test_a_result_in_fp32_takes_the_kernel_that_does_not_round(launches):
     tile = MatmulTile(64, 64, 12, leaves=8)
     a, w = (Matrix(0, torch.bfloat16, rows, 512, 512) for rows in (100, 72))
 
-    gemm._bind(0, tile, "by_rows", 132, a, w, Matrix(0, torch.float32, 100, 72, 72), 0)
+    gemm._bind(0, tile, 132, gemm.Matrices(a, w, "by_rows", Matrix(0, torch.float32, 100, 72, 72)))
 
-    assert launches[0][0] == (torch.bfloat16, tile, "by_rows", torch.float32)
+    assert launches[0][0] == (torch.bfloat16, tile, "by_rows", torch.float32, "")
 
 
 def test_the_default_tile_has_the_leaves(monkeypatch):

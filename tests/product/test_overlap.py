@@ -9,8 +9,8 @@ import torch
 
 import graphar
 from graphar.errors import UnsupportedError
-from graphar.plan.best_tile import Shape, Sms, alone, best_tile
 from graphar.plan.call import Call, Operands
+from graphar.plan.matmuls import Shape, Sms, alone, best_tile
 from graphar.plan.policy import MeasuredMatmul, TileCost
 from graphar.plan.tables import shipped_table
 from graphar.plan.work import MATMUL_ALLREDUCE, MATMUL_REDUCESCATTER, Parts, Product, Sum
@@ -19,7 +19,7 @@ from graphar.product import then
 from graphar.product.multiply import ByTorch, Chosen, Own, choose
 from graphar.product.operands import MatmulOperands, Step
 from graphar.product.tensor_maps import matrix_of
-from graphar.product.then import Beside, Then
+from graphar.product.then import Then
 from graphar.runtime import launcher
 from graphar.runtime.bind import collective, norm
 from graphar.runtime.plan import Plan
@@ -65,7 +65,7 @@ def then_of(a, w, partition, count, parts, engine=ENGINE):
     """A product whose rows are summed by ranks that own so many."""
     op = MATMUL_ALLREDUCE if len(parts) == 1 else MATMUL_REDUCESCATTER
     work = Product(op, tuple(parts), len(w), partition=partition, num_partitions=count)
-    return Then(engine, Call(work, a.dtype, 0), Operands((a, w), ()), Beside(blocks=24))
+    return Then(engine, Call(work, a.dtype, 0, blocks=24), Operands((a, w), ()))
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ from graphar.plan.tiles import (
     skinny_tile,
 )
 from graphar.product import gemm
-from graphar.product.gemm import scaled_matmul
+from graphar.product.gemm import matmul
 from graphar.product.tensor_maps import aligned_copy
 from graphar.reference.products import unrounded_product
 from graphar.runtime.catalogue import SKINNY_KERNELS
@@ -105,7 +105,7 @@ def partial(a, w, *scales, dtype):
     """A rank's partial: graphar's matmul of e4m3 alone, and the exact product of integers."""
     if not scales:
         return (a.float() @ w.float().t()).to(dtype)
-    return scaled_matmul(aligned_copy(a), aligned_copy(w), a_scale=scales[0], w_scale=scales[1], out_dtype=dtype)
+    return matmul(aligned_copy(a), aligned_copy(w), a_scale=scales[0], w_scale=scales[1], out_dtype=dtype)
 
 
 def expected(algorithm, factors, operands, dtype, bias=None):
@@ -355,7 +355,7 @@ def multiplied(a, w, bias, scales, out_dtype):
     w = torch.cat([w.view(torch.uint8), w.new_zeros(-n % 8, w.shape[1]).view(torch.uint8)]).view(FP8)
     w_scale = functional.pad(w_scale, (0, 0, 0, len(w) - n)) if a_scale.shape[1] == 1 else w_scale  # of rows
     given = {"a_scale": a_scale, "w_scale": w_scale, "out_dtype": out_dtype}
-    return scaled_matmul(aligned_copy(a), aligned_copy(w), bias=bias, **given)[:, :n].contiguous()
+    return matmul(aligned_copy(a), aligned_copy(w), bias=bias, **given)[:, :n].contiguous()
 
 
 def wrong_gathered(ranks, form, counts, columns, k, tile=None, dtype=BF16, transposed=False, with_bias=False):

@@ -8,12 +8,12 @@ import torch
 
 from graphar.errors import UnsupportedError
 from graphar.numerics.fp8_products import FP8, checked_scales
-from graphar.plan.best_tile import Shape, Sms, alone, best_tile
-from graphar.plan.factors import Factors
+from graphar.plan.matmuls import Shape, Sms, alone, best_tile
 from graphar.plan.tables import shipped_table
 from graphar.plan.tiles import FP8_TILES, MatmulTile
+from graphar.plan.work import Factors
 from graphar.product import gemm
-from graphar.product.operands import placed
+from graphar.product.operands import Step
 from graphar.product.tensor_maps import Matrix, matrix_of
 from graphar.runtime.catalogue import SCALE_FORMATS, scaled_matmul_source
 from tests.product.test_matmul import assert_asynchronous_and_in_registers
@@ -68,7 +68,8 @@ def bind(tile, scales, m=1000, n=520, k=300, sms=132, result=torch.bfloat16):
     a, w, c = (
         Matrix(4096, dtype, *shape, shape[1]) for dtype, shape in ((FP8, (m, k)), (FP8, (n, k)), (result, (m, n)))
     )
-    gemm._bind(0, tile, "by_rows", sms, a, w, c, 8192, placed(scales))
+    of_scales = gemm.Matrices.of(Step(operand(16, 16), operand(16, 16), torch.zeros(16, 16), scales))
+    gemm._bind(0, tile, sms, of_scales._replace(a=a, w=w, out=c, bias=8192))
 
 
 def scales_of(m=1000, n=520, k=300, in_blocks=False):
@@ -143,14 +144,14 @@ SCALES = {"a_scale": torch.ones(4, 1), "w_scale": torch.ones(16, 1)}
 
 def test_scales_that_do_not_fit_are_refused_by_name():
     with pytest.raises(ValueError, match=re.escape("a_scale must be [4, 1] or one number and w_scale [16, 1]")):
-        gemm.scaled_matmul(A, W, **SCALES | {"a_scale": torch.ones(3, 1)})
+        gemm.matmul(A, W, **SCALES | {"a_scale": torch.ones(3, 1)})
 
 
 def test_a_matmul_on_the_cpu_is_refused_with_the_reason():
     with pytest.raises(
         UnsupportedError, match="scaled_matmul: the kernel needs a device of sm_90a, got tensors on cpu"
     ):
-        gemm.scaled_matmul(A, W, **SCALES)
+        gemm.matmul(A, W, **SCALES)
 
 
 @pytest.mark.parametrize(

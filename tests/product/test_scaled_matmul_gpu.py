@@ -8,7 +8,7 @@ import torch
 from graphar import reference
 from graphar.numerics.fp8_products import BLOCK, FP8, RESULT_DTYPES
 from graphar.plan.tiles import FP8_TILES
-from graphar.product.gemm import scaled_matmul
+from graphar.product.gemm import matmul
 from tests.cases import same_bits
 from tests.product.test_matmul_gpu import COLUMNS, TAILS, Framed
 
@@ -62,7 +62,7 @@ def in_float64(a, w, a_scale, w_scale):
 
 
 def multiply(a, w, scales, out=None, **options):
-    return scaled_matmul(a, w, out, a_scale=scales[0], w_scale=scales[1], **options)
+    return matmul(a, w, out, a_scale=scales[0], w_scale=scales[1], **options)
 
 
 # ---- exact results --------------------------------------------------------------------------------------------------

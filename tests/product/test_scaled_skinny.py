@@ -9,12 +9,11 @@ from graphar.numerics.epilogues.epilogue import form_to_prepare
 from graphar.numerics.fp8_products import FP8
 from graphar.plan.algorithms import Algorithm
 from graphar.plan.call import Call, Operands
-from graphar.plan.factors import Factors
 from graphar.plan.slices import Slice
 from graphar.plan.tiles import LAYOUTS, skinny_tile
-from graphar.plan.work import MATMUL_ALLREDUCE, MATMUL_REDUCESCATTER, Product
+from graphar.plan.work import MATMUL_ALLREDUCE, MATMUL_REDUCESCATTER, Factors, Product
 from graphar.product import fused
-from graphar.product.fused import fused_matmul, load_tile
+from graphar.product.fused import FusedMatmul, load_tile
 from graphar.product.operands import operands_of
 from graphar.product.products import takes_tiles
 from graphar.ranks import agreement
@@ -110,7 +109,7 @@ def launches_of(monkeypatch):
     engine.deadline, engine.runner.arguments = lambda call: 1.0, lambda *given: None
 
     def launches(work):
-        return fused_matmul(engine, Call(work, torch.bfloat16, 0), Algorithm.MATMUL_ONE_SHOT)
+        return FusedMatmul(engine, Call(work, torch.bfloat16, 0), Algorithm.MATMUL_ONE_SHOT)
 
     return launches
 

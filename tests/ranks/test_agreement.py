@@ -15,10 +15,9 @@ from graphar.numerics.norms import NORM_OUTPUTS
 from graphar.plan.algorithms import Algorithm
 from graphar.plan.call import Call
 from graphar.plan.config import Config, Kernel
-from graphar.plan.factors import FORMATS
 from graphar.plan.matmuls import tiles_that_serve
 from graphar.plan.slices import Slice
-from graphar.plan.work import Norm, Parts, Product, Sum, TensorTuple, template_of
+from graphar.plan.work import FORMATS, Norm, Parts, Product, Sum, TensorTuple, template_of
 from graphar.product.fused import sources_of_tile
 from graphar.ranks import agreement
 from graphar.ranks.agreement import Fingerprints

@@ -8,8 +8,8 @@ import torch
 import graphar
 from graphar.plan.algorithms import Algorithm
 from graphar.plan.call import Call
-from graphar.plan.entries import measured_config
 from graphar.plan.slices import Slice
+from graphar.plan.tables import measured_config
 from graphar.plan.work import Sum
 from tests.cases import integers, normal
 from tests.gpu import KERNEL_ALGORITHMS, Ranks, bare_launches
@@ -27,7 +27,7 @@ def launch_all_but_last(ranks: Ranks, algorithm: str, timeout_s: float) -> None:
 def launches_of(ranks: Ranks, algorithm: str, timeout_s: float) -> list:
     """One launch a rank, for 8192 elements of bfloat16."""
     engine = ranks.communicator.engine
-    config, _ = measured_config(engine.table, ranks.world_size, 2 * 8192, Algorithm(algorithm))
+    config = measured_config(engine.table, ranks.world_size, 2 * 8192, Algorithm(algorithm))
     return bare_launches(engine, Call(Sum(8192), torch.bfloat16, 0), config, Slice(8192), timeout_s)
 
 

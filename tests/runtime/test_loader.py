@@ -35,7 +35,7 @@ LOADS = {
     "allreduce: two_shot_tma": load_for_a_communicator,
     "residual_rmsnorm for torch.bfloat16": lambda: residual_norm.load(DEVICE, torch.bfloat16),
     f"matmul: {MATMUL_TILES[0]} for torch.bfloat16": lambda: gemm._function.__wrapped__(
-        DEVICE, torch.bfloat16, MATMUL_TILES[0], "by_rows", torch.bfloat16
+        DEVICE, torch.bfloat16, MATMUL_TILES[0], "by_rows", torch.bfloat16, ""
     ),
     f"local_codec: {CODED.name}": lambda: local_codec._load(DEVICE, CODED),
 }

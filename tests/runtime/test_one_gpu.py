@@ -10,7 +10,7 @@ from graphar import reference
 from graphar.numerics import norms
 from graphar.numerics.codecs import codec
 from graphar.numerics.norms import REDUCESCATTER_NORM
-from graphar.plan.algorithms import COMPRESSING, Algorithm, kernels_that, with_kernels, with_tree
+from graphar.plan.algorithms import COMPRESSING, Algorithm, kernels_that, with_kernels
 from graphar.runtime.catalogue import NORM_KERNELS
 from tests.cases import FLOAT_FILLS, KERNEL_DTYPES, bit_patterns, far_apart, in_turns, normal, raw, same_bits
 from tests.one_gpu import RanksOfOneGpu
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.gpu(1)
 
 ALLREDUCES, REDUCESCATTERS, ALLGATHERS = map(with_kernels, ("allreduce", "reducescatter", "allgather"))
 QUANTIZED = with_kernels("allreduce", codec=True)
-TREES = tuple(one for op in ("allreduce", "reducescatter") for one in with_tree(op))
+TREES = tuple(one for op in ("allreduce", "reducescatter") for one in with_kernels(op) if one.row.adds_tree)
 (SCATTERED_NORM,) = with_kernels(REDUCESCATTER_NORM)
 SMALL = (1, 7, 8, 64, 8199)
 MEDIUM = (8192, 8193, 8216, 131072)
