@@ -202,18 +202,16 @@ class VirtualBuffer:
         self.nbytes, self._own, self._world_size = nbytes, dict(device_of), world_size
         self._devices = list(dict.fromkeys(device_of.values()))  # kernels of these devices use the addresses
         self._reserved = 0  # bytes at each address
-        self._mapped: dict[int, int] = {}  # the bytes that are mapped at each rank's address
+        self._mapped: dict[int, int] = {}  # the bytes that are mapped, by address
         self.resident = False  # whether there is memory
         self.pointers: list[int] = []  # the addresses in this process, in rank order
-        self._held: set[int] = set()  # the ranks whose addresses are reserved
 
     def create(self) -> dict[int, object]:
         """Returns handles of new memory for the ranks of this process, by rank; if an allocation fails, for no rank."""
         if not self.pointers:
             self._reserved = -(-self.nbytes // granularity(self._devices[0])) * granularity(self._devices[0])
-            for rank in range(self._world_size):
+            for _ in range(self._world_size):
                 self.pointers.append(ranges.take(self._reserved))
-                self._held.add(rank)
         made: dict[int, object] = {}
         try:
             for rank, device in self._own.items():
@@ -233,7 +231,7 @@ class VirtualBuffer:
         try:
             for rank, pointer in enumerate(self.pointers):
                 place(pointer, self._reserved, memories[rank], self._devices)
-                self._mapped[rank] = self._reserved
+                self._mapped[pointer] = self._reserved
         except BaseException:
             self.clear()
             raise
@@ -249,35 +247,27 @@ class VirtualBuffer:
         for rank, pointer in enumerate(self.pointers):
             times = pages if rank in self._own and not copied else 1
             place(pointer, guard.nbytes, guard.memory, self._devices, times)
-            self._mapped[rank] = times * guard.nbytes
+            self._mapped[pointer] = times * guard.nbytes
             if copied and pages > 1:
                 place(pointer + guard.nbytes, guard.nbytes, guard.sink(), self._devices, pages - 1)
-                self._mapped[rank] = self._reserved
+                self._mapped[pointer] = self._reserved
 
     def clear(self) -> None:
         """Gives the memory back. The addresses stay reserved: an access there is an error of the CUDA context."""
-        self._clear(range(self._world_size))
+        self.resident = False
+        for pointer in list(self._mapped):
+            displace(pointer, self._mapped[pointer])
+            del self._mapped[pointer]
 
     def unmap(self) -> None:
-        """Gives the peers' addresses back; this process must no longer use them."""
-        self._give_back([rank for rank in range(self._world_size) if rank not in self._own])
+        """Does nothing: memory is freed with its last mapping, so ranks need not unmap that of their peers before."""
 
     def free(self) -> None:
-        """Gives this process's allocations and their addresses back. Peers that have them mapped keep the memory."""
-        self._give_back(list(self._own))
-
-    def _give_back(self, ranks: Sequence[int]) -> None:
-        self._clear(ranks)
-        for rank in self._held.intersection(ranks):
-            ranges.give_back(self.pointers[rank], self._reserved)
-        self._held.difference_update(ranks)
-
-    def _clear(self, ranks: Sequence[int]) -> None:
-        self.resident = False
-        for rank in ranks:
-            if nbytes := self._mapped.get(rank):
-                displace(self.pointers[rank], nbytes)
-                del self._mapped[rank]
+        """Gives all memory and the addresses back. Peers that have this process's memory mapped keep it."""
+        self.clear()
+        for pointer in self.pointers if self._reserved else ():
+            ranges.give_back(pointer, self._reserved)
+        self._reserved = 0
 
 
 class Guard:
