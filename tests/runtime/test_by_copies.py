@@ -220,7 +220,7 @@ def wrong_elements(op: str, world_size: int, seed: int, monkeypatch, symmetric: 
         work = Call.of(work_of(op, counts), xs[0], blocks=choices.choice([None, None, 1]))
         config = Config(COPYING[op], 1, 32, direct=direct)
         ranks = [Operands((x,), (out,), (factor,)) for x, out in zip(xs, outs, strict=True)]
-        by_copies.bind_copies(machine, work, config)(ranks)
+        by_copies.ByCopies(machine, work, config).run(ranks)
         for main, out in zip(machine.mains, outs, strict=True):
             result = torch.empty_like(out)
             found.append(result)
@@ -250,7 +250,7 @@ def test_a_call_beside_other_work_is_one_chunk_if_that_fits_a_place(monkeypatch)
 
     def chunks(nbytes, blocks):
         call = Call.of(Sum(nbytes // 4), torch.empty(1, dtype=torch.float32), blocks=blocks)
-        return len(by_copies._AllReduce(machine, call, config)._chunks)
+        return len(by_copies.ByCopies(machine, call, config)._chunks)
 
     assert (chunks(2 * place, 1), chunks(2 * place + 32, 1)) == (1, 2)
     assert chunks(2 * place, None) > 2
@@ -297,6 +297,12 @@ def is_noticed(op: str, monkeypatch, symmetric: float = 0) -> bool:
     return any(wrong_elements(op, 3, seed, monkeypatch, symmetric) for seed in range(30))
 
 
+def always(monkeypatch, name: str, value: object) -> None:
+    """Gives all calls by copies an attribute that they cannot change."""
+    fixed = property(lambda self: value, lambda self, other: None)
+    monkeypatch.setattr(by_copies.ByCopies, name, fixed, raising=False)
+
+
 @every_op
 def test_a_chunk_that_travels_into_a_place_before_it_is_free_is_noticed(op, monkeypatch):
     monkeypatch.setattr(by_copies, "COPY_PLACES", 2)
@@ -311,7 +317,7 @@ def test_a_meeting_that_does_not_come_after_the_copies_is_noticed(op, monkeypatc
 
 @pytest.mark.parametrize("op", ["reducescatter", "allgather", "alltoall"])
 def test_a_call_without_its_first_meeting_is_noticed(op, monkeypatch):
-    monkeypatch.setattr(by_copies._ByCopies, "_meets_first", False)
+    always(monkeypatch, "_meets_first", False)
     assert is_noticed(op, monkeypatch)
 
 
@@ -322,13 +328,13 @@ def test_copies_that_do_not_follow_the_calls_on_other_streams_are_noticed(op, mo
 
 
 def test_sums_that_are_kept_before_they_are_here_are_noticed(monkeypatch):
-    monkeypatch.setattr(by_copies._AllReduce, "_ends_left", 4)
+    always(monkeypatch, "_ends_left", 4)
     assert is_noticed("allreduce", monkeypatch)
 
 
 def test_parts_that_come_where_earlier_sums_are_still_kept_are_noticed(monkeypatch):
     """The places of parts of a call with a symmetric output hold another call's sums."""
-    monkeypatch.setattr(by_copies._AllReduce, "_meets_first", property(lambda self: False, lambda self, value: None))
+    always(monkeypatch, "_meets_first", False)
     assert is_noticed("allreduce", monkeypatch, 0.5)
 
 

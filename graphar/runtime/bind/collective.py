@@ -23,7 +23,7 @@ from graphar.ranks.cpu import fallback
 from graphar.runtime import launcher
 from graphar.runtime.arguments import Arguments, ExchangeArguments, NormArguments, TupleArguments
 from graphar.runtime.bind import residual_norm
-from graphar.runtime.bind.by_copies import bind_copies
+from graphar.runtime.bind.by_copies import ByCopies
 from graphar.runtime.bind.launches import bind_launch, of_members, put_agreed, runner_of
 from graphar.runtime.engine import Engine
 from graphar.runtime.launcher import Grid
@@ -54,7 +54,7 @@ def _bind(engine: Engine, call: Call, x: torch.Tensor, config: Config) -> Plan:
     if is_known and not any(call.work.parts):
         return Plan(engine.keeping_failure()(fallback.do_nothing), config)
     if config.algorithm.row.copies:
-        return Plan(bind_copies(engine, call, config), config)
+        return Plan(ByCopies(engine, call, config).run, config)
     if config.blocks:
         return bind_kernel(engine, call, config)
     return bind_without_kernel(engine, call, x, config)
