@@ -259,7 +259,8 @@ class Runner:
         """
         for member in self.members:
             torch.cuda.synchronize(member.device)
-        regions = [*self.kernels.forget(), *self.symmetric.buffers]
+        regions = [*self.kernels.regions.values(), *self.symmetric.buffers]
+        self.kernels.regions.clear()
         with on_device(self.members[0].device):
             for member in self.members:
                 member.free()
@@ -359,14 +360,17 @@ def set_up(
         ValueError: they declare no number of communicators for which their GPUs have room.
     """
     # With different settings they would wait for each other in different kernels.
-    _agree_on(
-        rendezvous,
-        "lossless compression",
-        "on" if lossless else "off",
-        "lossless compression must be on or off on all ranks (Communicator(lossless=...), GRAPHAR_LOSSLESS)",
-    )
-    declared, rule = os.environ.get(COMMUNICATORS) or "2", f"{COMMUNICATORS} must be the same on all ranks"
-    _agree_on(rendezvous, "concurrent communicators", declared, rule)
+    settings = {
+        "lossless compression must be on or off on all ranks (Communicator(lossless=...), GRAPHAR_LOSSLESS)": (
+            "on" if lossless else "off"
+        ),
+        f"{COMMUNICATORS} must be the same on all ranks": os.environ.get(COMMUNICATORS) or "2",
+    }
+    words = rendezvous.exchange("agreeing on settings", json.dumps([*settings.values()]).encode())
+    for rule, of_ranks in zip(settings, zip(*map(json.loads, words), strict=True), strict=True):
+        if len(set(of_ranks)) > 1:
+            said = [f"rank {rank}: {setting}" for rank, setting in enumerate(of_ranks)]
+            raise CommunicatorError("\n".join([f"{rule}, got", *said]))
     if devices:
         ranks = {rank: gpu.index for rank, gpu in enumerate(devices)}
         memory = LocalMemory(list(ranks.values()))
@@ -392,11 +396,3 @@ def set_up(
     world_size = len(devices) if devices else known_group(group).size()
     runner = Runner(members, world_size, chip, memory, rendezvous, multicast)
     return runner, Table.from_json(everyone[0]["table"])
-
-
-def _agree_on(rendezvous: StoreRendezvous, what: str, setting: str, rule: str) -> None:
-    """Raises CommunicatorError on every rank if ranks differ in a setting; ``setting`` is this rank's."""
-    words = rendezvous.exchange(f"agreeing on {what}", setting.encode())
-    if len(set(words)) > 1:
-        of_ranks = [f"rank {rank}: {word.decode()}" for rank, word in enumerate(words)]
-        raise CommunicatorError("\n".join([f"{rule}, got", *of_ranks]))

@@ -80,11 +80,7 @@ def test_choices_go_by_what_the_devices_of_every_rank_have(monkeypatch, own, the
 
     assert chip == common
     assert chip.has_clusters == (common is not AMPERE)
-    assert peers.meetings == [
-        "agreeing on lossless compression",
-        "agreeing on concurrent communicators",
-        "reading the tuning table",
-    ]
+    assert peers.meetings == ["agreeing on settings", "reading the tuning table"]
 
 
 @pytest.mark.parametrize(

@@ -104,7 +104,8 @@ class Suspension:
 
     def _restore(self) -> None:
         """Writes what memory must hold, and clears the records; notes whether a kernel has written one."""
-        self._runner.kernels.arm()
+        for algorithm, region in self._runner.kernels.regions.items():
+            self._runner.kernels.arm(algorithm, region)
         for buffer, kept in zip(self._tensors(), self._kept, strict=False):
             for member in self._runner.members:
                 with on_device(member.device):
