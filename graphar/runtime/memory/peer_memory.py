@@ -147,11 +147,10 @@ class PeerMemory:
         with _told(), on_device(self._device):
             try:
                 for buffer in buffers:
-                    handles.append(buffer.create())
-                    for memory in handles[-1].values():
-                        ends.callback(virtual_memory.release, memory)
-                        descriptors += [virtual_memory.export(memory)] if self._channel else []
+                    handles.append(buffer.create(ends))
                 if self._channel:
+                    for memories in handles:
+                        descriptors += map(virtual_memory.export, memories.values())
                     self._channel.send(self._exchanges, descriptors)
             finally:
                 close_all(descriptors)

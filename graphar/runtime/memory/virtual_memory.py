@@ -14,7 +14,7 @@ import ctypes
 import functools
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from graphar.errors import DriverError, Reason
@@ -32,27 +32,17 @@ def why_not(device: int) -> Reason | None:
         if not attribute(name, device):
             return f"the driver says so: {name} is 0 for cuda:{device}"
     try:  # some sandboxes say that it can, and then fail
-        with on_device(device):
-            _try(device)
+        with on_device(device), contextlib.ExitStack() as ends:
+            memory = create(device, granularity(device))
+            ends.callback(release, memory)
+            descriptor = export(memory)
+            ends.callback(os.close, descriptor)
+            same = adopt(descriptor)
+            ends.callback(release, same)
+            ends.enter_context(mapped(same, granularity(device), [device]))
     except DriverError as error:
         return f"a trial on cuda:{device} failed: {error}"
     return None
-
-
-def _try(device: int) -> None:
-    """Exports, imports and maps a granule."""
-    nbytes = granularity(device)
-    with contextlib.ExitStack() as ends:
-        memory = create(device, nbytes)
-        ends.callback(release, memory)
-        descriptor = export(memory)
-        ends.callback(os.close, descriptor)
-        same = adopt(descriptor)
-        ends.callback(release, same)
-        address = ranges.take(nbytes)
-        ends.callback(ranges.give_back, address, nbytes)
-        place(address, nbytes, same, [device])
-        ends.callback(displace, address, nbytes)
 
 
 # ---- addresses -------------------------------------------------------------------------------------------------------
@@ -141,25 +131,33 @@ def adopt(descriptor: int):
 
 
 def place(address: int, nbytes: int, memory, devices: Sequence[int], times: int = 1) -> None:
-    """Maps memory ``times`` times, one mapping behind the other, for kernels of these devices to read and write.
-
-    If that fails, nothing stays mapped.
-    """
-    mapped = 0
+    """Maps memory ``times`` times, one mapping behind the other, for these devices; if that fails, not at all."""
+    end = address
     try:
         for _ in range(times):
-            call(driver.cuMemMap, address + mapped, nbytes, 0, memory, 0)
-            mapped += nbytes
-        call(driver.cuMemSetAccess, address, mapped, [_access(device) for device in devices], len(devices))
+            call(driver.cuMemMap, end, nbytes, 0, memory, 0)
+            end += nbytes
+        call(driver.cuMemSetAccess, address, end - address, [_access(device) for device in devices], len(devices))
     except DriverError:
-        if mapped:
-            displace(address, mapped)
+        if end > address:
+            displace(address, end - address)
         raise
 
 
 def displace(address: int, nbytes: int) -> None:
     """Unmaps all that :func:`place` has mapped in a range. Memory is freed with its last mapping in any process."""
     call(driver.cuMemUnmap, address, nbytes)
+
+
+@contextlib.contextmanager
+def mapped(memory, nbytes: int, devices: Sequence[int]) -> Iterator[int]:
+    """Maps memory for these devices inside a ``with`` block, and yields its address."""
+    with contextlib.ExitStack() as ends:
+        address = ranges.take(nbytes)
+        ends.callback(ranges.give_back, address, nbytes)
+        place(address, nbytes, memory, devices)
+        ends.callback(displace, address, nbytes)
+        yield address
 
 
 def _location(device: int):
@@ -206,35 +204,24 @@ class VirtualBuffer:
         self.resident = False  # whether there is memory
         self.pointers: list[int] = []  # the addresses in this process, in rank order
 
-    def create(self) -> dict[int, object]:
-        """Returns handles of new memory for the ranks of this process, by rank; if an allocation fails, for no rank."""
+    def create(self, ends: contextlib.ExitStack) -> dict[int, object]:
+        """Returns handles of new memory for the ranks of this process, by rank; ``ends`` releases them."""
         if not self.pointers:
             self._reserved = -(-self.nbytes // granularity(self._devices[0])) * granularity(self._devices[0])
             for _ in range(self._world_size):
                 self.pointers.append(ranges.take(self._reserved))
         made: dict[int, object] = {}
-        try:
-            for rank, device in self._own.items():
-                made[rank] = create(device, self._reserved)
-        except BaseException:
-            for memory in made.values():
-                release(memory)
-            raise
+        for rank, device in self._own.items():
+            made[rank] = create(device, self._reserved)
+            ends.callback(release, made[rank])
         return made
 
     def map(self, memories: Mapping[int, object]) -> None:
-        """Maps every rank's memory, given by handles that the caller releases, in place of what was mapped there.
-
-        If that fails, nothing stays mapped.
-        """
+        """Maps every rank's memory, given by handles that the caller releases, in place of what was mapped there."""
         self.clear()
-        try:
-            for rank, pointer in enumerate(self.pointers):
-                place(pointer, self._reserved, memories[rank], self._devices)
-                self._mapped[pointer] = self._reserved
-        except BaseException:
-            self.clear()
-            raise
+        for rank, pointer in enumerate(self.pointers):
+            place(pointer, self._reserved, memories[rank], self._devices)
+            self._mapped[pointer] = self._reserved
         self.resident = True
 
     def map_guard(self, guard: Guard, copied: bool = False) -> None:
@@ -283,15 +270,17 @@ class Guard:
         self._device, self._sink = device, None
         self.nbytes = granularity(device)
         self.memory = create(device, self.nbytes)
-        with contextlib.ExitStack() as failing:
-            failing.callback(self.free)
-            with contextlib.ExitStack() as ends:
-                address = ranges.take(self.nbytes)
-                ends.callback(ranges.give_back, address, self.nbytes)
-                place(address, self.nbytes, self.memory, devices)
-                ends.callback(displace, address, self.nbytes)
-                _write_guard(address)
-            failing.pop_all()
+        try:
+            with mapped(self.memory, self.nbytes, devices) as address:
+                counters = Counters()
+                for state in counters.epoch_state:
+                    state.aborted = 1
+                counters.busy[:] = [1] * len(counters.busy)
+                call(driver.cuMemcpyHtoD, address, ctypes.addressof(counters), ctypes.sizeof(counters))
+                call(driver.cuCtxSynchronize)  # a copy from pageable memory may still be under way
+        except BaseException:
+            self.free()
+            raise
 
     def sink(self):
         """Returns memory of the guard's size in which copies of replayed graphs end."""
@@ -304,12 +293,3 @@ class Guard:
         for memory in (self.memory, self._sink):
             if memory is not None:
                 release(memory)
-
-
-def _write_guard(address: int) -> None:
-    counters = Counters()
-    for state in counters.epoch_state:
-        state.aborted = 1
-    counters.busy[:] = [1] * len(counters.busy)
-    call(driver.cuMemcpyHtoD, address, ctypes.addressof(counters), ctypes.sizeof(counters))
-    call(driver.cuCtxSynchronize)  # a copy from pageable memory may still be under way
