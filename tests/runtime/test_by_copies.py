@@ -19,7 +19,7 @@ from graphar.plan.config import Config
 from graphar.plan.tables import shipped_table
 from graphar.plan.work import Exchange, Parts, Sum
 from graphar.runtime.arguments import Arguments
-from graphar.runtime.bind import by_copies, copies
+from graphar.runtime.bind import by_copies
 from tests.cases import bit_patterns, same_bits
 
 OPS, UNIT = tuple(COPYING), 4096
@@ -88,9 +88,8 @@ class Machine:
         monkeypatch.setattr(by_copies, "meetings", lambda *given: self._meet)
         monkeypatch.setattr(by_copies, "Launch", lambda dtype, arguments, grid: Add(self, dtype, *arguments))
         monkeypatch.setattr(by_copies, "launcher", SimpleNamespace(load=self._load))
-        monkeypatch.setattr(copies, "here", lambda device: contextlib.nullcontext())
-        monkeypatch.setattr(copies, "_functions", lambda: (self._copy, self._copy_batch))
-        monkeypatch.setattr(copies, "_attributes", lambda: SimpleNamespace(getPtr=lambda: 0))
+        monkeypatch.setattr(by_copies, "_functions", lambda: (self._copy, self._copy_batch))
+        monkeypatch.setattr(by_copies, "_attributes", lambda: SimpleNamespace(getPtr=lambda: 0))
 
     def _side(self, device: int, main: int, at: int) -> Stream:
         if (main, at) not in self._sides:
@@ -278,14 +277,14 @@ def test_the_driver_is_given_addresses_sizes_and_attributes_as_it_takes_them(mon
     batch = ctypes.CFUNCTYPE(ctypes.c_int, *[pointer] * 3, size, *[pointer] * 2, size, pointer)(copy_batch)
     library = SimpleNamespace(cuMemcpyAsync=one, cuMemcpyBatchAsync_v2=batch)
     monkeypatch.setattr(ctypes, "CDLL", lambda name: library)
-    monkeypatch.setattr(copies, "_functions", copies._functions.__wrapped__)
+    monkeypatch.setattr(by_copies, "_functions", by_copies._functions.__wrapped__)
     moves = [(out.data_ptr() + at, source.data_ptr() + at, nbytes) for at, nbytes in ((0, 10), (10, 0), (10, 54))]
     stream = 0x7F00_1234_5678
 
-    copies.enqueue(moves, stream, batched=True)
+    by_copies.enqueue(moves, stream, batched=True)
     assert torch.equal(out, source)
-    copies.enqueue(moves, stream, batched=False)
-    copies.enqueue(moves[:1], stream, batched=True)
+    by_copies.enqueue(moves, stream, batched=False)
+    by_copies.enqueue(moves[:1], stream, batched=True)
 
     assert made == [(1, 1, 0, 1, stream), stream, stream, stream]
 
