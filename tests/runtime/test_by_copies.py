@@ -296,10 +296,8 @@ def is_noticed(op: str, monkeypatch, symmetric: float = 0) -> bool:
     return any(wrong_elements(op, 3, seed, monkeypatch, symmetric) for seed in range(30))
 
 
-def always(monkeypatch, name: str, value: object) -> None:
-    """Gives all calls by copies an attribute that they cannot change."""
-    fixed = property(lambda self: value, lambda self, other: None)
-    monkeypatch.setattr(by_copies.ByCopies, name, fixed, raising=False)
+def always(value) -> property:
+    return property(lambda self: value, lambda self, other: None)
 
 
 @every_op
@@ -316,7 +314,7 @@ def test_a_meeting_that_does_not_come_after_the_copies_is_noticed(op, monkeypatc
 
 @pytest.mark.parametrize("op", ["reducescatter", "allgather", "alltoall"])
 def test_a_call_without_its_first_meeting_is_noticed(op, monkeypatch):
-    always(monkeypatch, "_meets_first", False)
+    monkeypatch.setattr(by_copies.ByCopies, "_meets_first", always(False), raising=False)
     assert is_noticed(op, monkeypatch)
 
 
@@ -327,13 +325,13 @@ def test_copies_that_do_not_follow_the_calls_on_other_streams_are_noticed(op, mo
 
 
 def test_sums_that_are_kept_before_they_are_here_are_noticed(monkeypatch):
-    always(monkeypatch, "_ends_left", 4)
+    monkeypatch.setattr(by_copies.ByCopies, "_ends_left", always(4), raising=False)
     assert is_noticed("allreduce", monkeypatch)
 
 
 def test_parts_that_come_where_earlier_sums_are_still_kept_are_noticed(monkeypatch):
     """The places of parts of a call with a symmetric output hold another call's sums."""
-    always(monkeypatch, "_meets_first", False)
+    monkeypatch.setattr(by_copies.ByCopies, "_meets_first", always(False), raising=False)
     assert is_noticed("allreduce", monkeypatch, 0.5)
 
 
