@@ -165,7 +165,7 @@ class PeerMemory:
             for at, (buffer, memories) in enumerate(zip(buffers, handles, strict=True)):
                 for rank, descriptors in received.items():
                     memories[rank] = virtual_memory.adopt(descriptors[at])
-                    ends.callback(virtual_memory.release, memories[rank])
+                    ends.callback(call, driver.cuMemRelease, memories[rank])
                 buffer.map(memories)
 
     def close(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -112,17 +113,10 @@ class SymmetricTensors:
         return put
 
 
-class _Bytes:
-    """Device memory with the CUDA array interface, for torch.as_tensor."""
-
-    def __init__(self, pointer: int, nbytes: int) -> None:
-        described = {"shape": (nbytes,), "typestr": "|u1", "data": (pointer, False), "strides": None, "version": 3}
-        self.__cuda_array_interface__ = described
-
-
 def tensor_at(pointer: int, device: int, like: torch.Tensor) -> torch.Tensor:
     """Returns a tensor like ``like`` over memory of ``device``, which it does not own."""
-    raw = torch.as_tensor(_Bytes(pointer, like.nbytes), device=f"cuda:{device}")
+    described = {"shape": (like.nbytes,), "typestr": "|u1", "data": (pointer, False), "strides": None, "version": 3}
+    raw = torch.as_tensor(SimpleNamespace(__cuda_array_interface__=described), device=f"cuda:{device}")
     return raw.view(like.dtype).view(like.shape)
 
 

@@ -34,11 +34,11 @@ def why_not(device: int) -> Reason | None:
     try:  # some sandboxes say that it can, and then fail
         with on_device(device), contextlib.ExitStack() as ends:
             memory = create(device, granularity(device))
-            ends.callback(release, memory)
+            ends.callback(call, driver.cuMemRelease, memory)
             descriptor = export(memory)
             ends.callback(os.close, descriptor)
             same = adopt(descriptor)
-            ends.callback(release, same)
+            ends.callback(call, driver.cuMemRelease, same)
             ends.enter_context(mapped(same, granularity(device), [device]))
     except DriverError as error:
         return f"a trial on cuda:{device} failed: {error}"
@@ -116,10 +116,6 @@ def create(device: int, nbytes: int):
     return call(driver.cuMemCreate, nbytes, _properties(device), 0)
 
 
-def release(memory) -> None:
-    call(driver.cuMemRelease, memory)
-
-
 def export(memory) -> int:
     """Returns a file descriptor of physical memory, which the caller closes."""
     return int(call(driver.cuMemExportToShareableHandle, memory, _by_descriptor(), 0))
@@ -140,13 +136,8 @@ def place(address: int, nbytes: int, memory, devices: Sequence[int], times: int 
         call(driver.cuMemSetAccess, address, end - address, [_access(device) for device in devices], len(devices))
     except DriverError:
         if end > address:
-            displace(address, end - address)
+            call(driver.cuMemUnmap, address, end - address)
         raise
-
-
-def displace(address: int, nbytes: int) -> None:
-    """Unmaps all that :func:`place` has mapped in a range. Memory is freed with its last mapping in any process."""
-    call(driver.cuMemUnmap, address, nbytes)
 
 
 @contextlib.contextmanager
@@ -156,7 +147,7 @@ def mapped(memory, nbytes: int, devices: Sequence[int]) -> Iterator[int]:
         address = ranges.take(nbytes)
         ends.callback(ranges.give_back, address, nbytes)
         place(address, nbytes, memory, devices)
-        ends.callback(displace, address, nbytes)
+        ends.callback(call, driver.cuMemUnmap, address, nbytes)
         yield address
 
 
@@ -213,7 +204,7 @@ class VirtualBuffer:
         made: dict[int, object] = {}
         for rank, device in self._own.items():
             made[rank] = create(device, self._reserved)
-            ends.callback(release, made[rank])
+            ends.callback(call, driver.cuMemRelease, made[rank])
         return made
 
     def map(self, memories: Mapping[int, object]) -> None:
@@ -243,7 +234,7 @@ class VirtualBuffer:
         """Gives the memory back. The addresses stay reserved: an access there is an error of the CUDA context."""
         self.resident = False
         for pointer in list(self._mapped):
-            displace(pointer, self._mapped[pointer])
+            call(driver.cuMemUnmap, pointer, self._mapped[pointer])
             del self._mapped[pointer]
 
     def unmap(self) -> None:
@@ -292,4 +283,4 @@ class Guard:
         """Gives the handles back. The memory is freed once no allocation maps it any more."""
         for memory in (self.memory, self._sink):
             if memory is not None:
-                release(memory)
+                call(driver.cuMemRelease, memory)
