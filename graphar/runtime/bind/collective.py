@@ -43,21 +43,20 @@ def bind(engine: Engine, call: Call[Sum | Parts | Exchange], ranks: Sequence[Ope
         codec = replace(call.wire, seed=secrets.randbits(64)).text
         call = call._replace(work=call.work._replace(codec=codec))
     config, reason = engine.select(call, x)
-    plan = Plan(fallback.alone(call), config, reason) if engine.world_size == 1 else _bind(engine, call, x, config)
+    is_known = not isinstance(call.work, Exchange) or call.work.known  # else every rank takes part, whatever it sends
+    if engine.world_size == 1:
+        plan = Plan(fallback.alone(call), config)
+    elif is_known and not any(call.work.parts):
+        plan = Plan(engine.keeping_failure()(fallback.do_nothing), config)
+    elif config.algorithm.row.copies:
+        plan = Plan(ByCopies(engine, call, config).run, config)
+    elif config.blocks:
+        plan = bind_kernel(engine, call, config)
+    else:
+        plan = bind_without_kernel(engine, call, x, config)
     plan = plan._replace(reason=reason)
     _log.debug("%s: %s", agreement.words(call), plan.explanation)
     return plan
-
-
-def _bind(engine: Engine, call: Call, x: torch.Tensor, config: Config) -> Plan:
-    is_known = not isinstance(call.work, Exchange) or call.work.known  # else every rank takes part, whatever it sends
-    if is_known and not any(call.work.parts):
-        return Plan(engine.keeping_failure()(fallback.do_nothing), config)
-    if config.algorithm.row.copies:
-        return Plan(ByCopies(engine, call, config).run, config)
-    if config.blocks:
-        return bind_kernel(engine, call, config)
-    return bind_without_kernel(engine, call, x, config)
 
 
 def bind_without_kernel(engine: Engine, call: Call, x: torch.Tensor, config: Config) -> Plan:
@@ -137,11 +136,8 @@ def _after(offset: int, whole: Operands, sliced: int) -> Operands:
 
 
 def one_after_another(plans: Sequence[Plan], cuts: Sequence[Callable[[Operands], Operands]]) -> Plan:
-    """Returns the plan that makes one call after another, each with what its cut takes of the operands.
-
-    The cut of an only call takes all of them.
-    """
-    if len(plans) == 1:
+    """Returns the plan that makes one call after another, each with what its cut takes of the operands."""
+    if len(plans) == 1:  # its cut takes all of them
         return plans[0]
 
     def run(ranks: Sequence[Operands]) -> None:

@@ -123,7 +123,11 @@ def bind(engine: Engine, call: Call[Loss], ranks: Sequence[Operands]) -> Plan:
         of_rank(operands.inputs[0], work, work.columns * rank, count)
         for rank, operands in zip(own_ranks, ranks, strict=True)
     ]
-    gather = _gather(engine, call, ranks) if count > 1 else None
+    gather = None
+    if count > 1:
+        gathered_work = work.exchanged._replace(parts=work.exchanged.parts * count)
+        like = [_room(work, operands, count) for operands in ranks]
+        gather = engine.plan(Call(gathered_work, torch.float32, call.device, timeout_s=call.timeout_s), like)
 
     def run(ranks: Sequence[Operands]) -> None:
         gathered: list[torch.Tensor | None] = [None]
@@ -141,13 +145,6 @@ def bind(engine: Engine, call: Call[Loss], ranks: Sequence[Operands]) -> Plan:
 
     config, reason = (gather.config, gather.reason) if gather else (FALLBACK, "one rank sends nothing")
     return Plan(run, config, reason, lambda operands: launch)
-
-
-def _gather(engine: Engine, call: Call[Loss], ranks: Sequence[Operands]) -> Plan:
-    exchange = call.work.exchanged
-    like = [_room(call.work, operands, engine.world_size) for operands in ranks]
-    exchange = exchange._replace(parts=exchange.parts * engine.world_size)
-    return engine.plan(Call(exchange, torch.float32, call.device, timeout_s=call.timeout_s), like)
 
 
 def _room(work: Loss, operands: Operands, ranks: int) -> Operands:
