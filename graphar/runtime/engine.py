@@ -219,9 +219,7 @@ class Engine:
             rendezvous = Alone() if self.devices else self.rendezvous()
             try:
                 rendezvous.agree_on_none("set-up", missing_software())
-                self.runner, self.table = set_up(
-                    self.group, self.devices, device, rendezvous, self.lossless, self.multimem_stand_in
-                )
+                self.runner, self.table = set_up(self, device, rendezvous, self.lossless, self.multimem_stand_in)
             except UnsupportedError as error:
                 self.why_no_runner = str(error)
 
@@ -380,10 +378,7 @@ class Engine:
 
 
 class KeepingFailure:
-    """Calls :meth:`Engine.check_ready`, and keeps a failure of the code inside, or of the function that it decorates.
-
-    Every later call raises the failure again.
-    """
+    """Checks that calls can be made, and keeps a failure of the code inside or of the decorated function, for later."""
 
     def __init__(self, engine: Engine, op: str) -> None:
         self._engine, self._op = engine, op

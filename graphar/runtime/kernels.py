@@ -121,10 +121,7 @@ class Kernels:
         return region
 
     def arm(self, algorithm: Algorithm, region: Buffer | TorchBuffer) -> None:
-        """Writes what kernels expect at the first call: counters at zero, and no data that has arrived.
-
-        No kernel of any rank may run.
-        """
+        """Writes what kernels expect at the first call: zeros and no data that has arrived. No kernel may run."""
         needs = algorithm.row.scratch(self._world_size)
         for member in self._members:
             counters = region.pointers[member.rank]
