@@ -248,14 +248,6 @@ class Engine:
         if self.suspended:
             raise CommunicatorError(f"{op}: this communicator is suspended; call its resume() on every rank before")
 
-    def check_ready(self, op: str) -> None:
-        """Raises as :meth:`check_open` does, or raises an earlier failure again. Launches of kernels do so, too."""
-        self.check_open(op)
-        if self.runner:
-            self.runner.raise_failure()
-        if self._failure:
-            raise self._failure.again()
-
     def keep_failure(self, error: GrapharError) -> None:
         self._failure = error.again(NOT_MADE)
 
@@ -384,7 +376,12 @@ class KeepingFailure:
         self._engine, self._op = engine, op
 
     def __enter__(self) -> None:
-        self._engine.check_ready(self._op)
+        """Raises as check_open does, or raises an earlier failure again. Launches of kernels do so, too."""
+        self._engine.check_open(self._op)
+        if self._engine.runner:
+            self._engine.runner.raise_failure()
+        if self._engine._failure:
+            raise self._engine._failure.again()
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if isinstance(error, (CollectiveTimeout, RanksAbsent)):

@@ -53,10 +53,10 @@ class SharedBuffer:
         # Read by address: the attribute with the bytes has different names in different releases of cuda-bindings.
         return ctypes.string_at(handle.getPtr(), driver.CU_IPC_HANDLE_SIZE)
 
-    def open(self, handles: Sequence[bytes], own: int, why_stays: Reason) -> None:
-        """Maps the peers' memory; ``handles`` are those of all processes, of which this one has number ``own``."""
+    def open(self, handles: Sequence[bytes], process: int, why_stays: Reason) -> None:
+        """Maps the peers' memory; ``handles`` are those of all processes, of which this one is number ``process``."""
         for rank, raw in enumerate(handles):
-            if rank == own:
+            if rank == process:
                 self.pointers += self._owned
                 continue
             handle = driver.CUipcMemHandle()
