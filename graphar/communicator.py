@@ -69,8 +69,7 @@ class Communicator:
         lossless: bool | None = None,
         **removed: object,
     ) -> None:
-        if removed:
-            check_removed("Communicator", removed)
+        check_removed("Communicator", removed)
         call_checks.check_timeout("Communicator", timeout_s)
         if devices is not None and group is not None:
             raise ValueError("Communicator: give a group or devices, not both")

@@ -27,7 +27,7 @@ from graphar.ops.options import Given, kinds
 from graphar.ops.repeats import Asked, keep
 from graphar.plan.work import Exchange, Loss, Norm, Parts, Product, Sum, TensorTuple
 from graphar.product import products
-from graphar.runtime.bind import collective, loss, norm, tensor_tuple
+from graphar.runtime.bind import collective, loss
 from graphar.runtime.engine import Engine, binders
 from graphar.runtime.registry import engine_of_devices, engine_of_group
 
@@ -35,8 +35,8 @@ binders.update(
     {
         Sum: collective.bind,
         Parts: collective.bind,
-        Norm: norm.bind,
-        TensorTuple: tensor_tuple.bind,
+        Norm: collective.bind_norm,
+        TensorTuple: collective.bind_tuple,
         Exchange: collective.bind,
         Product: products.bind,
         Loss: loss.bind,

@@ -3,8 +3,8 @@
     the caller's stream    meet | multiply own rows | meet | multiply rows of r-1 | meet | multiply rows of r-2
     side stream                 | own rows to r+1   | own rows to r+2 | ...
 
-Copies take no SM, so the matmuls run as fast as alone. What orders copies and readers is in
-graphar/runtime/bind/copies.py. Before the meeting of step h the caller's stream waits for this rank's copy to r+h, so
+Copies take no SM, so the matmuls run as fast as alone. runtime/bind/by_copies.py says what orders copies and
+readers. Before the meeting of step h the caller's stream waits for this rank's copy to r+h, so
 after it the rows of r-h lie in this rank's scratch. The kernels in tiles use the same scratch. They start only when the
 kernel before has ended, and wait until all ranks have entered before they overwrite rows. All members of a process come
 to a meeting before any of them multiplies: loading a matmul can wait for kernels that run.
@@ -26,7 +26,7 @@ from graphar.product.multiply import multiply
 from graphar.product.operands import MatmulOperands, operands_of
 from graphar.product.then import streams_of
 from graphar.ranks import agreement
-from graphar.runtime.bind.copies import Event, Lane, meetings
+from graphar.runtime.bind.by_copies import Event, Lane, meetings
 from graphar.runtime.bind.launches import runner_of
 from graphar.runtime.engine import Engine
 from graphar.runtime.member import Member

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import accumulate
 
 import torch
@@ -164,7 +164,7 @@ class NormArguments(Arguments):
         self.eps, self.weight_offset = call.work.eps, call.work.weight_offset
         return self.put
 
-    def put(self, inputs: Tensors, outputs: Tensors, numbers=(), corner: Corner | None = None) -> None:
+    def put(self, inputs: Tensors, outputs: Tensors, numbers: tuple[float, ...], corner: Corner | None) -> None:
         """Writes the addresses of one rank's tensors: (x, residual, weight[, scale]) and (normed, summed[, scales]).
 
         Those of x and normed are ``input`` and ``output``, which the launch writes.
@@ -181,11 +181,6 @@ class NormGradientArguments(ctypes.Structure):
         *_of(_U32, "row_groups", "with_weight"),
         *_of(_F32, "eps", "weight_offset"),
     ]
-
-    def put(self, tensors: Sequence[torch.Tensor | None]) -> None:
-        """Writes the addresses of the tensors, in the order of the fields."""
-        for field, tensor in zip(self._fields_, tensors, strict=False):
-            setattr(self, field[0], 0 if tensor is None else tensor.data_ptr())
 
 
 class LossArguments(ctypes.Structure):

@@ -219,9 +219,7 @@ class Engine:
             rendezvous = Alone() if self.devices else self.rendezvous()
             try:
                 rendezvous.agree_on_none("set-up", missing_software())
-                self.runner, self.table = set_up(
-                    self.group, self.devices, device, rendezvous, self.lossless, self.multimem_stand_in
-                )
+                self.runner, self.table = set_up(self, device, rendezvous, self.lossless, self.multimem_stand_in)
             except UnsupportedError as error:
                 self.why_no_runner = str(error)
 
@@ -249,14 +247,6 @@ class Engine:
             raise closed(op)
         if self.suspended:
             raise CommunicatorError(f"{op}: this communicator is suspended; call its resume() on every rank before")
-
-    def check_ready(self, op: str) -> None:
-        """Raises as :meth:`check_open` does, or raises an earlier failure again. Launches of kernels do so, too."""
-        self.check_open(op)
-        if self.runner:
-            self.runner.raise_failure()
-        if self._failure:
-            raise self._failure.again()
 
     def keep_failure(self, error: GrapharError) -> None:
         self._failure = error.again(NOT_MADE)
@@ -380,16 +370,18 @@ class Engine:
 
 
 class KeepingFailure:
-    """Calls :meth:`Engine.check_ready`, and keeps a failure of the code inside, or of the function that it decorates.
-
-    Every later call raises the failure again.
-    """
+    """Checks that calls can be made, and keeps a failure of the code inside or of the decorated function, for later."""
 
     def __init__(self, engine: Engine, op: str) -> None:
         self._engine, self._op = engine, op
 
     def __enter__(self) -> None:
-        self._engine.check_ready(self._op)
+        """Raises as check_open does, or raises an earlier failure again. Launches of kernels do so, too."""
+        self._engine.check_open(self._op)
+        if self._engine.runner:
+            self._engine.runner.raise_failure()
+        if self._engine._failure:
+            raise self._engine._failure.again()
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if isinstance(error, (CollectiveTimeout, RanksAbsent)):

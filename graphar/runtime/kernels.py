@@ -115,14 +115,13 @@ class Kernels:
         return launcher.load(self.source_of(kernel), member.device, shared_nbytes, f"{algorithm.op}: {algorithm.value}")
 
     def _allocate(self, algorithm: Algorithm) -> Buffer | TorchBuffer:
-        needs = algorithm.row.scratch(self._world_size)
         memory = (self._multicast_memory if algorithm.row.multimem else None) or self._memory
-        region = memory.allocate(COUNTERS_NBYTES + needs.nbytes)
-        self._arm(algorithm, region)
+        region = memory.allocate(COUNTERS_NBYTES + algorithm.row.scratch(self._world_size).nbytes)
+        self.arm(algorithm, region)
         return region
 
-    def _arm(self, algorithm: Algorithm, region: Buffer | TorchBuffer) -> None:
-        """Writes what kernels expect to find at the first call: counters at zero, and no data that has arrived."""
+    def arm(self, algorithm: Algorithm, region: Buffer | TorchBuffer) -> None:
+        """Writes what kernels expect at the first call: zeros and no data that has arrived. No kernel may run."""
         needs = algorithm.row.scratch(self._world_size)
         for member in self._members:
             counters = region.pointers[member.rank]
@@ -145,14 +144,3 @@ class Kernels:
         """Returns the multicast address of a prepared algorithm's scratch; 0 without one."""
         pointer = self.regions[algorithm].multicast_pointer
         return pointer and pointer + COUNTERS_NBYTES
-
-    def arm(self) -> None:
-        """Writes into all scratch what kernels expect at the first call. No kernel of any rank may run."""
-        for algorithm, region in self.regions.items():
-            self._arm(algorithm, region)
-
-    def forget(self) -> list[Buffer | TorchBuffer]:
-        """Forgets all kernels and scratch, and returns the memory of the scratch, for the caller to free."""
-        regions = [*self.regions.values()]
-        self.regions, self._functions = {}, {}
-        return regions

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -19,6 +21,7 @@ from graphar.runtime.driver import attribute, bind_context, call, check, driver,
 
 # Never unloaded: a captured graph may outlive the communicator that loaded its kernels.
 _libraries: dict[bytes, object] = {}
+_HERE = contextlib.nullcontext()
 
 
 @functools.cache
@@ -125,6 +128,24 @@ class Launch:
             self.on(stream)
         if status := launch_kernel()(*self.arguments):
             launch_again(status, self.arguments)
+
+
+class OwnLaunches:
+    """Launches on one GPU, for all threads, of kernels without communication that share their arguments."""
+
+    def __init__(self, device: int, arguments: ctypes.Structure, launches: Sequence[Launch]) -> None:
+        self._device, self._arguments, self.launches = device, arguments, launches
+        self._lock = threading.Lock()
+
+    def run(self, *chosen: Launch, **fields: torch.Tensor | int | None) -> None:
+        """Queues all launches, or the chosen ones, on torch's current stream; ``fields`` are arguments, None is 0."""
+        is_here = torch._C._cuda_getDevice() == self._device
+        with self._lock, _HERE if is_here else torch.cuda.device(self._device):
+            for name, value in fields.items():
+                setattr(self._arguments, name, value.data_ptr() if isinstance(value, torch.Tensor) else value or 0)
+            stream = torch.cuda.current_stream().cuda_stream
+            for launch in chosen or self.launches:
+                launch.enqueue(stream)
 
 
 def clusters_at_once(function, grid: Grid) -> int:

@@ -16,7 +16,6 @@ from dataclasses import asdict
 from typing import TypeVar
 
 import torch
-import torch.distributed as dist
 
 from graphar.errors import (
     CollectiveTimeout,
@@ -32,8 +31,7 @@ from graphar.plan.slices import Slice
 from graphar.plan.tables import Table
 from graphar.ranks.agreement import Fingerprints, words_with_numbers
 from graphar.ranks.capture import is_capturing
-from graphar.ranks.groups import known_group
-from graphar.ranks.rendezvous import RanksAbsent, StoreRendezvous
+from graphar.ranks.rendezvous import Ranks, RanksAbsent, StoreRendezvous
 from graphar.runtime import launcher
 from graphar.runtime.arguments import KEPT_CALLS, Arguments, Counters, EpochState, Record
 from graphar.runtime.availability import COMMUNICATORS
@@ -259,7 +257,8 @@ class Runner:
         """
         for member in self.members:
             torch.cuda.synchronize(member.device)
-        regions = [*self.kernels.forget(), *self.symmetric.buffers]
+        regions = [*self.kernels.regions.values(), *self.symmetric.buffers]
+        self.kernels.regions.clear()
         with on_device(self.members[0].device):
             for member in self.members:
                 member.free()
@@ -340,16 +339,11 @@ def read(struct: type[Struct], address: int) -> Struct:
 
 
 def set_up(
-    group: dist.ProcessGroup | None,
-    devices: Sequence[torch.device] | None,
-    device: torch.device,
-    rendezvous: StoreRendezvous,
-    lossless: bool,
-    stand_in: bool,
+    engine: Ranks, device: torch.device, rendezvous: StoreRendezvous, lossless: bool, stand_in: bool
 ) -> tuple[Runner, Table]:
     """Returns the runner of an engine, if kernels reach all ranks, and the tuning table of its calls. Collective.
 
-    ``device`` is this process's, or the first of ``devices``. With ``stand_in``, for tests, multimem kernels use
+    ``device`` is this process's, or the first of the engine's. With ``stand_in``, for tests, multimem kernels use
     ordinary accesses in place of multimem instructions.
 
     Raises:
@@ -359,19 +353,22 @@ def set_up(
         ValueError: they declare no number of communicators for which their GPUs have room.
     """
     # With different settings they would wait for each other in different kernels.
-    _agree_on(
-        rendezvous,
-        "lossless compression",
-        "on" if lossless else "off",
-        "lossless compression must be on or off on all ranks (Communicator(lossless=...), GRAPHAR_LOSSLESS)",
-    )
-    declared, rule = os.environ.get(COMMUNICATORS) or "2", f"{COMMUNICATORS} must be the same on all ranks"
-    _agree_on(rendezvous, "concurrent communicators", declared, rule)
-    if devices:
-        ranks = {rank: gpu.index for rank, gpu in enumerate(devices)}
+    settings = {
+        "lossless compression must be on or off on all ranks (Communicator(lossless=...), GRAPHAR_LOSSLESS)": (
+            "on" if lossless else "off"
+        ),
+        f"{COMMUNICATORS} must be the same on all ranks": os.environ.get(COMMUNICATORS) or "2",
+    }
+    words = rendezvous.exchange("agreeing on settings", json.dumps([*settings.values()]).encode())
+    for rule, of_ranks in zip(settings, zip(*map(json.loads, words), strict=True), strict=True):
+        if len(set(of_ranks)) > 1:
+            said = [f"rank {rank}: {setting}" for rank, setting in enumerate(of_ranks)]
+            raise CommunicatorError("\n".join([f"{rule}, got", *said]))
+    if engine.devices:
+        ranks = {rank: gpu.index for rank, gpu in enumerate(engine.devices)}
         memory = LocalMemory(list(ranks.values()))
     else:
-        ranks = {known_group(group).rank(): device.index}
+        ranks = {rendezvous.rank: device.index}
         memory = ProcessMemory(device.index, rendezvous)
     memory.check()
 
@@ -388,15 +385,6 @@ def set_up(
     words = rendezvous.exchange("reading the tuning table", json.dumps(facts).encode())
     everyone = [json.loads(word) for word in words]
     chip = Chip.in_common(Chip(**facts["chip"]) for facts in everyone)
-    multicast = None if stand_in else TorchMemory(group, device.index, rendezvous)
-    world_size = len(devices) if devices else known_group(group).size()
-    runner = Runner(members, world_size, chip, memory, rendezvous, multicast)
+    multicast = None if stand_in else TorchMemory(engine.group, device.index, rendezvous)
+    runner = Runner(members, engine.world_size, chip, memory, rendezvous, multicast)
     return runner, Table.from_json(everyone[0]["table"])
-
-
-def _agree_on(rendezvous: StoreRendezvous, what: str, setting: str, rule: str) -> None:
-    """Raises CommunicatorError on every rank if ranks differ in a setting; ``setting`` is this rank's."""
-    words = rendezvous.exchange(f"agreeing on {what}", setting.encode())
-    if len(set(words)) > 1:
-        of_ranks = [f"rank {rank}: {word.decode()}" for rank, word in enumerate(words)]
-        raise CommunicatorError("\n".join([f"{rule}, got", *of_ranks]))

@@ -73,7 +73,7 @@ class Sharing:
         meet_call = Call.of(Parts("allgather", (1,) * self.size), bytes_of[0][0])
         meet = self.by_kernels(meet_call, Config(MEETING, 1, MEETING_THREADS), meeting)
         with mock.patch.object(by_copies, "meetings", return_value=lambda more="": meet()):
-            made = by_copies._BY_OP[call.op](self.engine, call, config)
+            made = by_copies.ByCopies(self.engine, call, config)
         rank_of = made._rank
 
         def on_own_stream(member: Member, operands: Operands):

@@ -84,7 +84,7 @@ def symmetric(communicator, monkeypatch):
 
     def allocate(nbytes):
         kept.append(torch.empty(nbytes, dtype=torch.uint8))
-        return SharedBuffer([kept[-1].data_ptr()], nbytes, [], [])
+        return SharedBuffer(nbytes, [kept[-1].data_ptr()])
 
     def tensor_at(pointer, device, like):
         return kept[-1][: like.nbytes].view(like.dtype).view(like.shape)

@@ -7,7 +7,7 @@ import graphar
 from graphar.plan.config import FALLBACK
 from graphar.plan.work import Parts, TensorTuple
 from graphar.runtime import engine as engines
-from graphar.runtime.bind import tensor_tuple
+from graphar.runtime.bind import collective
 from graphar.runtime.engine import Engine
 from graphar.runtime.plan import Plan
 
@@ -28,7 +28,7 @@ def launches(monkeypatch):
         made.append(call)
         return Plan(launch, FALLBACK)
 
-    monkeypatch.setattr(tensor_tuple, "select_and_bind", bind_kernel)
+    monkeypatch.setattr(collective, "select_and_bind", bind_kernel)
     monkeypatch.setitem(engines.binders, Parts, bind_kernel)
     monkeypatch.setattr(Engine, "why_no_kernel", lambda self, op, x: "")
     return made

@@ -28,7 +28,7 @@ from graphar.product import fused, gathered_chunks, products, then
 from graphar.product.gathered_chunks import GatheredChunks
 from graphar.runtime import engine as engines
 from graphar.runtime import launcher
-from graphar.runtime.bind import collective, copies, launches
+from graphar.runtime.bind import by_copies, collective, launches
 from graphar.runtime.plan import Plan
 from tests.cases import normal
 from tests.fake_gpu import OnGpu
@@ -151,7 +151,7 @@ def gpus(monkeypatch, request):
     monkeypatch.setattr(GatheredChunks, "_run_slice", lambda self, lanes, rows, one: self._meet())
     for module in (gathered_chunks, then):
         monkeypatch.setattr(module, "streams_of", lambda device: (None, None))
-    monkeypatch.setattr(copies, "tensor_at", lambda pointer, device, like: torch.zeros_like(like, device="cpu"))
+    monkeypatch.setattr(by_copies, "tensor_at", lambda pointer, device, like: torch.zeros_like(like, device="cpu"))
     for name in ("load", "norm"):
         monkeypatch.setattr(products.residual_norm, name, lambda *given: None)
 

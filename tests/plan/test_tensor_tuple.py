@@ -16,7 +16,7 @@ from graphar.plan.tables import shipped_table
 from graphar.plan.work import Parts, TensorTuple
 from graphar.ranks import agreement
 from graphar.runtime import catalogue
-from graphar.runtime.bind import collective, tensor_tuple
+from graphar.runtime.bind import collective
 from tests.plan.test_parts import rank_one_of_four
 
 FLAGGED, PUSH = Algorithm.ALLGATHER_FLAGGED, Algorithm.ALLGATHER_PUSH
@@ -70,7 +70,7 @@ def test_a_launch_is_given_every_tensor_and_the_rows_of_every_rank(monkeypatch):
     monkeypatch.setattr(collective, "plan_of_slices", lambda *_: collective.Plan(None, None))
     engine.select = lambda call, x: select.select(call, FACTS)
 
-    tensor_tuple.bind(engine, call, [Operands((torch.empty(2),), ())])
+    collective.bind_tuple(engine, call, [Operands((torch.empty(2),), ())])
 
     ((_, _, arguments, put),) = made
     assert list(arguments.count) == [*WORK.parts, 0, 0, 0, 0]

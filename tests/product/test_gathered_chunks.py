@@ -17,7 +17,7 @@ from graphar.product import gathered_chunks
 from graphar.product.gathered_chunks import GatheredChunks
 from graphar.product.multiply import multiply
 from graphar.product.operands import MatmulOperands
-from graphar.runtime.bind import copies
+from graphar.runtime.bind import by_copies
 from tests.cases import same_bits
 
 ROWS_A_LAUNCH, K = 5, 12
@@ -63,8 +63,8 @@ class Ranks:
         in_turn = itertools.cycle(pairs)
         monkeypatch.setattr(gathered_chunks, "meetings", lambda *_: lambda: self.steps.append(("all", "meet")))
         monkeypatch.setattr(gathered_chunks, "streams_of", lambda device: next(in_turn))
-        monkeypatch.setattr(copies, "here", self._on_device)
-        monkeypatch.setattr(copies, "_functions", lambda: (self._copy, None))
+        monkeypatch.setattr(by_copies, "here", self._on_device)
+        monkeypatch.setattr(by_copies, "_functions", lambda: (self._copy, None))
         monkeypatch.setattr(gathered_chunks, "tensor_at", self._tensor_at)
         monkeypatch.setattr(gathered_chunks, "gathered_rows_a_launch", lambda algorithm, world_size, k: ROWS_A_LAUNCH)
         monkeypatch.setattr(gathered_chunks, "multiply", self._multiply)

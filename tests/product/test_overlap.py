@@ -21,7 +21,7 @@ from graphar.product.operands import MatmulOperands, Step
 from graphar.product.tensor_maps import matrix_of
 from graphar.product.then import Then
 from graphar.runtime import launcher
-from graphar.runtime.bind import collective, norm
+from graphar.runtime.bind import collective
 from graphar.runtime.plan import Plan
 from tests.fake_gpu import OnGpu
 
@@ -405,7 +405,7 @@ def test_it_is_told_whose_matmul_multiplies_and_why_also_if_k_alone_differs(boun
 
 def test_it_is_told_for_a_norm_too(bound, gemm, monkeypatch):
     bound.engine.table = MEASURED.table
-    monkeypatch.setattr(norm, "select_and_bind", lambda engine, call, x: Plan(None, *engine.select(call, x)))
+    monkeypatch.setattr(collective, "select_and_bind", lambda engine, call, x: Plan(None, *engine.select(call, x)))
 
     reason = explained(bound, NORMED, 8)
 
@@ -438,7 +438,7 @@ def test_a_repeated_call_multiplies_as_the_call_did(bound, gemm, monkeypatch, wo
         )
 
     monkeypatch.setattr(collective, "bind_kernel", bind)
-    monkeypatch.setattr(norm, "select_and_bind", bind)
+    monkeypatch.setattr(collective, "select_and_bind", bind)
     plan, operands = planned(bound, work, k)
     plan.launch_like(operands)(operands.inputs, operands.outputs, ())
 

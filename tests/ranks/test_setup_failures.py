@@ -21,9 +21,10 @@ from graphar.plan.call import Call
 from graphar.plan.policy import Chip
 from graphar.plan.work import Sum
 from graphar.ranks import capture
-from graphar.ranks.rendezvous import Alone, StoreRendezvous
+from graphar.ranks.rendezvous import StoreRendezvous
 from graphar.runtime import availability, engine, launcher
 from graphar.runtime.memory import peer_memory
+from graphar.runtime.memory.peer_memory import LocalMemory, ProcessMemory
 from tests.processes import on_ranks, run_code, run_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -237,10 +238,10 @@ def set_up_where_rank_1_has_no_memory(rank, world_size):
     runner.Member, runner.ProcessMemory = make_member, lambda *_: SimpleNamespace(check=lambda: None)
     torch.cuda.get_device_name = lambda device: "no GPU"
     launcher.chip = lambda device: Chip(132, "sm_90a")
-    rendezvous = graphar.Communicator(timeout_s=20).engine.rendezvous()
-    begin = time.monotonic()
+    engine = graphar.Communicator(timeout_s=20).engine
+    rendezvous, begin = engine.rendezvous(), time.monotonic()
     with pytest.raises((DriverError, CommunicatorError)) as raised:
-        runner.set_up(dist.group.WORLD, None, torch.device("cuda", 0), rendezvous, lossless=True, stand_in=True)
+        runner.set_up(engine, torch.device("cuda", 0), rendezvous, lossless=True, stand_in=True)
     return str(raised.value), time.monotonic() - begin
 
 
@@ -332,9 +333,10 @@ def allocate_with(monkeypatch):
         def on_rank(rank):
             mine = drivers[threading.get_ident()] = Driver(failing[rank])
             met.wait()
-            meet = StoreRendezvous(store, "t", rank, 2, timeout_s=5)
+            memory = ProcessMemory(rank, StoreRendezvous(store, "t", rank, 2, timeout_s=5))
+            memory.why_stays = "the driver forbids another way"
             with pytest.raises((DriverError, CommunicatorError)) as raised:
-                peer_memory.allocate_shared({rank: rank}, meet, 64, "the driver forbids another way")
+                memory.allocate(64)
             return str(raised.value), mine.done
 
         with ThreadPoolExecutor(2) as pool:
@@ -385,7 +387,10 @@ def test_of_a_list_the_devices_before_the_one_without_memory_keep_nothing(monkey
     monkeypatch.setattr(peer_memory, "call", call)
     monkeypatch.setattr(peer_memory, "on_device", lambda index: contextlib.nullcontext())
 
+    memory = LocalMemory([0, 1, 2])
+    memory.why_stays = "the driver forbids another way"
+
     with pytest.raises(DriverError, match="OUT_OF_MEMORY"):
-        peer_memory.allocate_shared({0: 0, 1: 1, 2: 2}, Alone(), 64, "the driver forbids another way")
+        memory.allocate(64)
 
     assert freed == [0x1000, 0x2000]

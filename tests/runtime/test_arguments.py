@@ -15,7 +15,7 @@ def test_a_norm_gets_the_addresses_of_its_tensors_and_in_fp8_of_a_scale_or_of_sc
     normed, summed, *scales = (torch.ones(1) for _ in range(2 + scales_out))
     arguments = NormArguments()
 
-    arguments.put((x, residual, weight, *scale), (normed, summed, *scales))
+    arguments.put((x, residual, weight, *scale), (normed, summed, *scales), (), None)
 
     assert (arguments.residual, arguments.weight) == (residual.data_ptr(), weight.data_ptr())
     addresses = [sum(one.data_ptr() for one in ones) for ones in (scale, scales)]

@@ -19,7 +19,7 @@ from graphar.plan.config import Config
 from graphar.plan.tables import shipped_table
 from graphar.plan.work import Exchange, Parts, Sum
 from graphar.runtime.arguments import Arguments
-from graphar.runtime.bind import by_copies, copies
+from graphar.runtime.bind import by_copies
 from tests.cases import bit_patterns, same_bits
 
 OPS, UNIT = tuple(COPYING), 4096
@@ -88,9 +88,8 @@ class Machine:
         monkeypatch.setattr(by_copies, "meetings", lambda *given: self._meet)
         monkeypatch.setattr(by_copies, "Launch", lambda dtype, arguments, grid: Add(self, dtype, *arguments))
         monkeypatch.setattr(by_copies, "launcher", SimpleNamespace(load=self._load))
-        monkeypatch.setattr(copies, "here", lambda device: contextlib.nullcontext())
-        monkeypatch.setattr(copies, "_functions", lambda: (self._copy, self._copy_batch))
-        monkeypatch.setattr(copies, "_attributes", lambda: SimpleNamespace(getPtr=lambda: 0))
+        monkeypatch.setattr(by_copies, "_functions", lambda: (self._copy, self._copy_batch))
+        monkeypatch.setattr(by_copies, "_attributes", lambda: SimpleNamespace(getPtr=lambda: 0))
 
     def _side(self, device: int, main: int, at: int) -> Stream:
         if (main, at) not in self._sides:
@@ -220,7 +219,7 @@ def wrong_elements(op: str, world_size: int, seed: int, monkeypatch, symmetric: 
         work = Call.of(work_of(op, counts), xs[0], blocks=choices.choice([None, None, 1]))
         config = Config(COPYING[op], 1, 32, direct=direct)
         ranks = [Operands((x,), (out,), (factor,)) for x, out in zip(xs, outs, strict=True)]
-        by_copies.bind_copies(machine, work, config)(ranks)
+        by_copies.ByCopies(machine, work, config).run(ranks)
         for main, out in zip(machine.mains, outs, strict=True):
             result = torch.empty_like(out)
             found.append(result)
@@ -250,7 +249,7 @@ def test_a_call_beside_other_work_is_one_chunk_if_that_fits_a_place(monkeypatch)
 
     def chunks(nbytes, blocks):
         call = Call.of(Sum(nbytes // 4), torch.empty(1, dtype=torch.float32), blocks=blocks)
-        return len(by_copies._AllReduce(machine, call, config)._chunks)
+        return len(by_copies.ByCopies(machine, call, config)._chunks)
 
     assert (chunks(2 * place, 1), chunks(2 * place + 32, 1)) == (1, 2)
     assert chunks(2 * place, None) > 2
@@ -278,14 +277,14 @@ def test_the_driver_is_given_addresses_sizes_and_attributes_as_it_takes_them(mon
     batch = ctypes.CFUNCTYPE(ctypes.c_int, *[pointer] * 3, size, *[pointer] * 2, size, pointer)(copy_batch)
     library = SimpleNamespace(cuMemcpyAsync=one, cuMemcpyBatchAsync_v2=batch)
     monkeypatch.setattr(ctypes, "CDLL", lambda name: library)
-    monkeypatch.setattr(copies, "_functions", copies._functions.__wrapped__)
+    monkeypatch.setattr(by_copies, "_functions", by_copies._functions.__wrapped__)
     moves = [(out.data_ptr() + at, source.data_ptr() + at, nbytes) for at, nbytes in ((0, 10), (10, 0), (10, 54))]
     stream = 0x7F00_1234_5678
 
-    copies.enqueue(moves, stream, batched=True)
+    by_copies.enqueue(moves, stream, batched=True)
     assert torch.equal(out, source)
-    copies.enqueue(moves, stream, batched=False)
-    copies.enqueue(moves[:1], stream, batched=True)
+    by_copies.enqueue(moves, stream, batched=False)
+    by_copies.enqueue(moves[:1], stream, batched=True)
 
     assert made == [(1, 1, 0, 1, stream), stream, stream, stream]
 
@@ -295,6 +294,10 @@ def test_the_driver_is_given_addresses_sizes_and_attributes_as_it_takes_them(mon
 
 def is_noticed(op: str, monkeypatch, symmetric: float = 0) -> bool:
     return any(wrong_elements(op, 3, seed, monkeypatch, symmetric) for seed in range(30))
+
+
+def always(value) -> property:
+    return property(lambda self: value, lambda self, other: None)
 
 
 @every_op
@@ -311,7 +314,7 @@ def test_a_meeting_that_does_not_come_after_the_copies_is_noticed(op, monkeypatc
 
 @pytest.mark.parametrize("op", ["reducescatter", "allgather", "alltoall"])
 def test_a_call_without_its_first_meeting_is_noticed(op, monkeypatch):
-    monkeypatch.setattr(by_copies._ByCopies, "_meets_first", False)
+    monkeypatch.setattr(by_copies.ByCopies, "_meets_first", always(False), raising=False)
     assert is_noticed(op, monkeypatch)
 
 
@@ -322,13 +325,13 @@ def test_copies_that_do_not_follow_the_calls_on_other_streams_are_noticed(op, mo
 
 
 def test_sums_that_are_kept_before_they_are_here_are_noticed(monkeypatch):
-    monkeypatch.setattr(by_copies._AllReduce, "_ends_left", 4)
+    monkeypatch.setattr(by_copies.ByCopies, "_ends_left", always(4), raising=False)
     assert is_noticed("allreduce", monkeypatch)
 
 
 def test_parts_that_come_where_earlier_sums_are_still_kept_are_noticed(monkeypatch):
     """The places of parts of a call with a symmetric output hold another call's sums."""
-    monkeypatch.setattr(by_copies._AllReduce, "_meets_first", property(lambda self: False, lambda self, value: None))
+    monkeypatch.setattr(by_copies.ByCopies, "_meets_first", always(False), raising=False)
     assert is_noticed("allreduce", monkeypatch, 0.5)
 
 

@@ -1,9 +1,7 @@
 """What encodes where there are no kernels between ranks: which coder a call gets, and what a launch is given."""
 
-import contextlib
 import ctypes
 import re
-import threading
 from types import SimpleNamespace
 
 import pytest
@@ -18,6 +16,7 @@ from graphar.runtime.bind import local_codec
 from graphar.runtime.bind.local_codec import CodecArguments, LocalCodec, coder_of
 from graphar.runtime.catalogue import local_codec_sources
 from graphar.runtime.compiler import source_directory
+from graphar.runtime.launcher import OwnLaunches
 
 INT4 = codec("int4")
 
@@ -80,11 +79,11 @@ def launched(monkeypatch):
             given.bytes = ctypes.string_at(given.messages, given.count * given.pitch)
             found.append(given)
 
-        return SimpleNamespace(enqueue=enqueue), arguments, threading.Lock()
+        return OwnLaunches(device, arguments, [SimpleNamespace(enqueue=enqueue)])
 
     monkeypatch.setattr(local_codec, "_bind", bind)
     monkeypatch.setattr(local_codec.launcher, "sm_count", lambda device: 2)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0))
     return found
 

@@ -73,18 +73,16 @@ def test_choices_go_by_what_the_devices_of_every_rank_have(monkeypatch, own, the
     for name, made in {"LocalMemory": memory, "ProcessMemory": memory, "TorchMemory": None, "Member": None}.items():
         monkeypatch.setattr(runner, name, lambda *_, made=made: made)
     monkeypatch.setattr(runner, "Runner", lambda members, world_size, chip, *rest: chip)
-    peers, group = Peers(theirs), SimpleNamespace(rank=lambda: 0, size=lambda: 2)
+    peers = Peers(theirs)
     devices = [torch.device("cuda", at) for at in range(len(own))]
 
-    chip, _ = runner.set_up(group, devices if len(own) > 1 else None, devices[0], peers, lossless=True, stand_in=False)
+    ranks = SimpleNamespace(group=None, devices=devices if len(own) > 1 else None, world_size=2)
+
+    chip, _ = runner.set_up(ranks, devices[0], peers, lossless=True, stand_in=False)
 
     assert chip == common
     assert chip.has_clusters == (common is not AMPERE)
-    assert peers.meetings == [
-        "agreeing on lossless compression",
-        "agreeing on concurrent communicators",
-        "reading the tuning table",
-    ]
+    assert peers.meetings == ["agreeing on settings", "reading the tuning table"]
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from graphar.plan.config import Config
 from graphar.plan.work import Sum
 from graphar.runtime import runner
 from graphar.runtime.engine import binders
-from graphar.runtime.plan import Plan
+from graphar.runtime.plan import BoundedCache, Plan
 from tests.processes import on_ranks, run_ranks
 from tests.runtime.test_runner import record_of, runner_of
 
@@ -88,6 +88,15 @@ def test_counts_outlive_the_cache_of_plans(pair):
 
     (found,) = pair.stats().calls
     assert found.calls == 2
+
+
+def test_a_cache_keeps_its_entries_until_there_are_too_many():
+    kept = BoundedCache(max_entries=2)
+
+    assert [kept.keep(key, len) for key in "ab"] == [len, len]
+    assert (kept.get("a"), kept.get("b"), kept.get("c")) == (len, len, None)
+    kept.keep("c", max)
+    assert kept == {"c": max}
 
 
 def test_calls_are_counted_while_a_profiler_watches(pair, tmp_path):

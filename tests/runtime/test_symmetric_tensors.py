@@ -117,7 +117,7 @@ class HostMemory:
         both = [torch.empty(nbytes + BLOCK_NBYTES, dtype=torch.uint8) for _ in range(2)]
         self.nbytes.append(nbytes)
         self._kept += both
-        return SharedBuffer([-(-one.data_ptr() // BLOCK_NBYTES) * BLOCK_NBYTES for one in both], nbytes, [], [])
+        return SharedBuffer(nbytes, [-(-one.data_ptr() // BLOCK_NBYTES) * BLOCK_NBYTES for one in both])
 
 
 @pytest.fixture

@@ -58,7 +58,6 @@ def test_memory_that_was_given_back_comes_to_the_same_addresses(fake):
 def test_the_end_gives_addresses_back_too(fake):
     buffer = LocalMemory([0, 1]).allocate(NBYTES)
 
-    buffer.unmap()
     buffer.free()
     buffer.free()
 
@@ -219,7 +218,6 @@ def test_processes_share_memory_whose_addresses_stay(rank, world_size):
             memory.fill([buffer])
         assert buffer.pointers == pointers
         left = open_files() - before
-        buffer.unmap()
         buffer.free()
         memory.close()
         held, is_virtual = (fake.mapped, fake.reserved, fake.handles), isinstance(buffer, VirtualBuffer)

@@ -1,4 +1,24 @@
-"""The calls whose parts travel by copy engines, chunk by chunk.
+"""The calls whose parts travel by copy engines: pushes, the meetings of ranks around them, and what is made of both.
+
+    caller's stream    ... | meet |                              | meet | reads what peers copied here
+    side stream                   | copies to peers (no SM held) |
+
+A meeting is an all-gather of one byte of each rank, by allgather_flagged in one block. It ends on a rank only after all
+ranks have begun it. It has the deadline, the record, the comparison of calls and the place in captured graphs that all
+kernels have.
+
+- Visibility. A meeting is launched after this rank's copies have ended: the caller's stream holds them, or waits for
+  their event. So when the meeting has ended on a rank, the copies of all ranks have ended that were enqueued before it,
+  and what runs after it on the caller's stream reads their bytes.
+- Reuse. A copy begins after a meeting that every rank begins after its last access to the memory that the copy
+  overwrites. So the first copies of a call come after a meeting, too: the ranks' earlier calls, and whatever their
+  streams did before this call, have ended by then.
+- Progress. Only meetings wait for other ranks. Each rank enqueues its meetings and copies in one order, in which
+  nothing depends on what comes later. So no queue of the hardware that takes them in that order blocks itself.
+- Failure. After a meeting that expired nothing waits any more: copies go on, results are undefined, and the next call
+  raises. While a communicator is suspended, copies of a replayed graph end in the guard in place of scratch.
+
+Calls are made chunk by chunk:
 
     all-gather      push | meet | keep              push: own part to every peer; keep: copy from scratch to the output
     all-to-all      push | meet | keep              push: each part to its owner
@@ -7,16 +27,17 @@
 
 While chunk k is added or kept, the chunks k + 1 and k + 2 travel: every peer has three places for a chunk in a rank's
 scratch. Chunk k + 2 takes the place of chunk k - 1, and its copies begin after the meeting of chunk k, which each rank
-begins after it has taken chunk k - 1. copies.py tells what else orders copies and readers. Into a symmetric output
-peers copy directly, and nothing is kept.
+begins after it has taken chunk k - 1. Into a symmetric output peers copy directly, and nothing is kept.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, cycle, pairwise
+from itertools import accumulate, cycle, pairwise, repeat
 from typing import Any, NamedTuple
 
 import torch
@@ -33,14 +54,15 @@ from graphar.ranks import agreement
 from graphar.ranks.capture import is_capturing
 from graphar.runtime import launcher
 from graphar.runtime.arguments import Arguments
-from graphar.runtime.bind.copies import Event, Lane, Move, here, meetings
 from graphar.runtime.bind.launches import runner_of
 from graphar.runtime.catalogue import KernelSource, sum_of_parts_source
+from graphar.runtime.driver import check, driver, on_device
 from graphar.runtime.engine import Engine
-from graphar.runtime.kernels import Kernels
+from graphar.runtime.kernels import COUNTERS_NBYTES, Kernels
 from graphar.runtime.launcher import Grid, Launch
 from graphar.runtime.member import Member
-from graphar.runtime.plan import BoundedCache
+from graphar.runtime.memory.symmetric_tensors import tensor_at
+from graphar.runtime.plan import BoundedCache, Plan
 from graphar.runtime.runner import Runner
 from graphar.runtime.side_stream import stream_beside
 
@@ -49,6 +71,118 @@ _PUSHES, _RESULTS, _KEPT = range(3)  # the side streams
 _EVENTS = 32  # of a rank; each is waited for before as many others are recorded
 
 current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # its handle; None in a build for the CPU
+Event = torch.cuda.Event | torch.Event
+Move = tuple[int, int, int]  # the address to copy to, the address to copy from, and bytes
+_HERE = contextlib.nullcontext()
+
+
+def here(device: int) -> contextlib.AbstractContextManager[None]:
+    """Returns a context in which a device is current. The caller has used the CUDA runtime in this thread."""
+    return _HERE if torch._C._cuda_getDevice() == device else on_device(device)
+
+
+@functools.cache
+def _functions() -> tuple[Callable[..., int], Callable[..., int] | None]:
+    """Returns the driver's copy, and its batch of copies if it has one; ctypes takes half of cuda.bindings' time."""
+    library = ctypes.CDLL("libcuda.so.1")
+    copy_one, copy_batch = library.cuMemcpyAsync, getattr(library, "cuMemcpyBatchAsync_v2", None)
+    copy_one.argtypes = (ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p)
+    if copy_batch is not None:
+        pointers = (ctypes.c_void_p,) * 3
+        copy_batch.argtypes = (*pointers, ctypes.c_size_t, *pointers[:2], ctypes.c_size_t, ctypes.c_void_p)
+    return copy_one, copy_batch
+
+
+@functools.cache
+def _attributes():
+    """Returns the attributes of every copy in a batch: it reads in the order of the stream, by a copy engine."""
+    attributes = driver.CUmemcpyAttributes()
+    attributes.srcAccessOrder = driver.CUmemcpySrcAccessOrder.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
+    attributes.flags = driver.CUmemcpyFlags.CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE
+    return attributes
+
+
+def enqueue(moves: Iterable[Move], stream: int, batched: bool) -> None:
+    """Copies on a stream, whose device is current.
+
+    A batch is one call of the driver. Neither graphs nor the default stream, whose handle is 0, take one.
+    """
+    copy_one, copy_batch = _functions()
+    moves = [move for move in moves if move[2]]
+    if batched and stream and copy_batch is not None and len(moves) > 1:
+        columns = [(ctypes.c_uint64 * len(moves))(*column) for column in zip(*moves, strict=True)]
+        first = ctypes.c_size_t(0)  # the index of the first copy to which the attributes apply
+        status = copy_batch(*columns, len(moves), _attributes().getPtr(), ctypes.addressof(first), 1, stream)
+        if status:
+            check("cuMemcpyBatchAsync", driver.CUresult(status))
+        return
+    for move in moves:
+        if status := copy_one(*move, stream):
+            check("cuMemcpyAsync", driver.CUresult(status))
+
+
+@dataclass
+class Lane:
+    """A rank of this process, the caller's stream, and the streams of its copies. Not for two threads at once."""
+
+    member: Member
+    main: torch.cuda.Stream
+    sides: Sequence[torch.cuda.Stream]
+    events: Iterator[Event | None] = field(default=repeat(None), kw_only=True)  # to record in; None: in a new event
+    batched: bool = field(default=False, kw_only=True)  # whether copies that begin together are a batch
+
+    def copy(self, moves: Iterable[Move], side: int = 0) -> Event | None:
+        """Copies on a side stream, after what the caller's stream holds now; returns the end of the copies.
+
+        A side stream may be the caller's stream itself: there is nothing to wait for then, and the result is None.
+        """
+        stream = self.sides[side]
+        if apart := stream is not self.main:
+            stream.wait_event(self.main.record_event(next(self.events)))
+        with here(self.member.device):
+            enqueue(moves, stream.cuda_stream, self.batched)
+        return stream.record_event(next(self.events)) if apart else None
+
+    def wait(self, end: Event | None) -> None:
+        if end is not None:
+            self.main.wait_event(end)
+
+    def join(self) -> None:
+        """Lets the caller's stream wait for all copies: they read tensors, also after an error."""
+        for side in self.sides:
+            if side is not self.main:
+                side.wait_stream(self.main)  # under capture, one that has copied nothing yet must be part of it
+                self.main.wait_stream(side)
+
+
+def meetings(engine: Engine, call: Call, algorithm: Algorithm, words: str) -> Callable[[str], None]:
+    """Returns a function that lets the current streams wait until all ranks have come. Collective.
+
+    ``algorithm`` is prepared: the bytes lie behind its counters, as long as graphs may be replayed. ``words`` say what
+    the ranks call. The function takes more words on which they must agree; new ones make a plan.
+    """
+    xs, outs = [], []
+    for member in runner_of(engine).members:
+        end = runner_of(engine).kernels.counters()[algorithm][member.rank] + COUNTERS_NBYTES
+        for made, count in ((xs, 1), (outs, engine.world_size)):
+            end -= PACK_NBYTES
+            made.append(tensor_at(end, member.device, torch.empty(count, dtype=BYTE, device="meta")))
+    ranks = [Operands((x,), (out,)) for x, out in zip(xs, outs, strict=True)]
+    how = {"algorithm": MEETING.value, "timeout_s": call.timeout_s, "blocks": 1}
+    plans: BoundedCache[Plan] = BoundedCache()
+
+    def plan_of(more: str) -> Plan:
+        work = Parts("allgather", (1,) * engine.world_size, beside=f"a meeting of {words}{more}")
+        return plans.keep(more, engine.plan(Call.of(work, xs[0], **how), ranks))
+
+    def meet(more: str = "") -> None:
+        (plans.get(more) or plan_of(more)).run(ranks)
+
+    plan_of("")  # loads the kernel
+    return meet
+
+
+# ---- calls ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -100,27 +234,36 @@ class _Step(NamedTuple):
     kept: list[list[Move]]  # by area, of each peer's part: its begin, its place here, and its bytes
 
 
-class _ByCopies:
-    """A call by copy engines. Subclasses say what is done with chunks that have arrived.
+class ByCopies:
+    """A call by copy engines. Making it is collective.
 
-    A call of one chunk copies on the caller's stream: there is nothing to copy beside.
+    A call of one chunk copies on the caller's stream: there is nothing to copy beside. The sums of an all-reduce's
+    chunk k are pushed once it is added. They are here after the meeting of chunk k + 2, or the last.
     """
-
-    _sides = _PUSHES + 1
-    _apart: tuple[int, ...] = ()  # side streams that calls of one chunk have, too
-    _areas = 1  # of the scratch
-    _meets_first = True  # whether ranks meet before the first copy: they read the places after the last meeting
-    _ends_left = 0  # of the copies that the last chunk's _take began, how many the next meeting need not come after
 
     def __init__(self, engine: Engine, call: Call[Sum | Parts | Exchange], config: Config) -> None:
         self._runner, self._config, self._world_size = runner_of(engine), config, engine.world_size
         self._itemsize, row = call.dtype.itemsize, config.algorithm.row
-        policy, areas = engine.table.copies, self._areas if config.direct else 1  # those that copies share
+        self._adds, self._returns = call.op in ("allreduce", "reducescatter"), call.op == "allreduce"
+        self._areas = 2 if self._returns else 1  # of the scratch: places of parts, and places of sums
+        # Whether ranks meet before the first copy. They read the places of gathers and of parts after the last meeting.
+        # With a symmetric output, the places of an all-reduce's parts are twice as large, and hold the places of sums:
+        # another call's sums may still be copied from there. Otherwise its parts are free after the last meeting, and
+        # outputs are written after the first.
+        self._meets_first = config.direct or not self._returns
+        # Of the copies that the last chunk's _take began, how many the next meeting need not come after.
+        self._ends_left = 1 if self._returns else 0
+        areas = self._areas if config.direct else 1  # those that copies share
         self._place_nbytes = areas * row.scratch(self._world_size).capacity * PACK_NBYTES
-        self._counts = self._parts(call)  # elements
-        # Beside other work the kernels of each chunk wait for SMs, and calls overlap that work in place of one another.
-        chunks = policy.chunk_nbytes, 1 if call.blocks else policy.chunks
-        self._chunks = copied_chunks(self._counts, self._itemsize, self._place_nbytes, *chunks)
+        self._counts = _elements_of_ranks(call, self._world_size)
+        if config.direct and not self._adds:
+            self._chunks = row_slices(self._counts, max(self._counts))
+        else:
+            # Beside other work the kernels of each chunk wait for SMs, and calls overlap that work, not one another.
+            chunks = engine.table.copies.chunk_nbytes, 1 if call.blocks else engine.table.copies.chunks
+            self._chunks = copied_chunks(self._counts, self._itemsize, self._place_nbytes, *chunks)
+        # Bytes from a part of the input to the next rank's. An all-to-all has equal parts, an all-gather one for all.
+        self._stride = self._counts[0] * self._itemsize if call.op == "alltoall" else 0
         functions = load(self._runner, config.algorithm, call.dtype)
         grid = Grid(config.blocks, config.threads, 0, overlaps=False)
         self._scratch = self._runner.kernels.scratch(config.algorithm)
@@ -133,9 +276,6 @@ class _ByCopies:
         self._step = functools.cache(self._step_of)
         words = agreement.words_of_launch(call, config, Slice(0))
         self._meet = meetings(engine, call, config.algorithm, words)
-
-    def _parts(self, call: Call) -> Sequence[int]:
-        return call.work.parts
 
     def run(self, ranks: Sequence[Operands]) -> None:
         """Enqueues the call on the members' current streams, for the operands of each rank of this process."""
@@ -164,8 +304,8 @@ class _ByCopies:
         state = self._ranks.get(key := (member.rank, stream))
         if state is None:
             main = torch.cuda.current_stream(member.device)
-            apart = range(self._sides) if len(self._chunks) > 1 else self._apart
-            beside = [stream_beside(main.device, main.cuda_stream, at) for at in range(self._sides)]
+            apart = (_PUSHES, _RESULTS, _KEPT) if len(self._chunks) > 1 else () if self._adds else (_RESULTS,)
+            beside = [stream_beside(main.device, main.cuda_stream, at) for at in (_PUSHES, _RESULTS, _KEPT)]
             sides = [side if at in apart else main for at, side in enumerate(beside)]
             events = cycle([torch.cuda.Event() for _ in range(_EVENTS)])
             state = self._ranks.keep(key, _Rank(member, main, sides, events=events))
@@ -176,6 +316,7 @@ class _ByCopies:
 
     def _go(self, states: Sequence[_Rank], place: str) -> None:
         count = len(self._chunks)
+        copied = [] if self._adds else [state for state in states if self._copy_own_part(state)]
         sent = [self._send(states, at) for at in range(min(_AHEAD, count))]
         for at in range(count):
             for state, end in zip(states, sent[at], strict=True):
@@ -185,10 +326,24 @@ class _ByCopies:
                 sent.append(self._send(states, at + _AHEAD))
             for state in states:
                 self._take(state, at)
-        self._finish(states)
+        if self._returns:
+            self._meet_after(states, 0)
+            for state in states:
+                for at in range(max(0, count - _AHEAD), count):
+                    self._keep(state, at, 1)
         for state in states:
             for end in state.ends:
                 state.wait(end)
+        for state in copied:
+            state.main.wait_stream(state.sides[_RESULTS])
+
+    def _copy_own_part(self, state: _Rank) -> bool:
+        """Copies a rank's own part of a gather to its output beside the pushes; False if the input lies there."""
+        mine, nbytes = state.out + self._at(0, state.rank)[0], self._counts[state.rank] * self._itemsize
+        source = state.x + state.rank * self._stride
+        if source != mine:
+            state.copy([(mine, source, nbytes)], _RESULTS)
+        return source != mine
 
     def _send(self, states: Sequence[_Rank], at: int) -> list[Event | None]:
         return [state.copy(self._pushed(state, at), _PUSHES) for state in states]
@@ -201,14 +356,24 @@ class _ByCopies:
         self._meet(words)
 
     def _pushed(self, state: _Rank, at: int) -> list[Move]:
-        """Returns the copies of each part of the input to its owner."""
-        return [(to, state.x + begin, nbytes) for to, begin, nbytes in self._step(state.rank, at).parts]
+        """Returns the copies of each part of the input to its owner, or of a gather's own part to all peers."""
+        step = self._step(state.rank, at)
+        if self._adds:
+            return [(to, state.x + begin, nbytes) for to, begin, nbytes in step.parts]
+        return self._to_all(state, at, state.x + step.offset, 0, self._stride)
 
     def _take(self, state: _Rank, at: int) -> None:
-        raise NotImplementedError
-
-    def _finish(self, states: Sequence[_Rank]) -> None:
-        """Does what is left after the last chunk has been taken."""
+        """Keeps or adds a chunk that has arrived, and pushes the sums of an all-reduce."""
+        if not self._adds:
+            self._keep(state, at, 0)
+        elif not self._returns:
+            self._add(state, at, state.out + self._step(state.rank, at).offset)
+        else:
+            if at >= _AHEAD:
+                self._keep(state, at - _AHEAD, 1)
+            mine = state.out + self._at(at, state.rank)[0]
+            self._add(state, at, mine)
+            state.ends.append(state.copy(self._to_all(state, at, mine, 1), _RESULTS))
 
     # ---- addresses --------------------------------------------------------------------------------------------------
 
@@ -262,79 +427,10 @@ class _ByCopies:
             launch.enqueue(state.main.cuda_stream)
 
 
-class _AllGather(_ByCopies):
-    """An all-gather, or an all-to-all."""
-
-    _sides = _KEPT + 1
-    _apart = (_RESULTS,)
-
-    def __init__(self, engine: Engine, call: Call[Sum | Parts | Exchange], config: Config) -> None:
-        super().__init__(engine, call, config)
-        if config.direct:
-            self._chunks = row_slices(call.work.parts, max(call.work.parts))
-        # Bytes from a part of the input to the next rank's. An all-to-all has equal parts, an all-gather one for all.
-        self._stride = self._counts[0] * self._itemsize if call.op == "alltoall" else 0
-
-    def _go(self, states: Sequence[_Rank], place: str) -> None:
-        copied = []  # beside the pushes; an input may be this rank's part of the output
-        for state in states:
-            mine, nbytes = state.out + self._at(0, state.rank)[0], self._counts[state.rank] * self._itemsize
-            if (source := state.x + state.rank * self._stride) != mine:
-                state.copy([(mine, source, nbytes)], _RESULTS)
-                copied.append(state)
-        super()._go(states, place)
-        for state in copied:
-            state.main.wait_stream(state.sides[_RESULTS])
-
-    def _pushed(self, state: _Rank, at: int) -> list[Move]:
-        return self._to_all(state, at, state.x + self._step(state.rank, at).offset, 0, self._stride)
-
-    def _take(self, state: _Rank, at: int) -> None:
-        self._keep(state, at, 0)
-
-
-class _ReduceScatter(_ByCopies):
-    def _take(self, state: _Rank, at: int) -> None:
-        self._add(state, at, state.out + self._step(state.rank, at).offset)
-
-
-class _AllReduce(_ByCopies):
-    """The sums of chunk k are pushed once it is added. They are here after the meeting of chunk k + 2, or the last.
-
-    With a symmetric output the places of parts are twice as large, and hold the places of sums.
-    """
-
-    _areas, _ends_left, _sides = 2, 1, _KEPT + 1
-
-    def __init__(self, engine: Engine, call: Call[Sum | Parts | Exchange], config: Config) -> None:
-        # With a symmetric output, another call's sums may still be copied from where parts arrive. Otherwise the places
-        # of parts are free after the last meeting, and outputs are written after the first.
-        self._meets_first = config.direct
-        super().__init__(engine, call, config)
-
-    def _parts(self, call: Call) -> Sequence[int]:
-        (numel,), pack = call.work.parts, PACK_NBYTES // call.dtype.itemsize
-        packs = split(-(-numel // pack), self._world_size)
-        ends = [min(end * pack, numel) for end in accumulate(packs, initial=0)]
-        return [end - begin for begin, end in pairwise(ends)]
-
-    def _take(self, state: _Rank, at: int) -> None:
-        if at >= _AHEAD:
-            self._keep(state, at - _AHEAD, 1)
-        mine = state.out + self._at(at, state.rank)[0]
-        self._add(state, at, mine)
-        state.ends.append(state.copy(self._to_all(state, at, mine, 1), _RESULTS))
-
-    def _finish(self, states: Sequence[_Rank]) -> None:
-        self._meet_after(states, 0)
-        for state in states:
-            for at in range(max(0, len(self._chunks) - _AHEAD), len(self._chunks)):
-                self._keep(state, at, 1)
-
-
-_BY_OP = {"allgather": _AllGather, "alltoall": _AllGather, "reducescatter": _ReduceScatter, "allreduce": _AllReduce}
-
-
-def bind_copies(engine: Engine, call: Call, config: Config) -> Callable[[Sequence[Operands]], None]:
-    """Returns a function that makes a call by copy engines, with the operands of each rank. Collective."""
-    return _BY_OP[call.op](engine, call, config).run
+def _elements_of_ranks(call: Call, world_size: int) -> Sequence[int]:
+    """Returns the length of each rank's part: an all-reduce is divided in packs."""
+    if call.op != "allreduce":
+        return call.work.parts
+    (numel,), pack = call.work.parts, PACK_NBYTES // call.dtype.itemsize
+    ends = [min(end * pack, numel) for end in accumulate(split(-(-numel // pack), world_size), initial=0)]
+    return [end - begin for begin, end in pairwise(ends)]

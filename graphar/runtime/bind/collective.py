@@ -1,24 +1,29 @@
-"""The binder of collectives of one tensor: all-reduces, reduce-scatters, all-gathers and all-to-alls."""
+"""The binders of collectives: of one tensor, of a tuple of tensors, and of sums with residual addition and RMSNorm."""
 
 from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 
+from graphar.numerics.dtypes import BYTE
 from graphar.numerics.epilogues.code import Corner
+from graphar.numerics.norms import ALLREDUCE_NORM, specification
+from graphar.plan import select
 from graphar.plan.call import Call, Operands
 from graphar.plan.config import Config, kernel_of
 from graphar.plan.slices import Slice, slices
-from graphar.plan.work import Exchange, Norm, Parts, Sum, TensorTuple
+from graphar.plan.work import MAX_TENSORS, Exchange, Norm, Parts, Sum, TensorTuple
 from graphar.ranks import agreement
 from graphar.ranks.cpu import fallback
 from graphar.runtime import launcher
 from graphar.runtime.arguments import Arguments, ExchangeArguments, NormArguments, TupleArguments
-from graphar.runtime.bind.by_copies import bind_copies
+from graphar.runtime.bind import residual_norm
+from graphar.runtime.bind.by_copies import ByCopies
 from graphar.runtime.bind.launches import bind_launch, of_members, put_agreed, runner_of
 from graphar.runtime.engine import Engine
 from graphar.runtime.launcher import Grid
@@ -38,21 +43,20 @@ def bind(engine: Engine, call: Call[Sum | Parts | Exchange], ranks: Sequence[Ope
         codec = replace(call.wire, seed=secrets.randbits(64)).text
         call = call._replace(work=call.work._replace(codec=codec))
     config, reason = engine.select(call, x)
-    plan = Plan(fallback.alone(call), config, reason) if engine.world_size == 1 else _bind(engine, call, x, config)
+    is_known = not isinstance(call.work, Exchange) or call.work.known  # else every rank takes part, whatever it sends
+    if engine.world_size == 1:
+        plan = Plan(fallback.alone(call), config)
+    elif is_known and not any(call.work.parts):
+        plan = Plan(engine.keeping_failure()(fallback.do_nothing), config)
+    elif config.algorithm.row.copies:
+        plan = Plan(ByCopies(engine, call, config).run, config)
+    elif config.blocks:
+        plan = bind_kernel(engine, call, config)
+    else:
+        plan = bind_without_kernel(engine, call, x, config)
     plan = plan._replace(reason=reason)
     _log.debug("%s: %s", agreement.words(call), plan.explanation)
     return plan
-
-
-def _bind(engine: Engine, call: Call, x: torch.Tensor, config: Config) -> Plan:
-    is_known = not isinstance(call.work, Exchange) or call.work.known  # else every rank takes part, whatever it sends
-    if is_known and not any(call.work.parts):
-        return Plan(engine.keeping_failure()(fallback.do_nothing), config)
-    if config.algorithm.row.copies:
-        return Plan(bind_copies(engine, call, config), config)
-    if config.blocks:
-        return bind_kernel(engine, call, config)
-    return bind_without_kernel(engine, call, x, config)
 
 
 def bind_without_kernel(engine: Engine, call: Call, x: torch.Tensor, config: Config) -> Plan:
@@ -129,3 +133,113 @@ def _after(offset: int, whole: Operands, sliced: int) -> Operands:
         return whole
     inputs, outputs = ([x.view(-1)[offset:] for x in xs] for xs in (whole.inputs[:sliced], whole.outputs[:1]))
     return whole._replace(inputs=(*inputs, *whole.inputs[sliced:]), outputs=(*outputs, *whole.outputs[1:]))
+
+
+def one_after_another(plans: Sequence[Plan], cuts: Sequence[Callable[[Operands], Operands]]) -> Plan:
+    """Returns the plan that makes one call after another, each with what its cut takes of the operands."""
+    if len(plans) == 1:  # its cut takes all of them
+        return plans[0]
+
+    def run(ranks: Sequence[Operands]) -> None:
+        for plan, cut in zip(plans, cuts, strict=True):
+            plan.run([cut(operands) for operands in ranks])
+
+    return Plan(run, plans[0].config, plans[0].reason)
+
+
+# ---- all-gathers of several tensors: a launch for up to four, or without kernels one after another -------------------
+
+
+def bind_tuple(engine: Engine, call: Call[TensorTuple], ranks: Sequence[Operands]) -> Plan:
+    work, first = call.work, ranks[0].inputs[0]
+    if engine.why_no_kernel(work.op, first) or not any(work.sizes):
+        return _gather_each(engine, call, ranks)
+    windows = [slice(begin, begin + MAX_TENSORS) for begin in range(0, len(work.dtypes), MAX_TENSORS)]
+    works = [work._replace(dtypes=work.dtypes[window], rows=work.rows[window]) for window in windows]
+    plans = [select_and_bind(engine, call._replace(work=of_window), first) for of_window in works]
+    return one_after_another(plans, [partial(_within, window) for window in windows])
+
+
+def _within(window: slice, operands: Operands) -> Operands:
+    return Operands(operands.inputs[window], operands.outputs[window])
+
+
+def _gather_each(engine: Engine, call: Call[TensorTuple], ranks: Sequence[Operands]) -> Plan:
+    """Returns the plan that gathers one tensor after another.
+
+    A call says which tensors follow, so that ranks with unlike tuples differ in the first call.
+    """
+    work, plans = call.work, []
+    cuts = [partial(_within, slice(at, at + 1)) for at in range(len(ranks[0].inputs))]
+    for at, x in enumerate(ranks[0].inputs):
+        rest = TensorTuple(work.dtypes[at + 1 :], work.rows[at + 1 :], work.sizes)
+        follow = f"followed by {rest.op} of {rest.amount(BYTE)}" if rest.dtypes else ""
+        in_a_row = torch.Size(x.shape[1:]).numel()
+        beside = ", ".join(filter(None, (follow, work.beside)))
+        parts = Parts(work.op, tuple([size * in_a_row for size in work.sizes]), beside=beside)
+        plans.append(engine.plan(Call.of(parts, x, timeout_s=call.timeout_s), [*map(cuts[at], ranks)]))
+    return one_after_another(plans, cuts)
+
+
+# ---- sums with residual addition and RMSNorm, in one kernel ----------------------------------------------------------
+
+
+def bind_norm(engine: Engine, call: Call[Norm], ranks: Sequence[Operands]) -> Plan:
+    work, x = call.work, ranks[0].inputs[0]
+    if not select.has_kernel_for_rows(work, call.dtype) or engine.why_no_kernel(work.op, x) or not any(work.parts):
+        return _norm_in_steps(engine, call, ranks)
+    if work.op != ALLREDUCE_NORM:
+        return select_and_bind(engine, call, x)
+    (numel,), columns = work.parts, work.columns
+    step = columns * select.norm_rows(engine.world_size, columns * call.dtype.itemsize)  # the most of one kernel
+    counts = [min(step, numel - start) for start in range(0, numel, step)]
+    pieces = {count: call._replace(work=work._replace(parts=(count,))) for count in counts}
+    plans = {count: select_and_bind(engine, piece, x) for count, piece in pieces.items()}
+    cuts = [partial(_rows, at * step // columns, count // columns) for at, count in enumerate(counts)]
+    return one_after_another([plans[count] for count in counts], cuts)
+
+
+def _rows(first: int, count: int, operands: Operands) -> Operands:
+    def cut(x: torch.Tensor) -> torch.Tensor:
+        return x.view(-1, x.shape[-1])[first : first + count]
+
+    x, residual, *rest = operands.inputs
+    return operands._replace(inputs=(cut(x), cut(residual), *rest), outputs=tuple(map(cut, operands.outputs)))
+
+
+def _norm_in_steps(engine: Engine, call: Call[Norm], ranks: Sequence[Operands]) -> Plan:
+    """Returns the plan of a norm without a kernel between ranks: a sum, and then each rank's norm of its rows."""
+    work, dtype = call.work, call.dtype
+    sums = Sum(work.parts[0]) if work.op == ALLREDUCE_NORM else Parts("reducescatter", work.parts)
+    sums = sums._replace(order=work.order, beside=work.beside)
+    plan = engine.plan(Call(sums, dtype, call.device, timeout_s=call.timeout_s), ranks)
+    for operands in ranks:  # loading beside a kernel that waits for other ranks could hang
+        residual = operands.inputs[1]
+        if _is_served(work, residual, dtype):
+            residual_norm.load(residual.device.index, residual.dtype, dtype)
+
+    def run(ranks: Sequence[Operands]) -> None:
+        if engine.world_size == 1:
+            totals = [operands.inputs[0].view_as(operands.inputs[1]) for operands in ranks]
+        else:
+            totals = [torch.empty_like(operands.inputs[1], dtype=dtype) for operands in ranks]
+            plan.run([Operands(operands.inputs[:1], (total,)) for operands, total in zip(ranks, totals, strict=True)])
+        for operands, total in zip(ranks, totals, strict=True):
+            _norm_own(work, operands, total)
+
+    return Plan(run, plan.config, plan.reason)
+
+
+def _is_served(work: Norm, residual: torch.Tensor, total_dtype: torch.dtype) -> bool:
+    return work.output == "like_input" and residual_norm.serves(residual, total_dtype)
+
+
+def _norm_own(work: Norm, operands: Operands, total: torch.Tensor) -> None:
+    residual, weight, *scale = operands.inputs[1:]
+    if _is_served(work, residual, total.dtype):
+        normed, summed = operands.outputs
+        residual_norm.norm(total, residual, weight, normed, summed, work.eps, work.weight_offset)
+        return
+    results = specification(total, residual, weight, work.eps, work.weight_offset, work.output, *scale)
+    for out, result in zip(operands.outputs, results, strict=True):
+        out.copy_(result)

@@ -13,7 +13,7 @@ from graphar.runtime.arguments import Arguments, Put
 from graphar.runtime.engine import Engine
 from graphar.runtime.launcher import Launch as KernelLaunch
 from graphar.runtime.member import Member
-from graphar.runtime.plan import Launch, Plan
+from graphar.runtime.plan import Launch
 from graphar.runtime.runner import Runner
 
 
@@ -116,13 +116,3 @@ def of_members(runner: Runner, launches: Sequence[Launch]) -> Callable[[Sequence
                 launch(*operands)
 
     return launch_all
-
-
-def one_after_another(plans: Sequence[Plan], cuts: Sequence[Callable[[Operands], Operands]]) -> Plan:
-    """Returns the plan that makes one call after another, each with what its cut takes of the operands."""
-
-    def run(ranks: Sequence[Operands]) -> None:
-        for plan, cut in zip(plans, cuts, strict=True):
-            plan.run([cut(operands) for operands in ranks])
-
-    return Plan(run, plans[0].config, plans[0].reason)

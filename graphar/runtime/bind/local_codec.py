@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import itertools
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -19,7 +18,7 @@ from graphar.plan.scratch import PACK_NBYTES
 from graphar.ranks.cpu.reduction import Coder, TorchCoder
 from graphar.runtime import launcher
 from graphar.runtime.catalogue import KernelSource, local_codec_sources
-from graphar.runtime.launcher import Grid, Launch, runs_on
+from graphar.runtime.launcher import Grid, Launch, OwnLaunches, runs_on
 
 _WARPS = 8  # of a block, by the launch bounds of cuda_src/quantized/local_codec.cu: one for each tile
 _BLOCKS_AN_SM = 4
@@ -82,15 +81,12 @@ class LocalCodec:
     ) -> None:
         device, blocks = tensor.device.index, -(-self.codec.tiles(tensor.numel()) // _WARPS)
         blocks = min(blocks, _BLOCKS_AN_SM * launcher.sm_count(device))
-        launch, arguments, lock = _bind(device, self.sources[which], blocks)
         rows, pitch = _in_rows(messages)
-        with lock, torch.cuda.device(device):  # all threads share the launch's arguments
-            arguments.tensor, arguments.numel = tensor.data_ptr(), tensor.numel()
-            arguments.wire = wire.data_ptr() if wire is not None else 0
-            arguments.messages, arguments.pitch = rows[0].data_ptr() if messages else 0, pitch
-            arguments.seed, arguments.call, arguments.source, begin = noise
-            arguments.first_tile, arguments.count = begin // TILE_NUMEL, len(messages)
-            launch.enqueue(torch.cuda.current_stream().cuda_stream)
+        seed, number, source, begin = noise
+        tensors = {"tensor": tensor, "wire": wire, "messages": rows[0] if messages else None}
+        counts = {"pitch": pitch, "numel": tensor.numel(), "first_tile": begin // TILE_NUMEL, "count": len(messages)}
+        launches = _bind(device, self.sources[which], blocks)
+        launches.run(**tensors, **counts, seed=seed, call=number, source=source)
 
 
 def _in_rows(messages: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], int]:
@@ -111,7 +107,7 @@ def _load(device: int, source: KernelSource):
 
 
 @functools.lru_cache(maxsize=1024)
-def _bind(device: int, source: KernelSource, blocks: int) -> tuple[Launch, CodecArguments, threading.Lock]:
+def _bind(device: int, source: KernelSource, blocks: int) -> OwnLaunches:
     arguments = CodecArguments()
     grid = Grid(blocks, _WARPS * 32, 0, overlaps=False)
-    return Launch(_load(device, source), [arguments], grid), arguments, threading.Lock()
+    return OwnLaunches(device, arguments, [Launch(_load(device, source), [arguments], grid)])

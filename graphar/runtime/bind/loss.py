@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import threading
 from collections.abc import Callable, Sequence
 
 import torch
@@ -22,7 +21,6 @@ from graphar.plan.scratch import PACK_NBYTES, WARP
 from graphar.plan.work import Loss
 from graphar.runtime import launcher
 from graphar.runtime.arguments import LossArguments
-from graphar.runtime.bind.launches import on_own_device
 from graphar.runtime.catalogue import (
     KernelSource,
     softmax_backward_source,
@@ -31,7 +29,7 @@ from graphar.runtime.catalogue import (
     softmax_total_source,
 )
 from graphar.runtime.engine import Engine
-from graphar.runtime.launcher import Launch, early_grid, runs_on
+from graphar.runtime.launcher import Launch, OwnLaunches, early_grid, runs_on
 from graphar.runtime.plan import Plan, Tensors
 
 # As in cuda_src/loss: the bytes of shared memory before the lanes of leaves, the numbers of a lane, and the threads of
@@ -123,7 +121,11 @@ def bind(engine: Engine, call: Call[Loss], ranks: Sequence[Operands]) -> Plan:
         of_rank(operands.inputs[0], work, work.columns * rank, count)
         for rank, operands in zip(own_ranks, ranks, strict=True)
     ]
-    gather = _gather(engine, call, ranks) if count > 1 else None
+    gather = None
+    if count > 1:
+        gathered_work = work.exchanged._replace(parts=work.exchanged.parts * count)
+        like = [_room(work, operands, count) for operands in ranks]
+        gather = engine.plan(Call(gathered_work, torch.float32, call.device, timeout_s=call.timeout_s), like)
 
     def run(ranks: Sequence[Operands]) -> None:
         gathered: list[torch.Tensor | None] = [None]
@@ -143,13 +145,6 @@ def bind(engine: Engine, call: Call[Loss], ranks: Sequence[Operands]) -> Plan:
     return Plan(run, config, reason, lambda operands: launch)
 
 
-def _gather(engine: Engine, call: Call[Loss], ranks: Sequence[Operands]) -> Plan:
-    exchange = call.work.exchanged
-    like = [_room(call.work, operands, engine.world_size) for operands in ranks]
-    exchange = exchange._replace(parts=exchange.parts * engine.world_size)
-    return engine.plan(Call(exchange, torch.float32, call.device, timeout_s=call.timeout_s), like)
-
-
 def _room(work: Loss, operands: Operands, ranks: int) -> Operands:
     """Returns tensors for one rank's partials, and for those of all ranks."""
     partials = operands.inputs[0].new_empty((work.rows, work.terms.width), dtype=torch.float32)
@@ -161,7 +156,7 @@ def of_rank(x: torch.Tensor, work: Loss, first: int, ranks: int) -> Compute:
         return _in_torch(work, first, ranks)
     device, dtype = x.device.index, x.dtype
     load(softmax_backward_source(dtype), device)  # now, since loading could hang later
-    return on_own_device(device, _bind_forward(device, dtype, work, first, ranks))
+    return _bind_forward(device, dtype, work, first, ranks)
 
 
 def _in_torch(work: Loss, first: int, ranks: int) -> Compute:
@@ -185,7 +180,7 @@ def _bind_forward(device: int, dtype: torch.dtype, work: Loss, first: int, ranks
     terms, kind = work.terms, also(work.terms)
     groups = -(-work.rows * (LEAVES // ranks) // LEAVES)
     cluster = _cluster(device, groups)
-    fields, lock = arguments(work, first, ranks, cluster), threading.Lock()
+    fields = arguments(work, first, ranks, cluster)
     scaled = terms.temperature != 1 or kind == "entropy_and_top1"
     shared = shared_nbytes(kind, LEAVES // cluster)
 
@@ -197,21 +192,17 @@ def _bind_forward(device: int, dtype: torch.dtype, work: Loss, first: int, ranks
     partials = bound(source, groups * cluster, threads, shared, cluster)
     results = bound(softmax_results_source(kind), -(-work.rows // RESULTS_THREADS), RESULTS_THREADS)
     total = bound(softmax_total_source(SUM_THREADS), 1, SUM_THREADS)
+    launches = OwnLaunches(device, fields, [partials, results, total])
     room = 0 if fields.is_per_row else room_for_sums(work.rows)
 
     def launch(operands: Operands, written: torch.Tensor | None, gathered: torch.Tensor | None) -> None:
         (logits, target), (result, state, *more) = operands.inputs, operands.outputs
         losses = logits.new_empty(room, dtype=torch.float32) if room and written is None else result
-        stream = torch.cuda.current_stream().cuda_stream
-        with lock:  # all threads share the launch's arguments
-            fields.logits, fields.target = logits.data_ptr(), target.data_ptr()
-            fields.partials = 0 if written is None else written.data_ptr()
-            fields.gathered = 0 if gathered is None else gathered.data_ptr()
-            fields.results, fields.total, fields.state = losses.data_ptr(), result.data_ptr(), state.data_ptr()
-            fields.entropy, fields.top1 = more[0].data_ptr() if more else 0, more[-1].data_ptr() if more else 0
-            (partials if gathered is None else results).enqueue(stream)
-            if room and written is None and work.rows > 1:  # the only row's loss is the sum
-                total.enqueue(stream)
+        sums = [total] if room and written is None and work.rows > 1 else []  # the only row's loss is the sum
+        sides = {"logits": logits, "target": target, "partials": written, "gathered": gathered}
+        wanted = {"entropy": more[0], "top1": more[-1]} if more else {}
+        kernel = partials if gathered is None else results
+        launches.run(kernel, *sums, **sides, results=losses, total=result, state=state, **wanted)
 
     return launch
 
@@ -243,26 +234,16 @@ def backward(
 ) -> None:
     """Writes the gradient of one rank's logits into ``out``: see :func:`graphar.numerics.softmax.gradient`."""
     if _serves(logits):
-        device = logits.device.index
-        launch = on_own_device(device, _bind_backward(device, logits.dtype, work, first))
-        launch(logits, target, state, upstream, out)
+        launches = _bind_backward(logits.device.index, logits.dtype, work, first)
+        launches.run(logits=logits, target=target, state=state, upstream=upstream, gradient=out)
     else:
         softmax.gradient(logits, target, state, upstream, first, work.terms, out)
 
 
 @functools.lru_cache(maxsize=1024)
-def _bind_backward(device: int, dtype: torch.dtype, work: Loss, first: int) -> Callable:
+def _bind_backward(device: int, dtype: torch.dtype, work: Loss, first: int) -> OwnLaunches:
     packs = -(-work.columns * dtype.itemsize // PACK_NBYTES)
     slices = min(-(-SLICED_BLOCKS * launcher.sm_count(device) // work.rows), -(-packs // BACKWARD_THREADS))
-    fields, lock = arguments(work, first, 1, slices=slices), threading.Lock()
+    fields = arguments(work, first, 1, slices=slices)
     grid = early_grid(device, work.rows * slices, BACKWARD_THREADS)
-    bound = Launch(load(softmax_backward_source(dtype), device), [fields], grid)
-
-    def launch(*tensors: torch.Tensor) -> None:
-        stream = torch.cuda.current_stream().cuda_stream
-        with lock:
-            for name, x in zip(("logits", "target", "state", "upstream", "gradient"), tensors, strict=True):
-                setattr(fields, name, x.data_ptr())
-            bound.enqueue(stream)
-
-    return launch
+    return OwnLaunches(device, fields, [Launch(load(softmax_backward_source(dtype), device), [fields], grid)])

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import functools
-import threading
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import torch
 
@@ -17,7 +14,7 @@ from graphar.runtime import launcher
 from graphar.runtime.arguments import NormArguments, NormGradientArguments
 from graphar.runtime.catalogue import residual_norm_backward_sources, residual_norm_source
 from graphar.runtime.driver import attribute
-from graphar.runtime.launcher import Grid, Launch, early_grid, runs_on
+from graphar.runtime.launcher import Grid, Launch, OwnLaunches, early_grid, runs_on
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -55,11 +52,8 @@ def norm(
     same shape [..., columns]; ``weight`` is [columns]. All have one dtype, or ``total`` is fp32 and the others have one
     dtype. A ``total`` of another dtype shares no memory with ``normed``.
     """
-    device = total.device.index
-    launch = _bind(device, weight.dtype, total.dtype, total.numel(), weight.numel(), eps, offset)
-    with torch.cuda.device(device):
-        stream = torch.cuda.current_stream().cuda_stream
-        launch((total, residual, weight), (normed, summed), stream)
+    launches = _bind(total.device.index, weight.dtype, total.dtype, total.numel(), weight.numel(), eps, offset)
+    launches.run(input=total, residual=residual, weight=weight, output=normed, summed=summed)
 
 
 def load(device: int, dtype: torch.dtype, total_dtype: torch.dtype | None = None):
@@ -71,21 +65,13 @@ def load(device: int, dtype: torch.dtype, total_dtype: torch.dtype | None = None
 @functools.lru_cache(maxsize=1024)
 def _bind(
     device: int, dtype: torch.dtype, total_dtype: torch.dtype, numel: int, columns: int, eps: float, offset: float
-) -> Callable[[Tensors, Tensors, int], None]:
+) -> OwnLaunches:
     arguments = NormArguments(numel=numel, columns=columns, eps=eps, weight_offset=offset)
     packs = columns * dtype.itemsize // PACK_NBYTES
     threads = min(1024, max(WARP, 1 << (packs - 1).bit_length()))
     blocks = min(numel // columns, _THREADS_AN_SM // threads * launcher.sm_count(device))
     grid = early_grid(device, blocks, threads, NORM_SHARED_NBYTES)
-    bound, lock = Launch(load(device, dtype, total_dtype), [arguments], grid), threading.Lock()
-
-    def launch(inputs: Tensors, outputs: Tensors, stream: int) -> None:
-        with lock:  # all threads share the launch's arguments
-            arguments.put(inputs, outputs)
-            arguments.input, arguments.output = inputs[0].data_ptr(), outputs[0].data_ptr()
-            bound.enqueue(stream)
-
-    return launch
+    return OwnLaunches(device, arguments, [Launch(load(device, dtype, total_dtype), [arguments], grid)])
 
 
 # ---- gradients ------------------------------------------------------------------------------------------------------
@@ -106,35 +92,27 @@ def backward(
     :func:`serves_backward` approves ``summed``. The kernels are queued on torch's current stream.
     """
     device, columns = summed.device.index, weight.numel()
-    launch, groups = _bind_backward(device, summed.dtype, summed.numel() // columns, columns, eps, offset, of_weight)
+    launches, groups = _bind_backward(device, summed.dtype, summed.numel() // columns, columns, eps, offset, of_weight)
     of_rows = torch.empty_like(summed)
     of_groups = weight.new_empty((groups if of_weight else 0, columns), dtype=torch.float32)
     total = weight.new_empty(columns if of_weight else 0)
-    tensors = of_normed, of_summed, summed, weight
-    inputs = [x.clone() if x is not None and x.data_ptr() % PACK_NBYTES else x for x in tensors]
-    with torch.cuda.device(device):
-        launch((*inputs, of_rows, of_groups, total), torch.cuda.current_stream().cuda_stream)
+    inputs = {"of_normed": of_normed, "of_summed": of_summed, "summed": summed, "weight": weight}
+    aligned = {name: x.clone() if x is not None and x.data_ptr() % PACK_NBYTES else x for name, x in inputs.items()}
+    launches.run(**aligned, of_rows=of_rows, groups=of_groups, of_weight=total)
     return of_rows, total
 
 
-class _Staging(NamedTuple):
-    """How a block stages rows, for the kernel's template arguments."""
-
-    packs: int  # of a row, for each thread; a power of two, so that there are few kernels
-    stages: int  # rows in shared memory; 0: not even one fits
-    nbytes: int  # shared memory
-
-
-def _staging(device: int, row_nbytes: int) -> _Staging:
+def _staging(device: int, row_nbytes: int) -> tuple[int, int, int]:
+    """Returns a thread's packs of a row, a power of two; the rows in shared memory, or 0; and the bytes of all."""
     threads = norm_gradients.threads_of(row_nbytes)
     packs = 1 << (-(-row_nbytes // (threads * PACK_NBYTES)) - 1).bit_length()
     stage_nbytes = STAGED_TENSORS * packs * threads * PACK_NBYTES
     stages = min(_MOST_STAGES, (attribute(_SHARED_NBYTES, device) - PAIRS_NBYTES) // stage_nbytes)
-    return _Staging(packs, stages, PAIRS_NBYTES + stages * stage_nbytes)
+    return packs, stages, PAIRS_NBYTES + stages * stage_nbytes
 
 
 def serves_backward(summed: torch.Tensor) -> bool:
-    return serves(summed) and _staging(summed.device.index, summed.shape[-1] * summed.element_size()).stages > 0
+    return serves(summed) and _staging(summed.device.index, summed.shape[-1] * summed.element_size())[1] > 0
 
 
 def load_backward(device: int, dtype: torch.dtype, columns: int) -> tuple:
@@ -147,8 +125,8 @@ def load_backward(device: int, dtype: torch.dtype, columns: int) -> tuple:
 @functools.lru_cache(maxsize=1024)
 def _bind_backward(
     device: int, dtype: torch.dtype, rows: int, columns: int, eps: float, offset: float, of_weight: bool
-) -> tuple[Callable[[Sequence[torch.Tensor | None], int], None], int]:
-    """Returns a function that launches the kernels for the tensors of NormGradientArguments, and the groups of rows."""
+) -> tuple[OwnLaunches, int]:
+    """Returns the launches of the kernels, and the groups of rows."""
     row_nbytes = columns * dtype.itemsize
     groups = norm_gradients.row_groups(rows, row_nbytes)
     arguments = NormGradientArguments(
@@ -159,21 +137,13 @@ def _bind_backward(
     # released by the first, after the kernel before has ended.
     overlaps, chip = launcher.can_overlap(device), launcher.chip(device)
     is_early = overlaps and groups < chip.sms and chip.may_overlap(groups, halves=False)
-    shared_nbytes = max(_staging(device, row_nbytes).nbytes, _nbytes_to_spread(device, groups))
+    shared_nbytes = max(_staging(device, row_nbytes)[2], _nbytes_to_spread(device, groups))
     grid = Grid(groups, norm_gradients.threads_of(row_nbytes), shared_nbytes, is_early)
     bound = [Launch(gradients, [arguments], grid)]
     if of_weight:
         threads = threads_of_sums(groups)
         bound.append(Launch(sums, [arguments], Grid(-(-columns // COLUMNS_ADDED), threads, threads * 16, overlaps)))
-    lock = threading.Lock()
-
-    def launch(tensors: Sequence[torch.Tensor | None], stream: int) -> None:
-        with lock:  # all threads share the launch's arguments
-            arguments.put(tensors)
-            for kernel in bound:
-                kernel.enqueue(stream)
-
-    return launch, groups
+    return OwnLaunches(device, arguments, bound), groups
 
 
 def threads_of_sums(groups: int) -> int:

@@ -8,6 +8,7 @@ groups must therefore begin with the largest group.
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
@@ -77,7 +78,9 @@ class TorchMemory:
         if not self._is_known:
             try:
                 self._rendezvous.agree_on_none("the multicast opt-in", why_not(os.environ))
-                self._rendezvous.agree_on_none("multicast support", self._why_not_here())
+                supported = _symmetric_memory()._SymmetricMemory.has_multicast_support(DeviceType.CUDA, self._device)
+                reason = None if supported else f"torch finds no NVLink multicast on cuda:{self._device}"
+                self._rendezvous.agree_on_none("multicast support", reason)
             except UnsupportedError as error:
                 self._why_not = str(error)
             self._is_known = True
@@ -91,15 +94,13 @@ class TorchMemory:
         """
         if reason := self.why_not():
             raise UnsupportedError(reason)
-        from torch.distributed import _symmetric_memory as symmetric_memory
-
+        symmetric_memory = _symmetric_memory()
         # Not symmetric_memory.empty: it may place a tensor inside a larger allocation, and torch versions differ in
         # whether multicast_ptr then belongs to the allocation or to the tensor.
-        empty = symmetric_memory._SymmetricMemory.empty_strided_p2p  # type: ignore[attr-defined]
+        empty = symmetric_memory._SymmetricMemory.empty_strided_p2p
         device = torch.device("cuda", self._device)
         tensor = self._agree("allocating", lambda: empty((nbytes,), (1,), torch.uint8, device))
-        group: Any = self._group_name
-        handle: Any = self._agree("mapping", lambda: symmetric_memory.rendezvous(tensor, group))
+        handle = self._agree("mapping", lambda: symmetric_memory.rendezvous(tensor, self._group_name))
         has_multicast = handle.multicast_ptr and handle.offset == 0
         problem = None if has_multicast else "torch's symmetric memory made no multicast object"
         try:
@@ -118,10 +119,6 @@ class TorchMemory:
 
         return self._rendezvous.agree(f"torch's symmetric memory: {what}", ask_torch)
 
-    def _why_not_here(self) -> Reason | None:
-        from torch.distributed import _symmetric_memory as symmetric_memory
 
-        supported = symmetric_memory._SymmetricMemory.has_multicast_support  # type: ignore[attr-defined]
-        if supported(DeviceType.CUDA, self._device):
-            return None
-        return f"torch finds no NVLink multicast on cuda:{self._device}"
+def _symmetric_memory() -> Any:
+    return importlib.import_module("torch.distributed._symmetric_memory")

@@ -28,7 +28,7 @@ from graphar.runtime.memory.virtual_memory import VirtualBuffer
 
 
 class SharedBuffer:
-    """One allocation on each rank, mapped into this process; the interface of VirtualBuffer.
+    """One allocation of ``nbytes`` on each rank, mapped into this process; the interface of VirtualBuffer.
 
     It is allocated by cuMemAlloc and shared by legacy CUDA IPC, where the driver or a sandbox forbids VirtualBuffers.
     Its memory cannot be given back while its addresses stay.
@@ -37,9 +37,39 @@ class SharedBuffer:
     multicast_pointer = 0
     resident = True
 
-    def __init__(self, pointers: list[int], nbytes: int, owned: list[int], opened: list[int]) -> None:
-        self.pointers, self.nbytes = pointers, nbytes
-        self._owned, self._opened = owned, opened
+    def __init__(self, nbytes: int, pointers: Sequence[int] = ()) -> None:
+        self.nbytes, self.pointers = nbytes, list(pointers)
+        self._owned: list[int] = []
+        self._opened: list[int] = []
+
+    def create(self, devices: Iterable[int], is_shared: bool) -> bytes:
+        """Allocates memory for the ranks of this process, on their devices; returns its CUDA IPC handle, if shared."""
+        for device in devices:
+            with on_device(device):
+                self._owned.append(int(call(driver.cuMemAlloc, self.nbytes)))
+        if not is_shared:
+            return b""
+        handle = call(driver.cuIpcGetMemHandle, self._owned[0])
+        # Read by address: the attribute with the bytes has different names in different releases of cuda-bindings.
+        return ctypes.string_at(handle.getPtr(), driver.CU_IPC_HANDLE_SIZE)
+
+    def open(self, handles: Sequence[bytes], process: int, why_stays: Reason) -> None:
+        """Maps the peers' memory; ``handles`` are those of all processes, of which this one is number ``process``."""
+        for rank, raw in enumerate(handles):
+            if rank == process:
+                self.pointers += self._owned
+                continue
+            handle = driver.CUipcMemHandle()
+            ctypes.memmove(handle.getPtr(), raw, driver.CU_IPC_HANDLE_SIZE)
+            flags = driver.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
+            try:
+                self._opened.append(int(call(driver.cuIpcOpenMemHandle, handle, flags)))
+            except DriverError as error:
+                raise DriverError(
+                    f"{error}, for the memory of rank {rank}; CUDA IPC needs one container for all ranks, or "
+                    f"--ipc=host and --pid=host. File descriptors were not passed: {why_stays}"
+                ) from error
+            self.pointers.append(self._opened[-1])
 
     def unmap(self) -> None:
         for pointer in self._opened:
@@ -69,14 +99,33 @@ class PeerMemory:
     def allocate(self, nbytes: int) -> Buffer:
         """Allocates ``nbytes`` bytes on every rank, uninitialised; if one rank fails, on none. Collective."""
         if self.why_stays:
-            return allocate_shared(self._devices, self._rendezvous, nbytes, self.why_stays)
+            return self._allocate_shared(nbytes, self.why_stays)
         buffer = VirtualBuffer(nbytes, self._devices, self._world_size)
         try:
             self.fill([buffer])
         except GrapharError:
-            buffer.unmap()
             buffer.free()
             raise
+        return buffer
+
+    def _allocate_shared(self, nbytes: int, why_stays: Reason) -> SharedBuffer:
+        meet, buffer = self._rendezvous, SharedBuffer(nbytes)
+        with on_device(self._device):
+            try:
+                handle = meet.agree("allocating", lambda: buffer.create(self._devices.values(), meet.world_size > 1))
+            except GrapharError:
+                buffer.free()  # no peer has its handle
+                raise
+            handles = meet.exchange("sharing memory", handle)
+            try:
+                meet.agree("mapping peers' memory", lambda: buffer.open(handles, meet.rank, why_stays))
+            except RanksAbsent:
+                raise  # keep the allocation: an absent rank may still map it
+            except GrapharError:
+                buffer.unmap()
+                meet.exchange("unmapping peers' memory", b"")
+                buffer.free()
+                raise
         return buffer
 
     def fill(self, buffers: Sequence[VirtualBuffer]) -> None:
@@ -98,11 +147,10 @@ class PeerMemory:
         with _told(), on_device(self._device):
             try:
                 for buffer in buffers:
-                    handles.append(buffer.create())
-                    for memory in handles[-1].values():
-                        ends.callback(virtual_memory.release, memory)
-                        descriptors += [virtual_memory.export(memory)] if self._channel else []
+                    handles.append(buffer.create(ends))
                 if self._channel:
+                    for memories in handles:
+                        descriptors += map(virtual_memory.export, memories.values())
                     self._channel.send(self._exchanges, descriptors)
             finally:
                 close_all(descriptors)
@@ -117,7 +165,7 @@ class PeerMemory:
             for at, (buffer, memories) in enumerate(zip(buffers, handles, strict=True)):
                 for rank, descriptors in received.items():
                     memories[rank] = virtual_memory.adopt(descriptors[at])
-                    ends.callback(virtual_memory.release, memories[rank])
+                    ends.callback(call, driver.cuMemRelease, memories[rank])
                 buffer.map(memories)
 
     def close(self) -> None:
@@ -141,14 +189,9 @@ class ProcessMemory(PeerMemory):
             ValueError: on every rank, if two ranks use one GPU, unless all ranks may share GPUs (for tests).
         """
         with contextlib.ExitStack() as failing:
-            address, why_not = self._listen(failing)
-            mine = {
-                "host": host(),
-                "gpu": _gpu(self._device),
-                "may_share": may_share_gpu(),
-                "address": address,
-                "why_not": why_not,
-            }
+            failing.callback(self.close)
+            mine = {"why_not": self._listen(), "host": host(), "gpu": _gpu(self._device), "may_share": may_share_gpu()}
+            mine["address"] = self._channel.address if self._channel else ""
             everyone = self._exchange("set-up", mine)
             if problem := several_hosts(facts["host"] for facts in everyone):
                 raise UnsupportedError(problem)
@@ -169,17 +212,15 @@ class ProcessMemory(PeerMemory):
             if not self.why_stays:
                 failing.pop_all()
 
-    def _listen(self, failing: contextlib.ExitStack) -> tuple[str, Reason | None]:
-        """Returns the address of this rank's new socket, or why there is none; ``failing`` closes the socket."""
-        reason = virtual_memory.why_not(self._device)
-        if not reason:
-            try:
-                self._channel = Channel(self._rendezvous.rank, self._rendezvous.world_size)
-                failing.callback(self.close)
-                return self._channel.address, None
-            except OSError as error:
-                reason = str(error)
-        return "", reason
+    def _listen(self) -> Reason | None:
+        """Opens this rank's socket, or returns why there is none."""
+        if reason := virtual_memory.why_not(self._device):
+            return reason
+        try:
+            self._channel = Channel(self._rendezvous.rank, self._rendezvous.world_size)
+        except OSError as error:
+            return str(error)
+        return None
 
     def _exchange(self, what: str, words: Mapping[str, object]) -> list[dict]:
         return [json.loads(word) for word in self._rendezvous.exchange(what, json.dumps(words).encode())]
@@ -246,70 +287,3 @@ def _enable_peer_access(device: int, peer: int) -> None:
         (status,) = driver.cuCtxEnablePeerAccess(primary_context(peer), 0)
     if status != driver.CUresult.CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED:
         check("cuCtxEnablePeerAccess", status)
-
-
-# ---- legacy CUDA IPC ------------------------------------------------------------------------------------------------
-
-
-def allocate_shared(devices: Mapping[int, int], meet: StoreRendezvous, nbytes: int, why_stays: Reason) -> SharedBuffer:
-    """Allocates ``nbytes`` bytes for every rank; if one allocation fails, for none. Collective.
-
-    ``devices`` are those of this process's ranks, by rank.
-    """
-    owned: list[int] = []
-    opened: list[int] = []
-    buffer = SharedBuffer(owned, nbytes, owned, opened)
-    with on_device(next(iter(devices.values()))):
-        try:
-            handle = meet.agree("allocating", lambda: _allocate(devices.values(), nbytes, owned, meet))
-        except GrapharError:
-            buffer.free()  # no peer has its handle
-            raise
-        if isinstance(meet, Alone):
-            return buffer
-        handles = meet.exchange("sharing memory", handle)
-        try:
-            buffer.pointers = meet.agree(
-                "mapping peers' memory", lambda: _open(handles, meet.rank, owned[0], opened, why_stays)
-            )
-        except RanksAbsent:
-            raise  # keep the allocation: an absent rank may still map it
-        except GrapharError:
-            buffer.unmap()
-            meet.exchange("unmapping peers' memory", b"")
-            buffer.free()
-            raise
-    return buffer
-
-
-def _allocate(devices: Iterable[int], nbytes: int, owned: list[int], meet: StoreRendezvous) -> bytes:
-    """Allocates memory, adds its addresses to ``owned``, and returns its CUDA IPC handle, if there are peers."""
-    for device in devices:
-        with on_device(device):
-            owned.append(int(call(driver.cuMemAlloc, nbytes)))
-    if isinstance(meet, Alone):
-        return b""
-    handle = call(driver.cuIpcGetMemHandle, owned[0])
-    # Read by address: the attribute with the bytes has different names in different releases of cuda-bindings.
-    return ctypes.string_at(handle.getPtr(), driver.CU_IPC_HANDLE_SIZE)
-
-
-def _open(handles: list[bytes], own_rank: int, own_pointer: int, opened: list[int], why_stays: Reason) -> list[int]:
-    """Maps the peers' memory and returns every rank's address; adds the mapped addresses to ``opened``."""
-    pointers = []
-    for rank, raw in enumerate(handles):
-        if rank == own_rank:
-            pointers.append(own_pointer)
-            continue
-        handle = driver.CUipcMemHandle()
-        ctypes.memmove(handle.getPtr(), raw, driver.CU_IPC_HANDLE_SIZE)
-        flags = driver.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
-        try:
-            opened.append(int(call(driver.cuIpcOpenMemHandle, handle, flags)))
-        except DriverError as error:
-            raise DriverError(
-                f"{error}, for the memory of rank {rank}; CUDA IPC needs one container for all ranks, or --ipc=host "
-                f"and --pid=host. File descriptors were not passed: {why_stays}"
-            ) from error
-        pointers.append(opened[-1])
-    return pointers

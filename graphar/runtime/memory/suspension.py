@@ -15,7 +15,6 @@ from functools import partial
 import torch
 
 from graphar.errors import CommunicatorError, DriverError
-from graphar.plan.algorithms import Algorithm
 from graphar.ranks.capture import is_capturing
 from graphar.runtime.driver import call, driver, on_device
 from graphar.runtime.memory.virtual_memory import Guard, VirtualBuffer
@@ -30,6 +29,10 @@ class Suspension:
 
     def __init__(self, runner: Runner) -> None:
         self._runner, self._meet = runner, runner.rendezvous
+        regions = runner.kernels.regions
+        # What can be given back: all symmetric tensors, else the suspension was refused, but not torch's memory.
+        self._scratch = {of: region for of, region in regions.items() if isinstance(region, VirtualBuffer)}
+        self._tensors = [buffer for buffer in runner.symmetric.buffers if isinstance(buffer, VirtualBuffer)]
         self._guard: Guard | None = None
         self._kept: list[dict[int, torch.Tensor]] = []  # of each symmetric buffer, by rank of this process
         self._replayed = False  # whether a record that was cleared said so
@@ -51,16 +54,8 @@ class Suspension:
         self._runner.synchronize()
         self._runner.count_launches()
 
-    def _scratch(self) -> dict[Algorithm, VirtualBuffer]:
-        """Returns the scratch whose memory can be given back. torch's multicast memory stays."""
-        return {of: buf for of, buf in self._runner.kernels.regions.items() if isinstance(buf, VirtualBuffer)}
-
-    def _tensors(self) -> list[VirtualBuffer]:
-        """Returns the memory of symmetric tensors. All of it can be given back: else the suspension was refused."""
-        return [buffer for buffer in self._runner.symmetric.buffers if isinstance(buffer, VirtualBuffer)]
-
     def _save(self) -> None:
-        for buffer in self._tensors():
+        for buffer in self._tensors:
             kept = {}
             for member in self._runner.members:
                 host = _pinned(buffer.nbytes)
@@ -74,11 +69,11 @@ class Suspension:
         self._runner.suspended = True
         devices = list(dict.fromkeys(member.device for member in self._runner.members))
         with on_device(devices[0]):
-            if self._scratch() and self._guard is None:
+            if self._scratch and self._guard is None:
                 self._guard = Guard(devices[0], devices)
-            steps = [buffer.clear for buffer in self._tensors()]
+            steps = [buffer.clear for buffer in self._tensors]
             if guard := self._guard:
-                steps += [partial(buf.map_guard, guard, of.row.takes_copies) for of, buf in self._scratch().items()]
+                steps += [partial(buf.map_guard, guard, of.row.takes_copies) for of, buf in self._scratch.items()]
             failed = [step for step in steps if _error_of(step)]
             if errors := [error for step in failed if (error := _error_of(step))]:
                 raise errors[0]
@@ -89,7 +84,7 @@ class Suspension:
         If a rank has too little memory, all stay suspended.
         """
         try:
-            self._runner.memory.fill([*self._scratch().values(), *self._tensors()])
+            self._runner.memory.fill([*self._scratch.values(), *self._tensors])
             self._meet.agree("restoring memory", self._restore)
         except Exception as error:
             try:
@@ -104,8 +99,9 @@ class Suspension:
 
     def _restore(self) -> None:
         """Writes what memory must hold, and clears the records; notes whether a kernel has written one."""
-        self._runner.kernels.arm()
-        for buffer, kept in zip(self._tensors(), self._kept, strict=False):
+        for algorithm, region in self._runner.kernels.regions.items():
+            self._runner.kernels.arm(algorithm, region)
+        for buffer, kept in zip(self._tensors, self._kept, strict=False):
             for member in self._runner.members:
                 with on_device(member.device):
                     host = kept[member.rank]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -112,17 +113,10 @@ class SymmetricTensors:
         return put
 
 
-class _Bytes:
-    """Device memory with the CUDA array interface, for torch.as_tensor."""
-
-    def __init__(self, pointer: int, nbytes: int) -> None:
-        described = {"shape": (nbytes,), "typestr": "|u1", "data": (pointer, False), "strides": None, "version": 3}
-        self.__cuda_array_interface__ = described
-
-
 def tensor_at(pointer: int, device: int, like: torch.Tensor) -> torch.Tensor:
     """Returns a tensor like ``like`` over memory of ``device``, which it does not own."""
-    raw = torch.as_tensor(_Bytes(pointer, like.nbytes), device=f"cuda:{device}")
+    described = {"shape": (like.nbytes,), "typestr": "|u1", "data": (pointer, False), "strides": None, "version": 3}
+    raw = torch.as_tensor(SimpleNamespace(__cuda_array_interface__=described), device=f"cuda:{device}")
     return raw.view(like.dtype).view(like.shape)
 
 
@@ -139,25 +133,21 @@ class TensorPool:
     def __init__(self, symmetric: SymmetricTensors, device: int, most_nbytes: int) -> None:
         self._symmetric, self._device, self._most = symmetric, device, most_nbytes
         self._memory: list[torch.Tensor] = []  # bytes
-        self._users: list[StorageWeakRef | None] = []  # of the tensor that took it last
+        self._users: dict[int, StorageWeakRef] = {}  # by address, of the tensor that took it last
 
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
         """Returns an uninitialised tensor of one dimension; None if the pool has no room. Collective if it grows."""
         like = torch.empty(numel, dtype=dtype, device="meta")
         if not 0 < like.nbytes <= self._most // _SHARES:
             return None
-        fitting = [at for at, memory in enumerate(self._memory) if memory.nbytes >= like.nbytes and self._is_free(at)]
-        at = min(fitting, key=lambda index: self._memory[index].nbytes, default=None)
-        if at is None:
+        free = [memory for memory in self._memory if self._users[memory.data_ptr()].expired()]
+        fitting = [memory for memory in free if memory.nbytes >= like.nbytes]
+        memory = min(fitting, key=lambda memory: memory.nbytes, default=None)
+        if memory is None:
             if sum(memory.nbytes for memory in self._memory) + like.nbytes > self._most:
                 return None
-            at = len(self._memory)
-            self._memory += self._symmetric.empty(torch.empty(like.nbytes, dtype=torch.uint8, device="meta"))
-            self._users.append(None)
-        taken = tensor_at(self._memory[at].data_ptr(), self._device, like)
-        self._users[at] = StorageWeakRef(taken.untyped_storage())
+            (memory,) = self._symmetric.empty(torch.empty(like.nbytes, dtype=torch.uint8, device="meta"))
+            self._memory.append(memory)
+        taken = tensor_at(memory.data_ptr(), self._device, like)
+        self._users[memory.data_ptr()] = StorageWeakRef(taken.untyped_storage())
         return taken
-
-    def _is_free(self, at: int) -> bool:
-        user = self._users[at]
-        return user is None or user.expired()

@@ -14,7 +14,7 @@ import ctypes
 import functools
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from graphar.errors import DriverError, Reason
@@ -32,27 +32,17 @@ def why_not(device: int) -> Reason | None:
         if not attribute(name, device):
             return f"the driver says so: {name} is 0 for cuda:{device}"
     try:  # some sandboxes say that it can, and then fail
-        with on_device(device):
-            _try(device)
+        with on_device(device), contextlib.ExitStack() as ends:
+            memory = create(device, granularity(device))
+            ends.callback(call, driver.cuMemRelease, memory)
+            descriptor = export(memory)
+            ends.callback(os.close, descriptor)
+            same = adopt(descriptor)
+            ends.callback(call, driver.cuMemRelease, same)
+            ends.enter_context(mapped(same, granularity(device), [device]))
     except DriverError as error:
         return f"a trial on cuda:{device} failed: {error}"
     return None
-
-
-def _try(device: int) -> None:
-    """Exports, imports and maps a granule."""
-    nbytes = granularity(device)
-    with contextlib.ExitStack() as ends:
-        memory = create(device, nbytes)
-        ends.callback(release, memory)
-        descriptor = export(memory)
-        ends.callback(os.close, descriptor)
-        same = adopt(descriptor)
-        ends.callback(release, same)
-        address = ranges.take(nbytes)
-        ends.callback(ranges.give_back, address, nbytes)
-        place(address, nbytes, same, [device])
-        ends.callback(displace, address, nbytes)
 
 
 # ---- addresses -------------------------------------------------------------------------------------------------------
@@ -126,10 +116,6 @@ def create(device: int, nbytes: int):
     return call(driver.cuMemCreate, nbytes, _properties(device), 0)
 
 
-def release(memory) -> None:
-    call(driver.cuMemRelease, memory)
-
-
 def export(memory) -> int:
     """Returns a file descriptor of physical memory, which the caller closes."""
     return int(call(driver.cuMemExportToShareableHandle, memory, _by_descriptor(), 0))
@@ -141,25 +127,28 @@ def adopt(descriptor: int):
 
 
 def place(address: int, nbytes: int, memory, devices: Sequence[int], times: int = 1) -> None:
-    """Maps memory ``times`` times, one mapping behind the other, for kernels of these devices to read and write.
-
-    If that fails, nothing stays mapped.
-    """
-    mapped = 0
+    """Maps memory ``times`` times, one mapping behind the other, for these devices; if that fails, not at all."""
+    end = address
     try:
         for _ in range(times):
-            call(driver.cuMemMap, address + mapped, nbytes, 0, memory, 0)
-            mapped += nbytes
-        call(driver.cuMemSetAccess, address, mapped, [_access(device) for device in devices], len(devices))
+            call(driver.cuMemMap, end, nbytes, 0, memory, 0)
+            end += nbytes
+        call(driver.cuMemSetAccess, address, end - address, [_access(device) for device in devices], len(devices))
     except DriverError:
-        if mapped:
-            displace(address, mapped)
+        if end > address:
+            call(driver.cuMemUnmap, address, end - address)
         raise
 
 
-def displace(address: int, nbytes: int) -> None:
-    """Unmaps all that :func:`place` has mapped in a range. Memory is freed with its last mapping in any process."""
-    call(driver.cuMemUnmap, address, nbytes)
+@contextlib.contextmanager
+def mapped(memory, nbytes: int, devices: Sequence[int]) -> Iterator[int]:
+    """Maps memory for these devices inside a ``with`` block, and yields its address."""
+    with contextlib.ExitStack() as ends:
+        address = ranges.take(nbytes)
+        ends.callback(ranges.give_back, address, nbytes)
+        place(address, nbytes, memory, devices)
+        ends.callback(call, driver.cuMemUnmap, address, nbytes)
+        yield address
 
 
 def _location(device: int):
@@ -202,41 +191,28 @@ class VirtualBuffer:
         self.nbytes, self._own, self._world_size = nbytes, dict(device_of), world_size
         self._devices = list(dict.fromkeys(device_of.values()))  # kernels of these devices use the addresses
         self._reserved = 0  # bytes at each address
-        self._mapped: dict[int, int] = {}  # the bytes that are mapped at each rank's address
+        self._mapped: dict[int, int] = {}  # the bytes that are mapped, by address
         self.resident = False  # whether there is memory
         self.pointers: list[int] = []  # the addresses in this process, in rank order
-        self._held: set[int] = set()  # the ranks whose addresses are reserved
 
-    def create(self) -> dict[int, object]:
-        """Returns handles of new memory for the ranks of this process, by rank; if an allocation fails, for no rank."""
+    def create(self, ends: contextlib.ExitStack) -> dict[int, object]:
+        """Returns handles of new memory for the ranks of this process, by rank; ``ends`` releases them."""
         if not self.pointers:
             self._reserved = -(-self.nbytes // granularity(self._devices[0])) * granularity(self._devices[0])
-            for rank in range(self._world_size):
+            for _ in range(self._world_size):
                 self.pointers.append(ranges.take(self._reserved))
-                self._held.add(rank)
         made: dict[int, object] = {}
-        try:
-            for rank, device in self._own.items():
-                made[rank] = create(device, self._reserved)
-        except BaseException:
-            for memory in made.values():
-                release(memory)
-            raise
+        for rank, device in self._own.items():
+            made[rank] = create(device, self._reserved)
+            ends.callback(call, driver.cuMemRelease, made[rank])
         return made
 
     def map(self, memories: Mapping[int, object]) -> None:
-        """Maps every rank's memory, given by handles that the caller releases, in place of what was mapped there.
-
-        If that fails, nothing stays mapped.
-        """
+        """Maps every rank's memory, given by handles that the caller releases, in place of what was mapped there."""
         self.clear()
-        try:
-            for rank, pointer in enumerate(self.pointers):
-                place(pointer, self._reserved, memories[rank], self._devices)
-                self._mapped[rank] = self._reserved
-        except BaseException:
-            self.clear()
-            raise
+        for rank, pointer in enumerate(self.pointers):
+            place(pointer, self._reserved, memories[rank], self._devices)
+            self._mapped[pointer] = self._reserved
         self.resident = True
 
     def map_guard(self, guard: Guard, copied: bool = False) -> None:
@@ -249,35 +225,27 @@ class VirtualBuffer:
         for rank, pointer in enumerate(self.pointers):
             times = pages if rank in self._own and not copied else 1
             place(pointer, guard.nbytes, guard.memory, self._devices, times)
-            self._mapped[rank] = times * guard.nbytes
+            self._mapped[pointer] = times * guard.nbytes
             if copied and pages > 1:
                 place(pointer + guard.nbytes, guard.nbytes, guard.sink(), self._devices, pages - 1)
-                self._mapped[rank] = self._reserved
+                self._mapped[pointer] = self._reserved
 
     def clear(self) -> None:
         """Gives the memory back. The addresses stay reserved: an access there is an error of the CUDA context."""
-        self._clear(range(self._world_size))
+        self.resident = False
+        for pointer in list(self._mapped):
+            call(driver.cuMemUnmap, pointer, self._mapped[pointer])
+            del self._mapped[pointer]
 
     def unmap(self) -> None:
-        """Gives the peers' addresses back; this process must no longer use them."""
-        self._give_back([rank for rank in range(self._world_size) if rank not in self._own])
+        """Does nothing: memory is freed with its last mapping, so ranks need not unmap that of their peers before."""
 
     def free(self) -> None:
-        """Gives this process's allocations and their addresses back. Peers that have them mapped keep the memory."""
-        self._give_back(list(self._own))
-
-    def _give_back(self, ranks: Sequence[int]) -> None:
-        self._clear(ranks)
-        for rank in self._held.intersection(ranks):
-            ranges.give_back(self.pointers[rank], self._reserved)
-        self._held.difference_update(ranks)
-
-    def _clear(self, ranks: Sequence[int]) -> None:
-        self.resident = False
-        for rank in ranks:
-            if nbytes := self._mapped.get(rank):
-                displace(self.pointers[rank], nbytes)
-                del self._mapped[rank]
+        """Gives all memory and the addresses back. Peers that have this process's memory mapped keep it."""
+        self.clear()
+        for pointer in self.pointers if self._reserved else ():
+            ranges.give_back(pointer, self._reserved)
+        self._reserved = 0
 
 
 class Guard:
@@ -293,15 +261,17 @@ class Guard:
         self._device, self._sink = device, None
         self.nbytes = granularity(device)
         self.memory = create(device, self.nbytes)
-        with contextlib.ExitStack() as failing:
-            failing.callback(self.free)
-            with contextlib.ExitStack() as ends:
-                address = ranges.take(self.nbytes)
-                ends.callback(ranges.give_back, address, self.nbytes)
-                place(address, self.nbytes, self.memory, devices)
-                ends.callback(displace, address, self.nbytes)
-                _write_guard(address)
-            failing.pop_all()
+        try:
+            with mapped(self.memory, self.nbytes, devices) as address:
+                counters = Counters()
+                for state in counters.epoch_state:
+                    state.aborted = 1
+                counters.busy[:] = [1] * len(counters.busy)
+                call(driver.cuMemcpyHtoD, address, ctypes.addressof(counters), ctypes.sizeof(counters))
+                call(driver.cuCtxSynchronize)  # a copy from pageable memory may still be under way
+        except BaseException:
+            self.free()
+            raise
 
     def sink(self):
         """Returns memory of the guard's size in which copies of replayed graphs end."""
@@ -313,13 +283,4 @@ class Guard:
         """Gives the handles back. The memory is freed once no allocation maps it any more."""
         for memory in (self.memory, self._sink):
             if memory is not None:
-                release(memory)
-
-
-def _write_guard(address: int) -> None:
-    counters = Counters()
-    for state in counters.epoch_state:
-        state.aborted = 1
-    counters.busy[:] = [1] * len(counters.busy)
-    call(driver.cuMemcpyHtoD, address, ctypes.addressof(counters), ctypes.sizeof(counters))
-    call(driver.cuCtxSynchronize)  # a copy from pageable memory may still be under way
+                call(driver.cuMemRelease, memory)

@@ -47,8 +47,9 @@ def profile(path: str | os.PathLike[str]) -> Iterator[None]:
     Raises:
         OSError: the file cannot be written, which is found before the block runs.
     """
-    recorder = _Recorder()
-    with open(_path_of_rank(Path(path)), "ab"):  # fail now, and not after a block that may take hours
+    recorder, rank, file = _Recorder(), _rank_in_world(), Path(path)
+    file = file.with_suffix(f".rank{rank}{file.suffix}") if rank else file
+    with open(file, "ab"):  # fail now, and not after a block that may take hours
         pass
     try:
         with (
@@ -57,7 +58,7 @@ def profile(path: str | os.PathLike[str]) -> Iterator[None]:
         ):
             yield
     finally:
-        recorder.write(Path(path))
+        recorder.write(file)
 
 
 class _Recorder:
@@ -122,7 +123,7 @@ class _Recorder:
         for (rank, track), name in tracks.items():
             slices.append({"name": "thread_name", "ph": "M", "pid": rank, "tid": track, "args": {"name": name}})
         tell_waits(slices)
-        _write(_path_of_rank(path), slices)
+        _write(path, slices)
 
     def _record(self, device: int) -> torch.cuda.Event:
         """Records an event on the device's current stream; before the first, the anchor of the device's clock."""
@@ -144,11 +145,6 @@ def _taken(engine: Any, call: Call) -> dict[str, Any]:
     details["tensors"] = work.amount(call.dtype) if work.unit == "bytes" else ""
     algorithm = {"algorithm": plan.config.algorithm.value} if plan else {}
     return algorithm | {name: text for name, text in details.items() if text}
-
-
-def _path_of_rank(path: Path) -> Path:
-    rank = _rank_in_world()
-    return path.with_suffix(f".rank{rank}{path.suffix}") if rank else path
 
 
 def _rank_in_world() -> int:
