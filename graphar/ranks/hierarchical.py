@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from itertools import repeat
-from typing import Any, TypeGuard
+from typing import Protocol, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,7 @@ from graphar.numerics.codecs import TILE_NUMEL, Codec
 from graphar.numerics.dtypes import ACCUMULATION_DTYPES
 from graphar.numerics.nan import with_canonical_nan
 from graphar.plan.call import Call, Operands
+from graphar.plan.tables import Table
 from graphar.plan.work import Parts, Sum
 from graphar.ranks import capture
 from graphar.ranks.cpu import fallback
@@ -40,6 +41,21 @@ from graphar.ranks.rendezvous import Ranks
 
 _CHUNK_NUMEL = 4 << 20  # 16 MB of fp32, the most of one launch of reducescatter_push; a fourth with a codec
 _LINE_NUMEL = 32  # 128 bytes of fp32
+
+
+class Kernels(Protocol):
+    """The interface to the engine of the ranks inside one host, on GPUs. This package knows no engines."""
+
+    table: Table
+
+    def run(self, call: Call, ranks: Sequence[Operands]) -> object: ...
+    def synchronize(self) -> None: ...
+    def why_stays(self) -> Reason | None: ...
+    def end_work(self, keep: str | None) -> None: ...
+    def give_back(self) -> None: ...
+    def resume(self) -> None: ...
+    def let_go_of_group(self) -> None: ...
+    def close(self) -> None: ...
 
 
 def check_hosts(hosts: object, world_size: int | None) -> list[list[int]] | None:
@@ -76,13 +92,13 @@ class Hierarchy:
         self,
         ranks: Ranks,
         hosts: list[list[int]] | None,
-        make_kernels: Callable[[dist.ProcessGroup, float], Any],
+        make_kernels: Callable[[dist.ProcessGroup, float], Kernels],
         coder_of: CoderOf,
     ) -> None:
         self._communicator, self._given, self._make_kernels, self._coder_of = ranks, hosts, make_kernels, coder_of
         self._hosts: list[list[int]] = []  # none until the first call
         self._groups: list[dist.ProcessGroup] = []  # inside this rank's host, and across hosts
-        self._kernels: Any = None  # the engine of the ranks inside this host, on GPUs; this package knows no engines
+        self._kernels: Kernels | None = None  # inside this host, on GPUs
         self._beside: torch.cuda.Stream | None = None  # the stream of all-reduces across hosts
 
     def set_up(self, x: torch.Tensor) -> str:
@@ -157,7 +173,7 @@ class Hierarchy:
         """Returns why the memory of the communicator inside this host cannot be given back."""
         return self._kernels.why_stays() if self._kernels else None
 
-    def in_hosts(self, what: str, step: Callable[[Any], None]) -> None:
+    def in_hosts(self, what: str, step: Callable[[Kernels], None]) -> None:
         """Runs a step with the engine inside each host; all ranks raise if it fails on one. Collective."""
         if self._kernels:
             self._communicator.rendezvous().agree(f"{what} inside hosts", partial(step, self._kernels))

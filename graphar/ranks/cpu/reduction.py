@@ -107,7 +107,8 @@ class ExactSum:
         if self.is_plain and target.device.type == "cpu":
             sum_into(target, parts)
             return target
-        form, order, out_dtype = self.work.epilogue, self.work.order, self.work.out_dtype
+        form, out_dtype = self.work.epilogue, self.work.out_dtype
+        order = "tree" if self.work.order == "tree" else "rank"
         if form:
             inputs = EpilogueInputs(list(own.inputs[1:]), list(own.numbers), own.corner)
             numel = own.outputs[0].numel()
