@@ -77,7 +77,7 @@ def build(
     included = Path(file).name if outside else file
     files["kernels.cpp"] = f'#include "first.hpp"\n#include "{included}"\n#include "kernels.hpp"\n{_table(sources)}'
     flags = (*FLAGS, *SANITIZERS[sanitizer])
-    unobserved = ("scheduler", "steps", "views")
+    unobserved = ("scheduler", "views")
     linked = {f"{name}.o": compile_file(files, f"{name}.cpp", (*UNOBSERVED, "-c")) for name in unobserved}
     linked["run.o"] = compile_file(files, "run.cpp", (*flags, "-c"))
     precompiled = {"first.hpp.gch": compile_file(files, "first.hpp", (*flags, "-x", "c++-header"))}

@@ -7,9 +7,10 @@
 #include <cstdlib>
 #include <map>
 #include <new>
+#include <random>
+#include <sstream>
 
 #include "context.hpp"
-#include "generator.hpp"
 #include "kept.hpp"
 #include "sanitizers.hpp"
 #include "views.hpp"
@@ -62,7 +63,7 @@ struct Fiber : Thread {
   Launch* launch = nullptr;
   Launch* previous = nullptr;
   Block* home = nullptr;
-  bool ended = false, released = false, asleep = false;
+  bool ended = false, released = false;
   unsigned loads_in_a_row = 0;
 };
 
@@ -80,7 +81,7 @@ struct Sleeper {
   Fiber* fiber;
 };
 
-Generator generator;
+std::mt19937_64 generator;
 Vector<Vector<Launch>> launches;  // by stream
 Vector<uint64_t> frozen_until;    // by rank
 Vector<unsigned> free_places;     // by rank: for blocks
@@ -120,10 +121,7 @@ void sleep_until(Fiber* fiber, uint64_t when) {
 }
 
 void wake_all(Vector<Fiber*>& fibers) {
-  for (Fiber* fiber : fibers) {
-    fiber->asleep = false;
-    runnable.push_back(fiber);
-  }
+  for (Fiber* fiber : fibers) runnable.push_back(fiber);
   fibers.clear();
 }
 
@@ -169,18 +167,6 @@ bool has_reached_this_thread(const Store& store) {
 
 // ---- switching ------------------------------------------------------------------------------------------------------
 
-void enter_fiber() {
-  if (__sanitizer_finish_switch_fiber)
-    __sanitizer_finish_switch_fiber(nullptr, &scheduler_stack, &scheduler_stack_nbytes);
-  current->launch->kernel->body();
-  Fiber* fiber = current;
-  fiber->ended = true;
-  become(scheduler_observer);
-  if (__sanitizer_start_switch_fiber)
-    __sanitizer_start_switch_fiber(nullptr, scheduler_stack, scheduler_stack_nbytes);
-  fiber->context.switch_to(scheduler_context);
-}
-
 void resume(Fiber* fiber) {
   current = fiber;
   become(fiber->views.of[generic]);
@@ -189,24 +175,26 @@ void resume(Fiber* fiber) {
   if (__sanitizer_finish_switch_fiber) __sanitizer_finish_switch_fiber(scheduler_asan, nullptr, nullptr);
 }
 
-// Back to the scheduler, from which this thread goes on once it is picked again.
+// Back to the scheduler, from which this thread goes on once it is picked again, unless it has ended.
 void leave() {
   Fiber* fiber = current;
   become(scheduler_observer);
   if (__sanitizer_start_switch_fiber)
-    __sanitizer_start_switch_fiber(&fiber->asan, scheduler_stack, scheduler_stack_nbytes);
+    __sanitizer_start_switch_fiber(fiber->ended ? nullptr : &fiber->asan, scheduler_stack, scheduler_stack_nbytes);
   fiber->context.switch_to(scheduler_context);
   if (__sanitizer_finish_switch_fiber) __sanitizer_finish_switch_fiber(fiber->asan, nullptr, nullptr);
 }
 
-void leave_for(uint64_t how_long) {
-  sleep_until(current, steps + how_long);
+void enter_fiber() {
+  if (__sanitizer_finish_switch_fiber)
+    __sanitizer_finish_switch_fiber(nullptr, &scheduler_stack, &scheduler_stack_nbytes);
+  current->launch->kernel->body();
+  current->ended = true;
   leave();
 }
 
-void leave_until_woken(Vector<Fiber*>& by) {
-  current->asleep = true;
-  by.push_back(current);
+void leave_for(uint64_t how_long) {
+  sleep_until(current, steps + how_long);
   leave();
 }
 
@@ -220,7 +208,10 @@ void open(Barrier& barrier) {
 }
 
 void wait_for(Vector<Fiber*>& waker, void (*pump)()) {
-  if (current->copies.empty()) return leave_until_woken(waker);
+  if (current->copies.empty()) {
+    waker.push_back(current);
+    return leave();
+  }
   pump();
   leave_for(random(8));
 }
@@ -379,6 +370,16 @@ void perhaps_freeze_a_rank() {
   frozen_until[random(frozen_until.size())] = steps + random(40'000);
 }
 
+// Where an address lies in the shared memory of a thread's block; empty if it does not.
+std::string name_of_shared(const Fiber& fiber, const void* address) {
+  const Block& block = *fiber.home;
+  const auto within = [=](const char* begin, size_t nbytes) { return begin <= address && address < begin + nbytes; };
+  const auto byte_of = [=](const char* begin) { return std::to_string(static_cast<const char*>(address) - begin); };
+  if (within(block.dynamic, fiber.launch->kernel->shared_nbytes))
+    return "dynamic shared memory, byte " + byte_of(block.dynamic);
+  return within(block.statics, static_shared_nbytes) ? "static shared memory, byte " + byte_of(block.statics) : "";
+}
+
 }  // namespace
 
 // ---- the interface --------------------------------------------------------------------------------------------------
@@ -509,19 +510,43 @@ End run(const std::vector<std::vector<Kernel>>& streams, int ranks, unsigned roo
   return endless;
 }
 
-void visit_threads(const std::function<void(const Thread& thread)>& visit) {
-  for (const Fiber* fiber : all_fibers) visit(*fiber);
+// ---- for the report of a failure ------------------------------------------------------------------------------------
+
+void note(Step::Kind kind, const char* what, const void* address, uint32_t nbytes, uint64_t low, uint64_t high) {
+  if (!are_noted || (not_noted.begin <= address && address < not_noted.end)) return;
+  const Step step{kind, what, address, nbytes, {low, high}, steps, 1};
+  const auto as_now = [&](const Step& older) {
+    return older.what == what && older.address == address && older.nbytes == nbytes && older.value[0] == low &&
+           older.value[1] == high;
+  };
+  constexpr uint32_t most = Thread::most_steps;
+  const uint32_t next = current->steps_noted;
+  for (uint32_t back = 1; back <= most && kind == Step::load; ++back) {
+    Step& older = current->steps[(next + most - back) % most];
+    if (older.kind != Step::load) break;
+    if (!as_now(older)) continue;
+    older.number = steps;
+    ++older.times;
+    return;
+  }
+  current->steps[current->steps_noted++ % most] = step;
 }
 
-const Kernel& launched_by(const Thread& thread) { return *static_cast<const Fiber&>(thread).launch->kernel; }
-
-std::string name_of_shared(const Thread& thread, const void* address) {
-  const Block& block = *static_cast<const Fiber&>(thread).home;
-  const auto within = [=](const char* begin, size_t nbytes) { return begin <= address && address < begin + nbytes; };
-  const auto byte_of = [=](const char* begin) { return std::to_string(static_cast<const char*>(address) - begin); };
-  if (within(block.dynamic, launched_by(thread).shared_nbytes))
-    return "dynamic shared memory, byte " + byte_of(block.dynamic);
-  return within(block.statics, static_shared_nbytes) ? "static shared memory, byte " + byte_of(block.statics) : "";
+std::string last_steps() {
+  std::ostringstream text;
+  for (const Fiber* fiber : all_fibers) {
+    const Kernel& kernel = *fiber->launch->kernel;
+    const Step& last = fiber->steps[(fiber->steps_noted + Thread::most_steps - 1) % Thread::most_steps];
+    for (const Step& step : fiber->steps) {
+      if (kernel.call < 0 || step.kind == Step::none) continue;
+      const bool waits = step.kind == Step::wait && fiber->waits && &step == &last;
+      text << fiber->rank << ' ' << fiber->stream << ' ' << kernel.call << ' ' << fiber->block.x << ' ' << waits << ' '
+           << step.kind << ' ' << step.nbytes << ' ' << step.value[0] << ' ' << step.value[1] << ' '
+           << reinterpret_cast<uintptr_t>(step.address) << '\t' << name_of_shared(*fiber, step.address) << '\t'
+           << step.what << '\t' << fiber->thread.x << ' ' << step.number << ' ' << step.times << '\n';
+    }
+  }
+  return text.str();
 }
 
 }  // namespace simulator
