@@ -26,7 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from graphar.ranks.cpu.reduction import Chunk
+from graphar.ranks.cpu.reduction import Chunk, Tensors
 from graphar.ranks.cpu.transport import ROW_UNIT, GroupFailed, deadline, pipelined, wait
 
 SMALL_NBYTES = 256 << 10  # of a tensor that travels behind the header
@@ -88,7 +88,7 @@ class Messages:
         self.announce(nbytes)
         self.await_headers(timeout_s)
 
-    def announce(self, nbytes: int = 0, parts: Sequence[torch.Tensor] = ()) -> None:
+    def announce(self, nbytes: int = 0, parts: Tensors = ()) -> None:
         """Begins to exchange headers, with ``nbytes`` bytes behind each, or with a part for each rank."""
         self._sent, self._header = self._header + self._sequence.to_bytes(8, "little"), b""
         self._letters[self._rank][: len(self._sent)] = self._sent
@@ -133,9 +133,7 @@ class Messages:
 
     # ---- data -------------------------------------------------------------------------------------------------------
 
-    def collect(
-        self, sent: Sequence[torch.Tensor], lengths: Sequence[int], timeout_s: float
-    ) -> Sequence[Sequence[torch.Tensor]]:
+    def collect(self, sent: Tensors, lengths: Sequence[int], timeout_s: float) -> Sequence[Tensors]:
         (mine,) = sent
         if self._header and max(lengths) * mine.element_size() <= SMALL_NBYTES:
             behind = self._behind_headers(mine.dtype, tuple(lengths))
@@ -151,9 +149,7 @@ class Messages:
         wait(moves, timeout_s)
         return [received]
 
-    def exchange(
-        self, sent: Sequence[Sequence[torch.Tensor]], received: Sequence[Sequence[torch.Tensor]], timeout_s: float
-    ) -> None:
+    def exchange(self, sent: Sequence[Tensors], received: Sequence[Tensors], timeout_s: float) -> None:
         """Small parts travel behind the header, if the call has brought none yet, and others while headers do."""
         (own,), (rooms,) = sent, received
         most = SMALL_NBYTES if self._header else 0  # of a part behind a header
@@ -224,9 +220,7 @@ class Messages:
         return work
 
 
-def _behind_headers(
-    letters: Sequence[torch.Tensor], dtype: torch.dtype, lengths: tuple[int, ...]
-) -> list[torch.Tensor]:
+def _behind_headers(letters: Tensors, dtype: torch.dtype, lengths: tuple[int, ...]) -> list[torch.Tensor]:
     """Returns where a small tensor of each rank lies behind its header: this rank's before agreement, others' after."""
     ends = [_HEADER_NBYTES + length * dtype.itemsize for length in lengths]
     with torch.inference_mode(False):

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions
 
 from graphar.errors import UnsupportedError
-from graphar.ranks.cpu.reduction import Chunk
+from graphar.ranks.cpu.reduction import Chunk, Tensors
 
 ROW_UNIT = 64  # bytes: a multiple of every dtype's size, and of kernels' packs
 
@@ -46,18 +46,14 @@ class Transport(Protocol):
     @property
     def ranks(self) -> Sequence[int]: ...  # those of this process
 
-    def collect(
-        self, sent: Sequence[torch.Tensor], lengths: Sequence[int], timeout_s: float
-    ) -> Sequence[Sequence[torch.Tensor]]:
+    def collect(self, sent: Tensors, lengths: Sequence[int], timeout_s: float) -> Sequence[Tensors]:
         """All-gather: returns for each rank of this process what all ranks have sent, which is read only.
 
         ``lengths`` are the elements that each rank sends. The result stays until the next call.
         """
         ...
 
-    def exchange(
-        self, sent: Sequence[Sequence[torch.Tensor]], received: Sequence[Sequence[torch.Tensor]], timeout_s: float
-    ) -> None:
+    def exchange(self, sent: Sequence[Tensors], received: Sequence[Tensors], timeout_s: float) -> None:
         """All-to-all: each rank of this process sends a tensor to each rank, and receives one from each."""
         ...
 
@@ -77,15 +73,11 @@ class InProcess:
     def __init__(self, world_size: int) -> None:
         self.world_size, self.ranks = world_size, range(world_size)
 
-    def collect(
-        self, sent: Sequence[torch.Tensor], lengths: Sequence[int], timeout_s: float
-    ) -> Sequence[Sequence[torch.Tensor]]:
+    def collect(self, sent: Tensors, lengths: Sequence[int], timeout_s: float) -> Sequence[Tensors]:
         by_device = {device: [one.to(device) for one in sent] for device in dict.fromkeys(one.device for one in sent)}
         return [by_device[one.device] for one in sent]
 
-    def exchange(
-        self, sent: Sequence[Sequence[torch.Tensor]], received: Sequence[Sequence[torch.Tensor]], timeout_s: float
-    ) -> None:
+    def exchange(self, sent: Sequence[Tensors], received: Sequence[Tensors], timeout_s: float) -> None:
         for rank, rooms in enumerate(received):
             for room, of_peer in zip(rooms, sent, strict=True):
                 room.copy_(of_peer[rank])
@@ -107,18 +99,14 @@ class Group:
         self._group, self.world_size, self._rank = group, group.size(), group.rank()
         self.ranks = (self._rank,)
 
-    def collect(
-        self, sent: Sequence[torch.Tensor], lengths: Sequence[int], timeout_s: float
-    ) -> Sequence[Sequence[torch.Tensor]]:
+    def collect(self, sent: Tensors, lengths: Sequence[int], timeout_s: float) -> Sequence[Tensors]:
         (mine,) = sent
         nbytes = [length * mine.itemsize for length in lengths]
         gathering, rows = self._gather(mine, max(nbytes), timeout_s)
         self._wait(gathering, mine.device, timeout_s)
         return [[row[:n].view(mine.dtype) for row, n in zip(rows, nbytes, strict=True)]]
 
-    def exchange(
-        self, sent: Sequence[Sequence[torch.Tensor]], received: Sequence[Sequence[torch.Tensor]], timeout_s: float
-    ) -> None:
+    def exchange(self, sent: Sequence[Tensors], received: Sequence[Tensors], timeout_s: float) -> None:
         (own,), (rooms,) = sent, received
         scattering, parts = self._scatter(own, [room.nbytes for room in rooms], timeout_s)
         self._wait(scattering, own[0].device, timeout_s)
@@ -145,9 +133,7 @@ class Group:
             bytes_of(room).copy_(row[: room.nbytes])
         chunk.arrived(rooms)
 
-    def _scatter(
-        self, parts: Sequence[torch.Tensor], receives: list[int], timeout_s: float
-    ) -> tuple[dist.Work, Sequence[torch.Tensor]]:
+    def _scatter(self, parts: Tensors, receives: list[int], timeout_s: float) -> tuple[dist.Work, Tensors]:
         """Begins to send a part to each rank. Returns the work, and the bytes that it receives from each."""
         flat = torch.cat([bytes_of(part) for part in parts])
         received = flat.new_empty(sum(receives))
