@@ -15,7 +15,7 @@ Tensors are cut into chunks. On GPUs a chunk crosses hosts on a separate stream 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
 from itertools import repeat
@@ -34,7 +34,7 @@ from graphar.plan.work import Parts, Sum
 from graphar.ranks import capture
 from graphar.ranks.cpu import fallback
 from graphar.ranks.cpu.reduction import CoderOf
-from graphar.ranks.cpu.transport import Group, check_backend
+from graphar.ranks.cpu.transport import Group, check_backend, pipelined
 from graphar.ranks.groups import known_group
 from graphar.ranks.hosts import host
 from graphar.ranks.rendezvous import Ranks
@@ -187,18 +187,24 @@ class Hierarchy:
         its own. ``codec`` is the format across hosts.
         """
         check_backend(x.device, known_group(self._communicator.group))
-        source, target, waiting = x.view(-1), out.view(-1), None
-        step = _CHUNK_NUMEL // 4 if codec else _CHUNK_NUMEL
-        for begin in range(0, source.numel(), step):
-            window = slice(begin, begin + step)
-            counts = _counts(source[window].numel(), self._groups[0].size(), TILE_NUMEL if codec else _LINE_NUMEL)
-            part = self._sum_inside(source[window], counts, timeout_s)
-            arrived = self._start_across(part, timeout_s, codec)
-            if waiting:
-                self._gather_inside(*waiting)
-            waiting = target[window], part, arrived, counts, timeout_s
-        if waiting:
-            self._gather_inside(*waiting)
+        source, target, step = x.view(-1), out.view(-1), _CHUNK_NUMEL // 4 if codec else _CHUNK_NUMEL
+        chunks = zip(source.split(step), target.split(step), strict=True)
+        pipelined(self._sum_chunk(*chunk, timeout_s, codec) for chunk in chunks)
+
+    def _sum_chunk(
+        self, source: torch.Tensor, target: torch.Tensor, timeout_s: float, codec: Codec | None
+    ) -> Iterator[None]:
+        """Sums a chunk inside, and starts to sum it across. The next step waits for that, and gathers inside."""
+        counts = _counts(source.numel(), self._groups[0].size(), TILE_NUMEL if codec else _LINE_NUMEL)
+        part = self._sum_inside(source, counts, timeout_s)
+        arrived = self._start_across(part, timeout_s, codec)
+        yield
+        arrived()
+        rounded = with_canonical_nan(part.to(target.dtype))
+        if len(counts) == 1:
+            target.copy_(rounded)
+        else:
+            self._inside("allgather", rounded, target, counts, timeout_s)
 
     def reducescatter(self, x: torch.Tensor, out: torch.Tensor, timeout_s: float, codec: Codec) -> None:
         """Writes what graphar.reference.hierarchical_reducescatter gives this rank into ``out``.
@@ -243,16 +249,6 @@ class Hierarchy:
             step()
         arrived = self._beside.record_event()
         return lambda: torch.cuda.current_stream(part.device).wait_event(arrived)
-
-    def _gather_inside(
-        self, target: torch.Tensor, part: torch.Tensor, arrived: Callable, counts: tuple[int, ...], timeout_s: float
-    ) -> None:
-        arrived()
-        rounded = with_canonical_nan(part.to(target.dtype))
-        if len(counts) == 1:
-            target.copy_(rounded)
-        else:
-            self._inside("allgather", rounded, target, counts, timeout_s)
 
     def _inside(self, op: str, x: torch.Tensor, out: torch.Tensor, counts: tuple[int, ...], timeout_s: float) -> None:
         if x.is_cuda and self._kernels:
