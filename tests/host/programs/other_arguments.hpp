@@ -46,42 +46,17 @@ inline void call(void (*kernel)(NormArguments), Arguments a) {
   kernel(all);
 }
 
-// A call gives the gradient of normed rows as input, that of rows (the input: none), the rows, the weight and the groups
-// as tensors; and eps, the weight's offset, and how many rows and groups there are as numbers. The output is the gradient
-// of rows, or of the weight.
-inline void call(void (*kernel)(NormGradientArguments), Arguments a) {
-  const auto& [tensor, scalar, columns, skipped, first_row, first_col, pitch] = a.epilogue;
-  NormGradientArguments all{};
-  all.of_normed = a.input;
-  all.of_summed = tensor[0] == a.input ? nullptr : tensor[0];
-  all.summed = tensor[1];
-  all.weight = tensor[2];
-  all.of_rows = a.output;
-  all.groups = static_cast<float*>(const_cast<void*>(tensor[3]));
-  all.of_weight = a.output;
-  all.rows = scalar[2];
-  all.columns = columns;
-  all.row_groups = scalar[3];
-  all.with_weight = true;
-  all.eps = scalar[0];
-  all.weight_offset = scalar[1];
-  kernel(all);
-}
-
-// A call gives the bytes of LossArguments as the tensor. Each address is there an offset in the input, or in the output
-// if bit 62 is set, plus one; 0: null.
-inline void call(void (*kernel)(LossArguments), Arguments a) {
-  LossArguments all;
+// A call gives the bytes of the arguments as the tensor. They begin with so many addresses. Each is there an offset in the
+// input, or in the output if bit 62 is set, plus one; 0: null.
+template <int addresses, class Own>
+void call_with_own(void (*kernel)(Own), const Arguments& a) {
+  Own all;
   std::memcpy(&all, a.epilogue.tensor[0], sizeof all);
-  const auto place = [&](auto& pointer) {
-    u64 at;
-    std::memcpy(&at, &pointer, sizeof at);
-    const u64 base = reinterpret_cast<u64>(at >> 62 ? a.output : a.input), address = base + (at << 2 >> 2) - 1;
-    if (at) std::memcpy(&pointer, &address, sizeof at);
-  };
-  place(all.logits), place(all.target), place(all.partials), place(all.gathered), place(all.results);
-  place(all.state), place(all.entropy), place(all.top1), place(all.total), place(all.upstream), place(all.gradient);
+  for (u64* at = reinterpret_cast<u64*>(&all); at < reinterpret_cast<u64*>(&all) + addresses; ++at)
+    if (*at) *at = reinterpret_cast<u64>(*at >> 62 ? a.output : a.input) + (*at << 2 >> 2) - 1;
   kernel(all);
 }
+inline void call(void (*kernel)(NormGradientArguments), Arguments a) { call_with_own<7>(kernel, a); }
+inline void call(void (*kernel)(LossArguments), Arguments a) { call_with_own<11>(kernel, a); }
 
 }  // namespace simulator
