@@ -8,7 +8,6 @@ import itertools
 import statistics
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -101,8 +100,7 @@ class Timer(Stopwatch):
         self.communicator.synchronize()  # other streams will read them
         outs = [torch.empty_like(x) for x in xs]
         bound = [self._bind(call, config, xs, outs) for config in configs]
-        how: dict[str, Any] = {"algorithm": call.algorithm} | ({"codec": call.wire} if call.wire else {})
-        of_ranks = SpecifiedCall("allreduce", [xs], **how).expected()
+        of_ranks = SpecifiedCall("allreduce", [xs], algorithm=call.algorithm, codec=call.wire).expected()
         expected = [total.to(x.device) for (total,), x in zip(of_ranks, xs, strict=True)]
         self._check(configs, bound, outs, expected)
         gc.collect()  # freeing an older graph during a capture would invalidate it
