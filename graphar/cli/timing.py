@@ -127,7 +127,7 @@ class Timer(Stopwatch):
             with contextlib.ExitStack() as streams:
                 for stream in self.streams:
                     streams.enter_context(torch.cuda.stream(stream))
-                results[at] = [prepared.run(one) for one in range(calls)]
+                results[at] = [prepared.run(number) for number in range(calls)]
 
         def poison(at: int) -> None:
             """Frees the last repeat's results, filled with NaN, to find elements that later calls do not write."""
@@ -139,8 +139,8 @@ class Timer(Stopwatch):
         def check() -> None:
             self.communicator.synchronize()
             for of_table in results:
-                for one, of_call in enumerate(of_table):
-                    prepared.check(one, of_call)
+                for number, of_call in enumerate(of_table):
+                    prepared.check(number, of_call)
 
         try:
             for at in range(len(tables)):
