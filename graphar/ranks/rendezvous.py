@@ -229,7 +229,7 @@ class StoreRendezvous:
     def ended(self) -> list[int]:
         """Returns the ranks whose processes are known to have ended."""
         identities = [self._look(self._key("process", rank)) for rank in range(self.world_size)]
-        return [rank for rank, one in enumerate(identities) if one is not None and has_ended(one.decode())]
+        return [rank for rank, raw in enumerate(identities) if raw is not None and has_ended(raw.decode())]
 
     # ---- the store --------------------------------------------------------------------------------------------------
 

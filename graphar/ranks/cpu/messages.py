@@ -54,8 +54,6 @@ class Messages:
         self._letters = [bytearray(_HEADER_NBYTES + SMALL_NBYTES) for _ in range(gloo.size())]
         with torch.inference_mode(False):  # else no call outside of that mode could write into them
             self._tensors = [torch.frombuffer(letter, dtype=torch.uint8) for letter in self._letters]
-        self._own: torch.Tensor = self._tensors[self._rank]
-        self._incoming = {peer: self._tensors[peer] for peer in self.peers}
         self._behind_headers = functools.lru_cache(_KEPT_VIEWS)(partial(_behind_headers, self._tensors))
         self._scratch = [torch.empty(0, dtype=torch.uint8), torch.empty(0, dtype=torch.uint8)]
         # The headers that are under way: receives by rank, sends, and the error by which one could not be started.
@@ -93,12 +91,12 @@ class Messages:
         self._sent, self._header = self._header + self._sequence.to_bytes(8, "little"), b""
         self._letters[self._rank][: len(self._sent)] = self._sent
         self._tag_of_call = zlib.crc32(self._sent, self._tag) >> 1
-        mine = self._own[: _HEADER_NBYTES + nbytes]
+        mine = self._tensors[self._rank][: _HEADER_NBYTES + nbytes]
         letters = {peer: torch.cat([mine, parts[peer]]) if parts else mine for peer in self.peers}
         receives, sends, failure = {}, [], None
         try:
-            for peer, letter in self._incoming.items():
-                receives[peer] = self._gloo.recv([letter], peer, self._tag)
+            for peer in self.peers:
+                receives[peer] = self._gloo.recv([self._tensors[peer]], peer, self._tag)
             for peer, letter in letters.items():
                 sends.append(self._gloo.send([letter], peer, self._tag))
         except RuntimeError as error:  # a connection is broken
@@ -151,18 +149,18 @@ class Messages:
 
     def exchange(self, sent: Sequence[Tensors], received: Sequence[Tensors], timeout_s: float) -> None:
         """Small parts travel behind the header, if the call has brought none yet, and others while headers do."""
-        (own,), (rooms,) = sent, received
+        (mine,), (rooms,) = sent, received
         most = SMALL_NBYTES if self._header else 0  # of a part behind a header
         if self._header:
-            self.announce(parts=[one[: one.numel() if one.numel() <= most else 0] for one in own])
+            self.announce(parts=[part[: part.numel() if part.numel() <= most else 0] for part in mine])
         tag, gloo = zlib.crc32(b"parts", self._tag_of_call) >> 1, self._gloo
         moves = [self._post(gloo.recv, rooms[peer], peer, tag) for peer in self.peers if rooms[peer].numel() > most]
-        moves += [self._post(gloo.send, own[peer], peer, tag) for peer in self.peers if own[peer].numel() > most]
+        moves += [self._post(gloo.send, mine[peer], peer, tag) for peer in self.peers if mine[peer].numel() > most]
         if self._pending:
             self.await_headers(timeout_s)
         for rank, room in enumerate(rooms):
             if rank == self._rank:
-                room.copy_(own[rank])
+                room.copy_(mine[rank])
             elif room.numel() <= most:
                 room.copy_(self._tensors[rank][_HEADER_NBYTES:][: room.numel()])
         wait(moves, timeout_s)
@@ -185,10 +183,11 @@ class Messages:
         if self._pending:
             self.await_headers(timeout_s)
         rooms, tag = chunk.rooms(), zlib.crc32(b"sums", tag) >> 1
-        gathering = [self._post(self._gloo.recv, rooms[one], one, tag) for one in peers if rooms and rooms[one].numel()]
+        owners = [peer for peer in peers if rooms and rooms[peer].numel()]
+        gathering = [self._post(self._gloo.recv, rooms[owner], owner, tag) for owner in owners]
         yield
         wait(arriving, timeout_s)
-        total = chunk.add([summands[one] for one in range(self.world_size)]) if mine.numel() else mine
+        total = chunk.add([summands[source] for source in range(self.world_size)]) if mine.numel() else mine
         if chunk.gathers and mine.numel():
             sending += [self._post(self._gloo.send, total, peer, tag) for peer in peers]
         yield

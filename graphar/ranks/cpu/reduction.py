@@ -154,7 +154,7 @@ class CodedSum:
         seed = self.codec.seed or 0
         if self.tells_seed:
             seed = int.from_bytes(bytes(parts[0][:_SEED_NBYTES].tolist()), "little")
-            parts = [one[_SEED_NBYTES:] for one in parts]
+            parts = [part[_SEED_NBYTES:] for part in parts]
         return self.coder.recode(parts, target, Noise(seed, self.call, SUM, first))
 
     def room(self, target: torch.Tensor) -> torch.Tensor:
@@ -259,8 +259,8 @@ def _sum_in_pieces(target: torch.Tensor, parts: Tensors, wide: torch.dtype) -> N
     room = torch.empty((2, min(target.numel(), _PIECE)), dtype=wide, device=target.device)
     first, *rest = (part.split(_PIECE) for part in parts)
     for piece, begin, *others in zip(target.split(_PIECE), first, *rest, strict=True):
-        total, one = (memory[: piece.numel()] for memory in room)
+        total, wider = (memory[: piece.numel()] for memory in room)
         total.copy_(begin)
         for other in others:
-            total.add_(one.copy_(other))
+            total.add_(wider.copy_(other))
         piece.copy_(total)

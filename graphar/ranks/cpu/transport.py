@@ -74,8 +74,8 @@ class InProcess:
         self.world_size, self.ranks = world_size, range(world_size)
 
     def collect(self, sent: Tensors, lengths: Sequence[int], timeout_s: float) -> Sequence[Tensors]:
-        by_device = {device: [one.to(device) for one in sent] for device in dict.fromkeys(one.device for one in sent)}
-        return [by_device[one.device] for one in sent]
+        by_device = {device: [x.to(device) for x in sent] for device in dict.fromkeys(x.device for x in sent)}
+        return [by_device[x.device] for x in sent]
 
     def exchange(self, sent: Sequence[Tensors], received: Sequence[Tensors], timeout_s: float) -> None:
         for rank, rooms in enumerate(received):
@@ -86,7 +86,7 @@ class InProcess:
         for of_ranks in chunks:  # which do not gather: each rank has all tensors at hand
             sent = [chunk.sent() for chunk in of_ranks]
             for rank, chunk in enumerate(of_ranks):
-                chunk.add([one[rank].to(sent[rank][rank].device) for one in sent])
+                chunk.add([shards[rank].to(sent[rank][rank].device) for shards in sent])
 
 
 class Group:
@@ -107,9 +107,9 @@ class Group:
         return [[row[:n].view(mine.dtype) for row, n in zip(rows, nbytes, strict=True)]]
 
     def exchange(self, sent: Sequence[Tensors], received: Sequence[Tensors], timeout_s: float) -> None:
-        (own,), (rooms,) = sent, received
-        scattering, parts = self._scatter(own, [room.nbytes for room in rooms], timeout_s)
-        self._wait(scattering, own[0].device, timeout_s)
+        (mine,), (rooms,) = sent, received
+        scattering, parts = self._scatter(mine, [room.nbytes for room in rooms], timeout_s)
+        self._wait(scattering, mine[0].device, timeout_s)
         for room, part in zip(rooms, parts, strict=True):
             bytes_of(room).copy_(part)
 
@@ -172,12 +172,12 @@ def check_backend(device: torch.device, group: dist.ProcessGroup) -> None:
 
 
 def pipelined(runs: Iterable[Iterator[None]]) -> None:
-    """Runs iterators to their ends. A step of one comes after an earlier step of the next, which begins meanwhile."""
+    """Runs iterators to their ends. An iterator's second step comes after the first step of the next one, and so on."""
     under_way: list[Iterator[None]] = []
     for run in runs:
-        under_way = [one for one in (run, *under_way) if not next(one, True)]
+        under_way = [begun for begun in (run, *under_way) if not next(begun, True)]
     while under_way:
-        under_way = [one for one in under_way if not next(one, True)]
+        under_way = [begun for begun in under_way if not next(begun, True)]
 
 
 def bytes_of(x: torch.Tensor) -> torch.Tensor:
