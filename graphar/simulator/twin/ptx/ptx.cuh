@@ -233,28 +233,24 @@ struct Exchange {
   u32 turns[32];
 };
 
-template <class Choose>
-inline u32 exchange(u32 v, Choose source) {
+template <class Word, class Choose>
+inline Word exchange(Word v, Choose source) {
   Exchange& warp = (static_cast<Exchange*>(
       simulator::static_shared(&typeid(Exchange), 16 * sizeof(Exchange))))[threadIdx.x / 32];
   const u32 lane = threadIdx.x % 32, turn = warp.turns[lane]++ % 2;
-  __atomic_store_n(&warp.given[turn][lane], v, __ATOMIC_RELAXED);
+  __atomic_store_n(&warp.given[turn][lane], std::bit_cast<u32>(v), __ATOMIC_RELAXED);
   warp_vote(false);
-  return __atomic_load_n(&warp.given[turn][source(lane)], __ATOMIC_RELAXED);
+  return std::bit_cast<Word>(__atomic_load_n(&warp.given[turn][source(lane)], __ATOMIC_RELAXED));
 }
 }  // namespace twin
 
-inline u32 __shfl_xor_sync(u32, u32 v, int mask) {
+template <class Word>
+Word __shfl_xor_sync(u32, Word v, int mask) {
   return twin::exchange(v, [=](u32 lane) { return lane ^ mask; });
 }
-inline float __shfl_xor_sync(u32, float v, int mask) {
-  return std::bit_cast<float>(__shfl_xor_sync(0, std::bit_cast<u32>(v), mask));
-}
-inline u32 __shfl_sync(u32, u32 v, int source, int width = 32) {
+template <class Word>
+Word __shfl_sync(u32, Word v, int source, int width = 32) {
   return twin::exchange(v, [=](u32 lane) { return lane / width * width + source; });
-}
-inline float __shfl_sync(u32, float v, int source, int width = 32) {
-  return std::bit_cast<float>(__shfl_sync(0, std::bit_cast<u32>(v), source, width));
 }
 
 // ---- loads and stores -----------------------------------------------------------------------------------------------
