@@ -83,6 +83,7 @@ struct Sleeper {
 
 std::mt19937_64 generator;
 Vector<Vector<Launch>> launches;  // by stream
+size_t incomplete;                // launches
 Vector<uint64_t> frozen_until;    // by rank
 Vector<unsigned> free_places;     // by rank: for blocks
 Vector<Vector<Launch*>> begun;    // by rank
@@ -265,13 +266,6 @@ void make_fiber(Launch& launch, unsigned block, unsigned thread) {
   runnable.push_back(fiber);
 }
 
-size_t most_threads_of_a_launch() {
-  size_t most = 0;
-  for (const auto& stream : launches)
-    for (const Launch& launch : stream) most = std::max<size_t>(most, launch.size());
-  return most;
-}
-
 // Blocks begin in the order of their indices, those of a cluster together, where there is room for them.
 void place_blocks(int rank) {
   const As as(scheduler_observer);  // a new observer knows what its maker knows: the shared memory, no thread's doings
@@ -290,7 +284,8 @@ void start(size_t stream, size_t at) {
   const As as(scheduler_observer);
   Launch& launch = launches[stream][at];
   launch.started = true;
-  launch.waiting.reserve(most_threads_of_a_launch());
+  // Nothing may grow while threads run.
+  launch.waiting.reserve(1 << 14);
   launch.blocks.resize(launch.kernel->blocks);
   for (unsigned b = 0; b < launch.kernel->blocks; ++b) {
     Block& block = launch.blocks[b];
@@ -299,7 +294,6 @@ void start(size_t stream, size_t at) {
     block.statics = make_shared(static_shared_nbytes);
     block.warps.resize((launch.kernel->threads + 31) / 32);
     for (unsigned t = 0; t < launch.kernel->threads; ++t) ++block.warps[t / 32].members;
-    // So that nothing grows while threads run.
     block.barrier.sleepers.reserve(launch.kernel->threads);
     for (Barrier& warp : block.warps) warp.sleepers.reserve(32);
   }
@@ -333,6 +327,7 @@ void end(Fiber* fiber) {
   if (!fiber->released) ++launch.released;
   if (++launch.ended == launch.size()) {
     launch.complete = true;
+    --incomplete;
     wake_all(launch.waiting);
   }
   start_what_may(launch.stream);
@@ -352,13 +347,6 @@ Fiber* pick() {
   runnable[at] = runnable.back();
   runnable.pop_back();
   return fiber;
-}
-
-bool everything_is_complete() {
-  for (const auto& stream : launches)
-    for (const Launch& launch : stream)
-      if (!launch.complete) return false;
-  return true;
 }
 
 // A rank stands still for a while: hosts and GPUs are never in step.
@@ -475,8 +463,10 @@ End run(const std::vector<std::vector<Kernel>>& streams, int ranks, unsigned roo
   sleeping.reserve(1 << 16);
   if (__tsan_get_current_fiber) scheduler_observer = __tsan_get_current_fiber();
   launches.resize(streams.size());
-  for (size_t s = 0; s < streams.size(); ++s)
+  for (size_t s = 0; s < streams.size(); ++s) {
     for (const Kernel& kernel : streams[s]) launches[s].push_back({&kernel, s, launches[s].size()});
+    incomplete += streams[s].size();
+  }
   free_places.assign(ranks, room);
   begun.resize(ranks);
   for (auto& of_rank : begun) of_rank.reserve(1 << 10);
@@ -492,7 +482,7 @@ End run(const std::vector<std::vector<Kernel>>& streams, int ranks, unsigned roo
     if (chance(2)) perform_one();
     Fiber* fiber = pick();
     if (fiber == nullptr) {
-      if (everything_is_complete()) return complete;
+      if (incomplete == 0) return complete;
       if (sleeping.empty() && pending.empty()) return stuck;
       if (!sleeping.empty()) steps = std::max(steps, sleeping.front().wakes - 1);
       continue;
