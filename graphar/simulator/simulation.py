@@ -25,7 +25,7 @@ from graphar.plan.scratch import MAX_RANKS, Scratch
 from graphar.runtime.arguments import Record
 from graphar.runtime.catalogue import file_of
 from graphar.runtime.compiler import source_directory
-from graphar.simulator.sanitizer_report import Regions, in_words, shortened
+from graphar.simulator.sanitizer_report import in_words, shortened
 
 ENOUGH_NS = 2_000_000_000  # of the simulated clock; far longer than ranks are apart
 TIMEOUT_S = 300.0  # of ours
@@ -144,7 +144,11 @@ class Simulation:
             raise RuntimeError(f"the case was not understood: {done.stderr}")
         if done.returncode:
             step, *addresses = shown or (0,)
-            raise KernelFailure(self._reason(done, self._regions(addresses, calls)), step)
+            what = shortened(done.stderr, self._regions(addresses, calls))[:_MOST_TEXT]
+            if done.returncode < 0 and not done.stderr:
+                ended_by = signal.Signals(-done.returncode).name
+                what = f"ended by {ended_by}: a thread accessed memory that is no rank's"
+            raise KernelFailure(what, step)
         return self._decode(raw, calls)
 
     def last_steps(self, calls: Sequence[Call], step: int) -> str:
@@ -161,12 +165,6 @@ class Simulation:
         whose = [f"rank {rank}'s {what}" for rank in range(self.world_size) for what in ("scratch", "input", "output")]
         sizes = [self.scratch.nbytes, *[_largest_nbytes(calls)] * 2] * self.world_size
         return dict(zip(whose, zip(addresses, sizes, strict=False), strict=False))
-
-    def _reason(self, done: subprocess.CompletedProcess[str], regions: Regions) -> str:
-        """Returns what a failed run says, in words."""
-        if done.returncode < 0 and not done.stderr:
-            return f"ended by {signal.Signals(-done.returncode).name}: a thread accessed memory that is no rank's"
-        return shortened(done.stderr, regions)[:_MOST_TEXT]
 
     def _execute(
         self, calls: Sequence[Call], *arguments: str
