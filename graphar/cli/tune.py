@@ -104,8 +104,9 @@ def measure_all(
         for n in world_sizes
     }
     compared = len(list(against_torch(old.matmul, blank.chip))) if "matmul" in options.only else 0
-    steps = len(world_sizes) * (len(sizes) + len(codec_sizes)) + 2 * len(part_sizes) + sum(map(len, tried.values()))
-    with progress("tuning", steps + compared, options.quiet) as done:
+    steps = len(world_sizes) * (len(sizes) + len(codec_sizes)) + len(old.parts) * len(part_sizes)
+    steps += sum(map(len, tried.values())) + compared
+    with progress("tuning", steps, options.quiet) as done:
         measurements = {n: measure(n, sizes, done) for n in world_sizes if sizes}
         codec_times = {n: measure_codecs(old, n, codec_sizes, codecs, done) for n in world_sizes if codec_sizes}
         new = tuning.update(old, blank, measurements, codec_times)
