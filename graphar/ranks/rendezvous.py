@@ -73,7 +73,6 @@ class StoreRendezvous:
         processes: the ranks' numbers in the default group; None: equal to the ranks.
 
     Attributes:
-        prefix: the prefix of all keys.
         beside_meeting: takes the purpose of an exchange and its limit in seconds, and returns the context in which
             ranks meet: for ranks that may make a call elsewhere in place of the exchange. None: there is no such call.
         waited_s: how long all meetings together have waited for ranks to come, in seconds.

@@ -60,15 +60,8 @@ def build(
 ) -> Path:
     """Returns the program that runs ``sources``, kernels of one file. A case names a kernel by its index in them.
 
-    Args:
-        sources: the kernels.
-        sanitizer: one of SANITIZERS.
-        mutations: replacements of text in files of cuda_src.
-        folder: more files beside those of cuda_src, which ``sources`` and files may name.
-
-    Raises:
-        UnsupportedError: there is no g++ 12 or newer, or it lacks a sanitizer's library.
-        CompileError: a source does not compile.
+    ``folder`` has more files beside those of cuda_src, which ``sources`` and files may name. CompileError if one does
+    not compile; UnsupportedError without g++ 12 or newer, or the sanitizer's library.
     """
     check_libraries(LIBRARIES[sanitizer])
     (file,) = {source.file for source in sources}

@@ -37,9 +37,7 @@ _KEPT_VIEWS = 64
 class Messages:
     """The messages of one communicator over gloo, a transport. They meet no messages of other communicators.
 
-    Args:
-        gloo: the group's backend for CPU tensors.
-        name: the communicator's name, equal on every rank and unlike the names of all other communicators.
+    ``name`` is the communicator's, equal on every rank and unlike the names of all other communicators.
     """
 
     small_nbytes, chunk_nbytes = SMALL_NBYTES, 64 << 20
@@ -80,8 +78,7 @@ class Messages:
     def agree(self, timeout_s: float, nbytes: int = 0) -> None:
         """Returns once all ranks have begun this call. Brings ``nbytes`` bytes of each behind its header.
 
-        Raises:
-            GroupFailed: a header did not come within ``timeout_s`` seconds.
+        GroupFailed if a header did not come within ``timeout_s`` seconds.
         """
         self.announce(nbytes)
         self.await_headers(timeout_s)
