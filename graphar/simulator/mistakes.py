@@ -34,7 +34,7 @@ def mistakes(
 ) -> list[Mistake]:
     """Returns all that is wrong, in the order in which it happened.
 
-    ``expected`` is by call and rank. ``terms`` returns the tensors whose sum is the result of a call and a rank, if any.
+    ``expected`` is by call and rank. ``terms`` returns the tensors whose sum a rank gets, or none, by call and rank.
     """
     wrong = []
     for rank, outcome in enumerate(outcomes):
