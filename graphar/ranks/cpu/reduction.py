@@ -36,7 +36,7 @@ class Chunk:
     """
 
     how: Reduction
-    own: Operands
+    operands: Operands
     rank: int
     sources: list[torch.Tensor]
     targets: list[torch.Tensor]
@@ -52,7 +52,7 @@ class Chunk:
     def add(self, received: Tensors) -> torch.Tensor:
         """Writes the sum of what all ranks sent to this owner, and returns what the owner sends to all ranks."""
         target = self.targets[self.rank if self.gathers else 0]
-        return self.how.into(target, received, self.own, self.first)
+        return self.how.into(target, received, self.operands, self.first)
 
     def rooms(self) -> list[torch.Tensor]:
         """Returns tensors for what the owners send."""
@@ -101,7 +101,7 @@ class ExactSum:
         """Returns what a rank sends of elements of its tensor; ``first`` is the index of the first one."""
         return part
 
-    def into(self, target: torch.Tensor, parts: Tensors, own: Operands, first: int) -> torch.Tensor:
+    def into(self, target: torch.Tensor, parts: Tensors, operands: Operands, first: int) -> torch.Tensor:
         """Writes the sum of what all ranks sent, and returns it as it travels: the target itself, or its codes.
 
         ``first`` is the index of the first element in this rank's result.
@@ -112,8 +112,8 @@ class ExactSum:
         form, out_dtype = self.work.epilogue, self.work.out_dtype
         order = "tree" if self.work.order == "tree" else "rank"
         if form:
-            inputs = EpilogueInputs(list(own.inputs[1:]), list(own.numbers), own.corner)
-            numel = own.outputs[0].numel()
+            inputs = EpilogueInputs(list(operands.inputs[1:]), list(operands.numbers), operands.corner)
+            numel = operands.outputs[0].numel()
             total = reference.sum_with_epilogue(parts, form, inputs, first, numel, order, out_dtype)
         else:
             total = reference.allreduce(parts, order=order, out_dtype=out_dtype)
@@ -147,7 +147,7 @@ class CodedSum:
         said = torch.tensor(list(seed.to_bytes(_SEED_NBYTES, "little")), dtype=torch.uint8, device=part.device)
         return torch.cat([said, wire])
 
-    def into(self, target: torch.Tensor, parts: Tensors, own: Operands, first: int) -> torch.Tensor:
+    def into(self, target: torch.Tensor, parts: Tensors, operands: Operands, first: int) -> torch.Tensor:
         if self.scatters:
             self.coder.decode(parts, target)
             return target
