@@ -75,18 +75,18 @@ def backends(text: str) -> list[str]:
 def sizes_of(options: argparse.Namespace, defaults: Sequence[int]) -> list[int]:
     """Returns the sizes in bytes that the options give, or else those of ``defaults`` that the op allows."""
     most = MAX_NBYTES[options.op]
-    found = options.sizes or [nbytes for nbytes in defaults if nbytes <= most]
+    sizes = options.sizes or [nbytes for nbytes in defaults if nbytes <= most]
     if options.stepfactor < 2 or (options.sizes and options.minbytes is not None):
         raise ValueError("bench: give sizes or --minbytes, and a --stepfactor of 2 or more")
     if options.minbytes is not None:
-        found, largest = [options.minbytes], options.maxbytes or options.minbytes
-        while 0 < found[-1] * options.stepfactor <= largest:
-            found.append(found[-1] * options.stepfactor)
+        sizes, largest = [options.minbytes], options.maxbytes or options.minbytes
+        while 0 < sizes[-1] * options.stepfactor <= largest:
+            sizes.append(sizes[-1] * options.stepfactor)
     elif options.maxbytes is not None:
         raise ValueError("bench: --maxbytes needs --minbytes")
-    if not all(0 < nbytes <= most for nbytes in found):
+    if not all(0 < nbytes <= most for nbytes in sizes):
         raise ValueError(f"bench: sizes of {options.op} must be from 1 byte to {format_nbytes(most)}")
-    return found
+    return sizes
 
 
 def run(options: argparse.Namespace) -> int:
@@ -120,7 +120,7 @@ def run(options: argparse.Namespace) -> int:
     elif is_first:
         why = "" if on_gpu else f" ({available.reason})"
         print("\n".join(lines(options, rows, f"{ranks.world_size} ranks on {where}{why}")))
-    return int(any(one.wrong for row in rows for one in row.measured()))
+    return int(any(measured.wrong for row in rows for measured in row.measured()))
 
 
 def lines(options: argparse.Namespace, rows: Sequence[Row], where: str) -> Iterator[str]:
@@ -137,13 +137,13 @@ def lines(options: argparse.Namespace, rows: Sequence[Row], where: str) -> Itera
     units = ("(us)", "(GB/s)", "(GB/s)", "")
     yield "#" + _COLUMNS.format("(B)", "(elements)", "", "", "", *units, *units).rstrip()
     for row in rows:
-        cells = [cell for one in (row.out_of_place, row.in_place) for cell in _cells(one)]
+        cells = *_cells(row.out_of_place), *_cells(row.in_place)
         yield " " + _COLUMNS.format(row.nbytes, row.count, row.dtype, row.redop, row.backend, *cells)
     if options.check:
-        wrong = sum(one.wrong or 0 for row in rows for one in row.measured())
+        wrong = sum(measured.wrong or 0 for row in rows for measured in row.measured())
         yield f"# Wrong elements: {wrong} {'OK' if not wrong else 'FAILED'}"
     for backend in dict.fromkeys(row.backend for row in rows):
-        rates = [one.busbw for row in rows if row.backend == backend for one in row.measured()]
+        rates = [measured.busbw for row in rows if row.backend == backend for measured in row.measured()]
         yield f"# Average bus bandwidth, {backend}: {statistics.fmean(rates):.4g} GB/s"
 
 

@@ -51,7 +51,7 @@ class Row:
     in_place: Measured | None
 
     def measured(self) -> list[Measured]:
-        return [one for one in (self.out_of_place, self.in_place) if one]
+        return [measured for measured in (self.out_of_place, self.in_place) if measured]
 
 
 class Ranks:
@@ -94,10 +94,10 @@ class Ranks:
         """Returns the calls of a backend. Collective: it may make a process group."""
         op = self._options.op
         if backend == "graphar":
-            own = partial(getattr(graphar, op), group=self._communicator, **self._how)
+            run = partial(getattr(graphar, op), group=self._communicator, **self._how)
             if op == "allreduce":
-                return lambda x, out: own(x, out=out), lambda x, out: own(x, out=x)
-            return lambda x, out: own(x), None  # a new result each time
+                return lambda x, out: run(x, out=out), lambda x, out: run(x, out=x)
+            return lambda x, out: run(x), None  # a new result each time
         group = dist.new_group(backend=backend)
 
         def summed(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
@@ -124,11 +124,11 @@ class Ranks:
         xs, outs = self._tensors(count, in_place)
         for x in xs:
             x.copy_(torch.randn(x.numel(), device=x.device) * _SMALL)
-        given = (xs, outs) if self._communicator else (xs[0], outs[0])
+        tensors = (xs, outs) if self._communicator else (xs[0], outs[0])
 
         def run(calls: int) -> None:
             for _ in range(calls):
-                call(*given)
+                call(*tensors)
 
         run(self._options.warmup_iters)
         elapsed_us = self._of_all_processes(self._elapsed_us(partial(run, self._options.iters)), dist.ReduceOp.MAX)
@@ -157,8 +157,8 @@ class Ranks:
         for rank, device in zip(self.numbers, self.devices, strict=True):
             make = partial(torch.empty, dtype=self._dtype, device=device)
             whole = make(count)
-            own = {part: whole[rank * part : (rank + 1) * part], count: whole}
-            pairs.append([own[size] if in_place else make(size) for size in sizes[self._options.op]])
+            places = {part: whole[rank * part : (rank + 1) * part], count: whole}
+            pairs.append([places[size] if in_place else make(size) for size in sizes[self._options.op]])
         xs, outs = zip(*pairs, strict=True)
         return list(xs), list(outs)
 

@@ -53,20 +53,20 @@ def run(options: argparse.Namespace) -> int:
     if options.codec:
         call_checks.check_quantized_call("allreduce", options.codec, "auto", torch.empty(0, dtype=dtype))
     wire = codec(options.codec) if options.codec else None
-    found = list(explanations(table, world_size, options.sizes, dtype, wire))
+    answers = list(explanations(table, world_size, options.sizes, dtype, wire))
     if table.name == DEFAULT:
-        without = f"without a table of {device}"
-        found = [replace(one, reason=f"{without}, {one.reason}") if one.blocks else one for one in found]
+        without = f"without a table of {device}, "
+        answers = [replace(it, reason=without + it.reason) if it.blocks else it for it in answers]
     if options.json:
         call = {"device": device, "world_size": world_size, "dtype": options.dtype, "codec": options.codec}
-        answers = [{"nbytes": nbytes, **asdict(one)} for nbytes, one in zip(options.sizes, found, strict=True)]
-        print(json.dumps(call | {"assumed": assumed, "calls": answers}, indent=1))
+        calls = [{"nbytes": nbytes, **asdict(answer)} for nbytes, answer in zip(options.sizes, answers, strict=True)]
+        print(json.dumps(call | {"assumed": assumed, "calls": calls}, indent=1))
         return 0
     on_wire = f", {options.codec} on the wire" if options.codec else ""
     if not options.quiet:
         print(f"{world_size} ranks on {device}, {options.dtype}{on_wire}{f' ({assumed})' if assumed else ''}")
-    for nbytes, one in zip(options.sizes, found, strict=True):
-        print(f"  {format_nbytes(nbytes):>7}  {one}")
+    for nbytes, answer in zip(options.sizes, answers, strict=True):
+        print(f"  {format_nbytes(nbytes):>7}  {answer}")
     return 0
 
 

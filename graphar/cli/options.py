@@ -108,7 +108,7 @@ def load(files: Sequence[str]) -> None:
             runpy.run_path(file)
         except Exception as error:
             path, frames = Path(file).absolute(), traceback.extract_tb(error.__traceback__)
-            lines = [f", line {one.lineno}" for one in frames if Path(one.filename).absolute() == path]
+            lines = [f", line {frame.lineno}" for frame in frames if Path(frame.filename).absolute() == path]
             where = "".join([file, *lines[-1:]])
             told = f"{where}: the file is run, and raises {type(error).__name__}: {error}"
             raise ValueError(str(error) if str(error).startswith(f"{path}:") else told) from error
@@ -116,9 +116,9 @@ def load(files: Sequence[str]) -> None:
 
 def algorithm_named(op: str, name: str) -> str:
     """Returns the algorithm of ``op`` with a name, or with a kernel of that name; ValueError if it is not one."""
-    found = [one for one in NAMED[op].values() if name in (one.value, one.kernel_name)]
-    if name == "auto" or len(found) == 1:
-        return found[0].value if found else name
+    named = [algorithm.value for algorithm in NAMED[op].values() if name in (algorithm.value, algorithm.kernel_name)]
+    if name == "auto" or len(named) == 1:
+        return named[0] if named else name
     raise ValueError(f"--algorithm of {op} must be one of {', '.join(('auto', *NAMED[op]))}, got {name!r}")
 
 

@@ -62,11 +62,11 @@ def run(options: argparse.Namespace) -> int:
             )
             reports.append(report)
     if options.json:
-        found = [_as_json(one) for one in reports]
-        print(json.dumps(found[0] if len(found) == 1 else found, indent=1))
+        documents = [_as_json(report) for report in reports]
+        print(json.dumps(documents[0] if len(documents) == 1 else documents, indent=1))
     else:
         print("\n\n".join(text for report in reports for text in _texts(report, options.subject, options.numel)))
-    return 0 if all(one.ok for one in reports) else 1
+    return 0 if all(report.ok for report in reports) else 1
 
 
 def _algorithms(subject: str) -> list[str]:
@@ -75,14 +75,14 @@ def _algorithms(subject: str) -> list[str]:
         return [subject]
     before = set(_loaded())
     load([subject])
-    found = [one for one in _loaded() if one not in before]
-    if not found:
+    loaded = [name for name in _loaded() if name not in before]
+    if not loaded:
         raise ValueError(f"{subject} was run, and loads no algorithm: it has no call of graphar.load_algorithm")
-    return found
+    return loaded
 
 
 def _loaded() -> list[str]:
-    return [one.value for named in NAMED.values() for one in named.values() if is_from_outside(one)]
+    return [algorithm.value for named in NAMED.values() for algorithm in named.values() if is_from_outside(algorithm)]
 
 
 def _texts(report: Report, subject: str, numels: list[int]) -> Iterator[str]:
@@ -97,10 +97,10 @@ def _texts(report: Report, subject: str, numels: list[int]) -> Iterator[str]:
 
 def _as_json(report: Report) -> dict[str, Any]:
     failures = []
-    for one in report.failures:
-        dtype = str(one.case.dtype).removeprefix("torch.")
-        case = {"world_size": one.case.world_size, "dtype": dtype, "sanitizer": one.case.sanitizer}
-        failures.append(case | {name: field for name, field in vars(one).items() if name != "case"})
+    for failure in report.failures:
+        case, dtype = failure.case, str(failure.case.dtype).removeprefix("torch.")
+        told = {"world_size": case.world_size, "dtype": dtype, "sanitizer": case.sanitizer} | vars(failure)
+        failures.append({name: field for name, field in told.items() if name != "case"})
     counts = {"passed": len(report.passed), "skipped": report.skipped, "time_s": report.time_s}
     return {"algorithm": report.algorithm.value, **counts, "failures": failures}
 
@@ -115,7 +115,7 @@ def _subject(text: str) -> str:
 
 def _some(of: Callable[[str], Any]) -> Callable[[str], list[Any]]:
     """Returns an argparse type for several of another type, with commas between them."""
-    return lambda text: list(dict.fromkeys(of(one) for one in text.split(",")))
+    return lambda text: list(dict.fromkeys(map(of, text.split(","))))
 
 
 def _world_sizes(text: str) -> list[int]:
@@ -128,8 +128,8 @@ def _one_of(names: Iterable[str]) -> Callable[[str], str]:
     """Returns an argparse type for a name, of a dtype also in a short form."""
 
     def name(text: str) -> str:
-        if (found := dtype_name(text)) not in names:
+        if (long := dtype_name(text)) not in names:
             raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(names)}")
-        return found
+        return long
 
     return name

@@ -44,12 +44,12 @@ class SpecifiedCall:
 
     def over(self, ranks: Communicator) -> Callable[[], Results]:
         """Returns a function that makes the call. Its tensors are on the devices of ``ranks`` already."""
-        operands = [*self._operands, *([one] * ranks.world_size for one in self._equal)]
+        operands = [*self._operands, *([tensor] * ranks.world_size for tensor in self._equal)]
         placed = [[x.to(device) for x, device in zip(xs, ranks.devices or (), strict=True)] for xs in operands]
 
         def call() -> Results:
-            found = getattr(graphar, self._op)(*placed, group=ranks, **self._options)
-            return list(zip(*found, strict=True)) if isinstance(found, tuple) else [(one,) for one in found]
+            results = getattr(graphar, self._op)(*placed, group=ranks, **self._options)
+            return list(zip(*(results if isinstance(results, tuple) else (results,)), strict=True))
 
         return call
 
@@ -67,8 +67,8 @@ class SpecifiedCall:
                 window = slice(begin, begin + _WINDOW)
                 total.view(-1)[window] = specification([x.view(-1)[window].to(first) for x in xs])
             return [(total,)] * len(xs)
-        own_operands = ([x.to(first, copy=bool(own)) for x in xs] for xs in self._operands)  # which it may write
-        operands = [*own_operands, *(one.to(first) for one in self._equal)]
+        copies = ([x.to(first, copy=bool(own)) for x in xs] for xs in self._operands)  # `own` may write to them
+        operands = [*copies, *(tensor.to(first) for tensor in self._equal)]
         if self._op == "fused_allgather_matmul":  # specified for the weight of one rank
             a, weights = operands
             of_ranks = [specification(a, w) for w in weights]
@@ -76,7 +76,7 @@ class SpecifiedCall:
             of_ranks = specification(*operands)
         else:  # every rank gets the same
             of_ranks = [specification(*operands)] * len(self._operands[0])
-        return [one if isinstance(one, tuple) else (one,) for one in of_ranks]
+        return [results if isinstance(results, tuple) else (results,) for results in of_ranks]
 
 
 def random(
@@ -90,10 +90,10 @@ def random(
     return made
 
 
-def count_wrong(found: torch.Tensor, expected: torch.Tensor) -> int:
+def count_wrong(result: torch.Tensor, expected: torch.Tensor) -> int:
     """Returns how many elements of two tensors on one device differ in any bit."""
-    kind = {2: torch.int16, 4: torch.int32}[found.itemsize]
-    return int((found.view(kind) != expected.view(kind)).sum())
+    kind = {2: torch.int16, 4: torch.int32}[result.itemsize]
+    return int((result.view(kind) != expected.view(kind)).sum())
 
 
 # ---- workloads of trials --------------------------------------------------------------------------------------------
@@ -121,13 +121,13 @@ class Prepared:
     def check(self, at: int, results: Results) -> None:
         """Raises GrapharError if a rank's results of call ``at`` are not the expected ones."""
         expected = self.expected[at % len(self.expected)]
-        for rank, (found, right) in enumerate(zip(results, expected, strict=True)):
-            for one, other in zip(found, right, strict=True):
-                one = one.to(other.device)
+        for rank, pair in enumerate(zip(results, expected, strict=True)):
+            for result, right in zip(*pair, strict=True):
+                result = result.to(right.device)
                 if self.exact:
-                    is_right = count_wrong(one, other) == 0
+                    is_right = count_wrong(result, right) == 0
                 else:
-                    distance = (one.float() - other.float()).norm() / other.float().norm()
+                    distance = (result.float() - right.float()).norm() / right.float().norm()
                     is_right = distance.item() <= (_CLOSE_WITH_CODEC if self.workload.codec else _CLOSE)
                 if not is_right:
                     raise GrapharError(f"{self.workload}: rank {rank} has a wrong result")
@@ -163,9 +163,9 @@ def _matmul(
     def run(at: int) -> Results:
         pairs = zip(xs, weights[at % count], strict=True)
         members = [MatmulOperands(x, w, None, out=x.new_empty(m, n)) for x, w in pairs]
-        for one in members:
-            choose(engine, work, one).multiply.make(one.step)
-        return [(one.out,) for one in members]
+        for operands in members:
+            choose(engine, work, operands).multiply.make(operands.step)
+        return [(operands.out,) for operands in members]
 
     first = [x.to(devices[0]) for x in xs]
     return run, [

@@ -8,7 +8,6 @@ import itertools
 import statistics
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -101,8 +100,7 @@ class Timer(Stopwatch):
         self.communicator.synchronize()  # other streams will read them
         outs = [torch.empty_like(x) for x in xs]
         bound = [self._bind(call, config, xs, outs) for config in configs]
-        how: dict[str, Any] = {"algorithm": call.algorithm} | ({"codec": call.wire} if call.wire else {})
-        of_ranks = SpecifiedCall("allreduce", [xs], **how).expected()
+        of_ranks = SpecifiedCall("allreduce", [xs], algorithm=call.algorithm, codec=call.wire).expected()
         expected = [total.to(x.device) for (total,), x in zip(of_ranks, xs, strict=True)]
         self._check(configs, bound, outs, expected)
         gc.collect()  # freeing an older graph during a capture would invalidate it
@@ -129,7 +127,7 @@ class Timer(Stopwatch):
             with contextlib.ExitStack() as streams:
                 for stream in self.streams:
                     streams.enter_context(torch.cuda.stream(stream))
-                results[at] = [prepared.run(one) for one in range(calls)]
+                results[at] = [prepared.run(number) for number in range(calls)]
 
         def poison(at: int) -> None:
             """Frees the last repeat's results, filled with NaN, to find elements that later calls do not write."""
@@ -141,8 +139,8 @@ class Timer(Stopwatch):
         def check() -> None:
             self.communicator.synchronize()
             for of_table in results:
-                for one, of_call in enumerate(of_table):
-                    prepared.check(one, of_call)
+                for number, of_call in enumerate(of_table):
+                    prepared.check(number, of_call)
 
         try:
             for at in range(len(tables)):

@@ -47,19 +47,16 @@ def add(commands) -> None:
 
 def run(options: argparse.Namespace) -> int:
     slices = profiler.join(options.files, options.out)
-    found, missing = summarise(slices), missing_ranks(slices)
+    collectives, missing = summarise(slices), missing_ranks(slices)
     if options.json:
-        collectives = [asdict(one) for one in found]
-        path = str(options.out) if options.out else None
-        print(json.dumps({"path": path, "collectives": collectives, "missing_ranks": missing}, indent=1))
+        document = {"path": str(options.out) if options.out else None, "collectives": list(map(asdict, collectives))}
+        print(json.dumps(document | {"missing_ranks": missing}, indent=1))
     elif not options.quiet:
         print(f"{'collective':<14} {'size':>8} {'calls':>6} {'time (us)':>10} {'waited (us)':>12} {'longest':>9}  last")
-        for one in found:
-            last = ", ".join(f"rank {rank}: {count}" for rank, count in one.last.items())
-            print(
-                f"{one.name:<14} {format_nbytes(one.nbytes):>8} {one.calls:>6} {one.time_us:>10.1f}"
-                f" {one.waited_us:>12.1f} {one.longest_us:>9.1f}  {last}"
-            )
+        for it in collectives:
+            last = ", ".join(f"rank {rank}: {count}" for rank, count in it.last.items())
+            size, times = format_nbytes(it.nbytes), f"{it.time_us:>10.1f} {it.waited_us:>12.1f} {it.longest_us:>9.1f}"
+            print(f"{it.name:<14} {size:>8} {it.calls:>6} {times}  {last}")
         print(f"wrote {options.out}" if options.out else "--out FILE writes the joined trace, which Perfetto opens")
     if missing:
         ranks = f"rank(s) {', '.join(map(str, missing))}"
@@ -69,24 +66,25 @@ def run(options: argparse.Namespace) -> int:
 
 def missing_ranks(slices: Sequence[dict]) -> list[int]:
     """Returns the ranks that take part in a call and have no slice, in order."""
-    taking_part = {rank for one in slices for rank in one["args"].get("ranks", ())}
-    return sorted(taking_part - {one["pid"] for one in slices})
+    taking_part = {rank for of_call in slices for rank in of_call["args"].get("ranks", ())}
+    return sorted(taking_part - {of_call["pid"] for of_call in slices})
 
 
 def summarise(slices: Sequence[dict]) -> list[Waited]:
     """Returns the waits of each collective and size, in the order of the trace."""
     groups: dict[tuple[str, int], list[dict]] = {}
-    for one in slices:
-        if "waited_us" in one["args"]:
-            groups.setdefault((one["name"], one["args"]["nbytes"]), []).append(one)
-    found = []
+    for of_call in slices:
+        if "waited_us" in of_call["args"]:
+            groups.setdefault((of_call["name"], of_call["args"]["nbytes"]), []).append(of_call)
+    collectives = []
     for (name, nbytes), of_group in groups.items():
-        waits = [one["args"]["waited_us"] for one in of_group]
+        arguments = [of_call["args"] for of_call in of_group]
+        waits = [args["waited_us"] for args in arguments]
         last: dict[tuple, int | None] = {}  # by call; None if nobody waited
-        for one in of_group:
-            call = tuple(one["args"]["ranks"]), one["args"]["call"]
-            last[call] = one["args"].get("for_rank", last.get(call))
-        by_rank = Counter(rank for rank in last.values() if rank is not None)
-        time_us, waited_us = statistics.median(one["dur"] for one in of_group), statistics.fmean(waits)
-        found.append(Waited(name, nbytes, len(last), time_us, waited_us, max(waits), dict(sorted(by_rank.items()))))
-    return found
+        for args in arguments:
+            call = tuple(args["ranks"]), args["call"]
+            last[call] = args.get("for_rank", last.get(call))
+        by_rank = dict(sorted(Counter(rank for rank in last.values() if rank is not None).items()))
+        time_us = statistics.median(of_call["dur"] for of_call in of_group)
+        collectives.append(Waited(name, nbytes, len(last), time_us, statistics.fmean(waits), max(waits), by_rank))
+    return collectives

@@ -99,12 +99,13 @@ def measure_all(
     codec_sizes = up_to(tuning.CODEC_SIZES, "codecs") if codecs else []
     largest = max(world_sizes)  # with which numbers for all world sizes are tried
     tried = {
-        n: [one for one in trials(n, old) if one.path[0] in options.only and (n == largest or one.by_world_size)]
+        n: [it for it in trials(n, old) if it.path[0] in options.only and (n == largest or it.by_world_size)]
         for n in world_sizes
     }
     compared = len(list(against_torch(old.matmul, blank.chip))) if "matmul" in options.only else 0
-    steps = len(world_sizes) * (len(sizes) + len(codec_sizes)) + 2 * len(part_sizes) + sum(map(len, tried.values()))
-    with progress("tuning", steps + compared, options.quiet) as done:
+    steps = len(world_sizes) * (len(sizes) + len(codec_sizes)) + len(old.parts) * len(part_sizes)
+    steps += sum(map(len, tried.values())) + compared
+    with progress("tuning", steps, options.quiet) as done:
         measurements = {n: measure(n, sizes, done) for n in world_sizes if sizes}
         codec_times = {n: measure_codecs(old, n, codec_sizes, codecs, done) for n in world_sizes if codec_sizes}
         new = tuning.update(old, blank, measurements, codec_times)
@@ -177,10 +178,11 @@ def measure_against_torch(timer: Timer, table: Table, done: Callable[[str], None
     points, lines, policy, sms = [], [], table.matmul, table.chip.sms
     for workload, *both in against_torch(policy, table.chip):
         shape = workload.rows, workload.columns, workload.k
-        own_us, torch_us = timer.measure_under(workload, [replace(table, matmul=one) for one in both])
+        own_us, torch_us = timer.measure_under(workload, [replace(table, matmul=matmul) for matmul in both])
         point = MeasuredMatmul(*shape, round(own_us / torch_us, 3))
         points.append(point)
-        before, after = (choose_matmul(one, *shape, sms) for one in (policy, replace(policy, against_torch=(point,))))
+        policies = policy, replace(policy, against_torch=(point,))
+        before, after = (choose_matmul(matmul, *shape, sms) for matmul in policies)
         if before.own != after.own:
             lines.append(f"matmul.against_torch: {after.reason}")
         done("matmul of {} x {} x {}".format(*shape))
@@ -196,7 +198,7 @@ def measure_parts(
         measurements = {}
         for nbytes in sizes:
             tried = tuning.candidates(op, WORLD_SIZES, nbytes, chip(0))
-            tables = [replace(table, parts=table.parts | {op: [entry_of(one, None)]}) for one in tried]
+            tables = [replace(table, parts=table.parts | {op: [entry_of(config, None)]}) for config in tried]
             rows = nbytes // (DTYPE.itemsize * COLUMNS) * (1 if op == "allgather" else world_size)
             measurements[nbytes] = dict(zip(tried, timer.measure_under(Workload(op, rows), tables), strict=True))
             done(f"{op}, parts of {format_nbytes(nbytes)}")

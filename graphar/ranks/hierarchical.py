@@ -15,11 +15,11 @@ Tensors are cut into chunks. On GPUs a chunk crosses hosts on a separate stream 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
 from itertools import repeat
-from typing import Any, TypeGuard
+from typing import Protocol, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -28,17 +28,33 @@ from graphar.errors import CommunicatorError, Reason, UnsupportedError
 from graphar.numerics.codecs import TILE_NUMEL, Codec
 from graphar.numerics.dtypes import ACCUMULATION_DTYPES, with_canonical_nan
 from graphar.plan.call import Call, Operands
+from graphar.plan.tables import Table
 from graphar.plan.work import Parts, Sum
 from graphar.ranks import capture
 from graphar.ranks.cpu import fallback
 from graphar.ranks.cpu.reduction import CoderOf
-from graphar.ranks.cpu.transport import Group, check_backend
+from graphar.ranks.cpu.transport import Group, check_backend, pipelined
 from graphar.ranks.groups import known_group
 from graphar.ranks.hosts import host
 from graphar.ranks.rendezvous import Ranks
 
 _CHUNK_NUMEL = 4 << 20  # 16 MB of fp32, the most of one launch of reducescatter_push; a fourth with a codec
 _LINE_NUMEL = 32  # 128 bytes of fp32
+
+
+class Kernels(Protocol):
+    """The interface to the engine of the ranks inside one host, on GPUs. This package knows no engines."""
+
+    table: Table
+
+    def run(self, call: Call, ranks: Sequence[Operands]) -> object: ...
+    def synchronize(self) -> None: ...
+    def why_stays(self) -> Reason | None: ...
+    def end_work(self, keep: str | None) -> None: ...
+    def give_back(self) -> None: ...
+    def resume(self) -> None: ...
+    def let_go_of_group(self) -> None: ...
+    def close(self) -> None: ...
 
 
 def check_hosts(hosts: object, world_size: int | None) -> list[list[int]] | None:
@@ -75,13 +91,13 @@ class Hierarchy:
         self,
         ranks: Ranks,
         hosts: list[list[int]] | None,
-        make_kernels: Callable[[dist.ProcessGroup, float], Any],
+        make_kernels: Callable[[dist.ProcessGroup, float], Kernels],
         coder_of: CoderOf,
     ) -> None:
         self._communicator, self._given, self._make_kernels, self._coder_of = ranks, hosts, make_kernels, coder_of
         self._hosts: list[list[int]] = []  # none until the first call
         self._groups: list[dist.ProcessGroup] = []  # inside this rank's host, and across hosts
-        self._kernels: Any = None  # the engine of the ranks inside this host, on GPUs; this package knows no engines
+        self._kernels: Kernels | None = None  # inside this host, on GPUs
         self._beside: torch.cuda.Stream | None = None  # the stream of all-reduces across hosts
 
     def set_up(self, x: torch.Tensor) -> str:
@@ -156,7 +172,7 @@ class Hierarchy:
         """Returns why the memory of the communicator inside this host cannot be given back."""
         return self._kernels.why_stays() if self._kernels else None
 
-    def in_hosts(self, what: str, step: Callable[[Any], None]) -> None:
+    def in_hosts(self, what: str, step: Callable[[Kernels], None]) -> None:
         """Runs a step with the engine inside each host; all ranks raise if it fails on one. Collective."""
         if self._kernels:
             self._communicator.rendezvous().agree(f"{what} inside hosts", partial(step, self._kernels))
@@ -170,18 +186,24 @@ class Hierarchy:
         its own. ``codec`` is the format across hosts.
         """
         check_backend(x.device, known_group(self._communicator.group))
-        source, target, waiting = x.view(-1), out.view(-1), None
-        step = _CHUNK_NUMEL // 4 if codec else _CHUNK_NUMEL
-        for begin in range(0, source.numel(), step):
-            window = slice(begin, begin + step)
-            counts = _counts(source[window].numel(), self._groups[0].size(), TILE_NUMEL if codec else _LINE_NUMEL)
-            part = self._sum_inside(source[window], counts, timeout_s)
-            arrived = self._start_across(part, timeout_s, codec)
-            if waiting:
-                self._gather_inside(*waiting)
-            waiting = target[window], part, arrived, counts, timeout_s
-        if waiting:
-            self._gather_inside(*waiting)
+        source, target, step = x.view(-1), out.view(-1), _CHUNK_NUMEL // 4 if codec else _CHUNK_NUMEL
+        chunks = zip(source.split(step), target.split(step), strict=True)
+        pipelined(self._sum_chunk(*chunk, timeout_s, codec) for chunk in chunks)
+
+    def _sum_chunk(
+        self, source: torch.Tensor, target: torch.Tensor, timeout_s: float, codec: Codec | None
+    ) -> Iterator[None]:
+        """Sums a chunk inside, and starts to sum it across. The next step waits for that, and gathers inside."""
+        counts = _counts(source.numel(), self._groups[0].size(), TILE_NUMEL if codec else _LINE_NUMEL)
+        part = self._sum_inside(source, counts, timeout_s)
+        arrived = self._start_across(part, timeout_s, codec)
+        yield
+        arrived()
+        rounded = with_canonical_nan(part.to(target.dtype))
+        if len(counts) == 1:
+            target.copy_(rounded)
+        else:
+            self._inside("allgather", rounded, target, counts, timeout_s)
 
     def reducescatter(self, x: torch.Tensor, out: torch.Tensor, timeout_s: float, codec: Codec) -> None:
         """Writes what graphar.reference.hierarchical_reducescatter gives this rank into ``out``.
@@ -226,16 +248,6 @@ class Hierarchy:
             step()
         arrived = self._beside.record_event()
         return lambda: torch.cuda.current_stream(part.device).wait_event(arrived)
-
-    def _gather_inside(
-        self, target: torch.Tensor, part: torch.Tensor, arrived: Callable, counts: tuple[int, ...], timeout_s: float
-    ) -> None:
-        arrived()
-        rounded = with_canonical_nan(part.to(target.dtype))
-        if len(counts) == 1:
-            target.copy_(rounded)
-        else:
-            self._inside("allgather", rounded, target, counts, timeout_s)
 
     def _inside(self, op: str, x: torch.Tensor, out: torch.Tensor, counts: tuple[int, ...], timeout_s: float) -> None:
         if x.is_cuda and self._kernels:

@@ -73,7 +73,6 @@ class StoreRendezvous:
         processes: the ranks' numbers in the default group; None: equal to the ranks.
 
     Attributes:
-        prefix: the prefix of all keys.
         beside_meeting: takes the purpose of an exchange and its limit in seconds, and returns the context in which
             ranks meet: for ranks that may make a call elsewhere in place of the exchange. None: there is no such call.
         waited_s: how long all meetings together have waited for ranks to come, in seconds.
@@ -229,7 +228,7 @@ class StoreRendezvous:
     def ended(self) -> list[int]:
         """Returns the ranks whose processes are known to have ended."""
         identities = [self._look(self._key("process", rank)) for rank in range(self.world_size)]
-        return [rank for rank, one in enumerate(identities) if one is not None and has_ended(one.decode())]
+        return [rank for rank, raw in enumerate(identities) if raw is not None and has_ended(raw.decode())]
 
     # ---- the store --------------------------------------------------------------------------------------------------
 

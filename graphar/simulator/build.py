@@ -60,15 +60,8 @@ def build(
 ) -> Path:
     """Returns the program that runs ``sources``, kernels of one file. A case names a kernel by its index in them.
 
-    Args:
-        sources: the kernels.
-        sanitizer: one of SANITIZERS.
-        mutations: replacements of text in files of cuda_src.
-        folder: more files beside those of cuda_src, which ``sources`` and files may name.
-
-    Raises:
-        UnsupportedError: there is no g++ 12 or newer, or it lacks a sanitizer's library.
-        CompileError: a source does not compile.
+    ``folder`` has more files beside those of cuda_src, which ``sources`` and files may name. CompileError if one does
+    not compile; UnsupportedError without g++ 12 or newer, or the sanitizer's library.
     """
     check_libraries(LIBRARIES[sanitizer])
     (file,) = {source.file for source in sources}
@@ -77,7 +70,7 @@ def build(
     included = Path(file).name if outside else file
     files["kernels.cpp"] = f'#include "first.hpp"\n#include "{included}"\n#include "kernels.hpp"\n{_table(sources)}'
     flags = (*FLAGS, *SANITIZERS[sanitizer])
-    unobserved = ("scheduler", "steps", "views")
+    unobserved = ("scheduler", "views")
     linked = {f"{name}.o": compile_file(files, f"{name}.cpp", (*UNOBSERVED, "-c")) for name in unobserved}
     linked["run.o"] = compile_file(files, "run.cpp", (*flags, "-c"))
     precompiled = {"first.hpp.gch": compile_file(files, "first.hpp", (*flags, "-x", "c++-header"))}

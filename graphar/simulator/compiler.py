@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import functools
 import hashlib
@@ -104,14 +103,12 @@ def _folder() -> Path:
     try:
         return cache.folder_of(FOLDER)
     except OSError:
-        return _folder_of_process()
+        return Path(_folder_of_process().name)
 
 
 @functools.cache
-def _folder_of_process() -> Path:
-    folder = tempfile.mkdtemp(prefix="graphar-")
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return Path(folder)
+def _folder_of_process() -> tempfile.TemporaryDirectory:
+    return tempfile.TemporaryDirectory(prefix="graphar-", ignore_cleanup_errors=True)
 
 
 def _forget_old(folder: Path) -> None:

@@ -34,10 +34,7 @@ def mistakes(
 ) -> list[Mistake]:
     """Returns all that is wrong, in the order in which it happened.
 
-    Args:
-        expected: what each rank must get, by call and rank.
-        outcomes: what came out, by rank.
-        terms: a function from call and rank to the tensors that the result is the sum of; of a gather to none.
+    ``expected`` is by call and rank. ``terms`` returns the tensors whose sum a rank gets, or none, by call and rank.
     """
     wrong = []
     for rank, outcome in enumerate(outcomes):

@@ -16,7 +16,7 @@ _FRAME_OF_SIMULATOR = re.compile(rf"^ +#\d+ .*(?:{_OF_SIMULATOR}).*\n", re.MULTI
 _PLACE = re.compile(r" \([^()\s]*\+0x[0-9a-f]+\)(?: \(BuildId: \w+\))?$", re.MULTILINE)  # in the program
 _OF_PROCESS = re.compile(r"^=+(?:\d+=+)?\n?| \(pid=\d+\)| \(pc 0x[^()]*\)|(?<=#\d )0x[0-9a-f]+ in ", re.MULTILINE)
 _ADDRESS = re.compile(r"0x[0-9a-f]{9,16}")
-_LOAD, _WAIT = 1, 3  # kinds of steps (sources/steps.hpp)
+_LOAD, _WAIT = 1, 3  # kinds of steps (sources/scheduler.hpp)
 _MOST_STEPS, _MOST_WAITS = 8, 4  # lines of a rank
 _BEYOND_NBYTES = 64 << 20  # around the ranks' memory there is nothing else (sources/kept.hpp)
 
@@ -36,7 +36,7 @@ def shortened(report: str, regions: Regions) -> str:
 
 
 class _Step(NamedTuple):
-    """What threads of a block may do alike: Step in sources/steps.hpp, and where."""
+    """What threads of a block may do alike: Step in sources/scheduler.hpp, and where."""
 
     rank: int
     stream: int
@@ -53,7 +53,7 @@ class _Step(NamedTuple):
 
 
 def in_words(steps: str, ranks: int, regions: Regions) -> str:
-    """Returns the last steps of threads, as sources/steps.cpp writes them, by rank. Threads that wait come last."""
+    """Returns the last steps of threads, as sources/scheduler.cpp writes them, by rank. Threads that wait come last."""
     done: dict[_Step, list[tuple[int, ...]]] = {}  # by which thread, the number of the scheduler's step, and how often
     for line in steps.splitlines():
         if line.count("\t") != 3:

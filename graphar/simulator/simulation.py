@@ -25,7 +25,7 @@ from graphar.plan.scratch import MAX_RANKS, Scratch
 from graphar.runtime.arguments import Record
 from graphar.runtime.catalogue import file_of
 from graphar.runtime.compiler import source_directory
-from graphar.simulator.sanitizer_report import Regions, in_words, shortened
+from graphar.simulator.sanitizer_report import in_words, shortened
 
 ENOUGH_NS = 2_000_000_000  # of the simulated clock; far longer than ranks are apart
 TIMEOUT_S = 300.0  # of ours
@@ -135,7 +135,7 @@ class Simulation:
             KernelFailure: a sanitizer found something, or the kernels did not end.
             UnsupportedError: ThreadSanitizer cannot run on this machine.
         """
-        done, found, shown = self._execute(calls)
+        done, raw, shown = self._execute(calls)
         if "unexpected memory mapping" in done.stderr:
             raise UnsupportedError(
                 "ThreadSanitizer cannot run with so random addresses: `sysctl vm.mmap_rnd_bits=28`, or `setarch -R`"
@@ -144,8 +144,12 @@ class Simulation:
             raise RuntimeError(f"the case was not understood: {done.stderr}")
         if done.returncode:
             step, *addresses = shown or (0,)
-            raise KernelFailure(self._reason(done, self._regions(addresses, calls)), step)
-        return self._decode(found, calls)
+            what = shortened(done.stderr, self._regions(addresses, calls))[:_MOST_TEXT]
+            if done.returncode < 0 and not done.stderr:
+                ended_by = signal.Signals(-done.returncode).name
+                what = f"ended by {ended_by}: a thread accessed memory that is no rank's"
+            raise KernelFailure(what, step)
+        return self._decode(raw, calls)
 
     def last_steps(self, calls: Sequence[Call], step: int) -> str:
         """Returns what the threads of each rank did last before a step of the scheduler, in words.
@@ -162,20 +166,14 @@ class Simulation:
         sizes = [self.scratch.nbytes, *[_largest_nbytes(calls)] * 2] * self.world_size
         return dict(zip(whose, zip(addresses, sizes, strict=False), strict=False))
 
-    def _reason(self, done: subprocess.CompletedProcess[str], regions: Regions) -> str:
-        """Returns what a failed run says, in words."""
-        if done.returncode < 0 and not done.stderr:
-            return f"ended by {signal.Signals(-done.returncode).name}: a thread accessed memory that is no rank's"
-        return shortened(done.stderr, regions)[:_MOST_TEXT]
-
     def _execute(
         self, calls: Sequence[Call], *arguments: str
     ) -> tuple[subprocess.CompletedProcess[str], bytes, tuple[int, ...]]:
-        """Runs the program. Returns how it ended, what it found, and the numbers of its third file (run.cpp)."""
+        """Runs the program. Returns how it ended, its results, and the numbers of its third file (run.cpp)."""
         with tempfile.TemporaryDirectory() as folder:
-            case, found, shown = (Path(folder, name) for name in ("case", "found", "shown"))
+            case, results, shown = (Path(folder, name) for name in ("case", "results", "shown"))
             case.write_bytes(self._encode(calls))
-            command = [str(self.program), str(case), str(found), str(shown), *arguments]
+            command = [str(self.program), str(case), str(results), str(shown), *arguments]
             try:
                 environment = os.environ | _ENVIRONMENT
                 done = subprocess.run(
@@ -185,7 +183,7 @@ class Simulation:
                 done = subprocess.CompletedProcess(command, -1, "", f"stuck: no end within {TIMEOUT_S:g} s\n")
             numbers = shown.read_bytes() if shown.exists() else b""
             numbers = struct.unpack(f"{len(numbers) // 8}Q", numbers)
-            return done, found.read_bytes() if found.exists() else b"", numbers
+            return done, results.read_bytes() if results.exists() else b"", numbers
 
     def _encode(self, calls: Sequence[Call]) -> bytes:
         flags = has_pad(self.algorithm), self.busy, self.aborted, self.suspended, self.room, self.communicators
@@ -203,7 +201,7 @@ class Simulation:
         begin = tuple(accumulate(parts, initial=0))[: len(parts)]
         is_part = call.in_place and self.algorithm.op == "allgather"
         skipped = [at * x.itemsize for at, x in zip(begin, call.inputs, strict=False)] if is_part else [0] * ranks
-        own = {
+        derived = {
             "kernel": self.first_kernel + call.kernel,
             "threads": call.shape.threads,
             "chunk": call.shape.chunk,
@@ -223,7 +221,7 @@ class Simulation:
             "output_offset": (call.offset,) * ranks,
             "fingerprint": call.fingerprints or (1,) * ranks,
         }
-        return _Call(**alike | own)
+        return _Call(**alike | derived)
 
     def _decode(self, raw: bytes, calls: Sequence[Call]) -> list[Outcome]:
         outcomes, at, failing = [], 0, sum(bool(call.absent) for call in calls)
@@ -275,8 +273,8 @@ def has_pad(algorithm: Algorithm) -> bool:
 def _included(file: Path) -> set[str]:
     """The headers that a file includes from its folder or from cuda_src, and those that they include."""
     direct = set(re.findall(r'#include "(.+)"', file.read_text()))
-    found = [next(one for one in (file.parent / name, source_directory() / name) if one.exists()) for name in direct]
-    return direct.union(*map(_included, found))
+    paths = ((file.parent / name, source_directory() / name) for name in direct)
+    return direct.union(*(_included(next(filter(Path.exists, places))) for places in paths))
 
 
 # ---- the files of a case; Simulation, Call and Outcome say what the fields mean --------------------------------------

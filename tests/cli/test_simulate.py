@@ -116,12 +116,3 @@ def test_an_error_of_a_file_names_the_file_and_says_that_it_is_run(text, said, t
 
     assert main(["simulate", str(tmp_path / "mine.py")]) == 2
     assert f"{tmp_path}/mine.py{said}" in capsys.readouterr().err
-
-
-@pytest.mark.host
-def test_a_small_algorithm_is_simulated(capsys):
-    asked = ["--ranks", "2", "--sanitizers", "plain", "--seeds", "1", "--numel", "9", "--dtypes", "bf16"]
-
-    assert main(["simulate", "one_shot_push", *asked, "--quiet"]) == 0
-
-    assert re.fullmatch(r"one_shot_push: 1 of 1 cases passed in \d+\.\d s\n", capsys.readouterr().out)

@@ -12,12 +12,14 @@ from graphar.numerics.dtypes import TYPE_NAMES, with_canonical_nan
 from graphar.plan.algorithms import Algorithm
 from graphar.plan.config import Config
 from graphar.plan.scratch import NORM_SHARED_NBYTES, PACK_NBYTES, Scratch
+from graphar.runtime.arguments import NormGradientArguments
 from graphar.runtime.bind.residual_norm import COLUMNS_ADDED, PAIRS_NBYTES, STAGED_TENSORS, threads_of_sums
 from graphar.runtime.catalogue import residual_norm_backward_sources, residual_norm_source
 from graphar.simulator.build import Mutation
 from graphar.simulator.simulation import Call, KernelFailure, Simulation
 from tests.cases import HALVES, bit_patterns, normal, same_bits
 from tests.host.build import GROUP_LANES, NORM_SLOTS, build, known, seeds
+from tests.host.test_softmax import Memory, run
 
 pytestmark = [pytest.mark.host, pytest.mark.usefixtures("few_slots")]
 
@@ -115,38 +117,28 @@ def wrong_gradients(sanitizer: str, seed: int, mutation: Mutation | None = None)
     groups, threads = min(rows, GROUPS), 32 if packs <= 32 else NORM_SLOTS
     expected = norm_gradients.specification(of_normed, of_summed, summed, weight, *NUMBERS)
 
-    def run(kernel: int, blocks: int, threads: int, operands: tuple, input_: torch.Tensor, nbytes: int) -> tuple:
-        call = Call(
-            kernel,
-            Config(OF_ANY_KIND, blocks, threads),
-            [input_],
-            (input_.numel(),),
-            (nbytes,),
-            operands=operands,
-            scalars=(*NUMBERS, rows, groups),
-            columns=columns,
-        )
-        program = build(residual_norm_backward_sources(dtype, *staging), sanitizer, mutation)
-        shared_nbytes = PAIRS_NBYTES + STAGED_TENSORS * staging[0] * staging[1] * threads * PACK_NBYTES
-        (outcome,) = Simulation(program, OF_ANY_KIND, 1, Scratch(0, 128, 0, shared_nbytes), 0, seed).run([call])
-        return outcome.results[0], outcome.broken_guards
+    program = build(residual_norm_backward_sources(dtype, *staging), sanitizer, mutation)
+    tensors = {"of_normed": of_normed, "of_summed": of_summed, "summed": summed, "weight": weight}
 
-    of_rows_nbytes, of_groups_nbytes = summed.nbytes, groups * columns * 4
-    found, broken = run(
-        0,
-        groups,
-        threads,
-        (of_summed, summed, weight, of_rows_nbytes),
-        of_normed.view(-1),
-        of_rows_nbytes + of_groups_nbytes,
-    )
-    of_rows, of_groups = found[:of_rows_nbytes], found[of_rows_nbytes:].view(torch.float32)
+    def run_kernel(kernel: int, blocks: int, threads: int, tensors: dict, **results: int) -> tuple[dict, int]:
+        memory = Memory()
+        for name, x in tensors.items():
+            if x is not None:
+                memory.give(name, x)
+        for name, nbytes in results.items():
+            memory.take(name, nbytes)
+        numbers = dict(zip(("eps", "weight_offset"), NUMBERS, strict=True))
+        arguments = NormGradientArguments(rows=rows, columns=columns, row_groups=groups, with_weight=True, **numbers)
+        shared_nbytes = PAIRS_NBYTES + STAGED_TENSORS * staging[0] * staging[1] * threads * PACK_NBYTES
+        return run(program, kernel, (blocks, threads), arguments, memory, seed, shared_nbytes)
+
+    found, broken = run_kernel(0, groups, threads, tensors, of_rows=summed.nbytes, groups=4 * groups * columns)
     blocks, threads = -(-columns // COLUMNS_ADDED), threads_of_sums(groups)
-    of_weight, more = run(1, blocks, threads, (None, summed, weight, of_groups), of_normed.view(-1), weight.nbytes)
-    wrong = [
-        same_bits(one.view(dtype), other.view(-1)) for one, other in zip((of_rows, of_weight), expected, strict=True)
-    ]
-    return sum(wrong) + broken + more
+    of_groups = {"summed": summed, "weight": weight, "groups": found["groups"]}
+    added, more = run_kernel(1, blocks, threads, of_groups, of_weight=weight.nbytes)
+    of_rows, of_weight = found["of_rows"], added["of_weight"]
+    pairs = zip((of_rows, of_weight), expected, strict=True)
+    return sum(same_bits(result.view(dtype), wanted.view(-1)) for result, wanted in pairs) + broken + more
 
 
 @pytest.mark.parametrize(("sanitizer", "most_seeds"), [("plain", 24), ("thread", 2), ("address", 4)])

@@ -46,7 +46,7 @@ COLUMNS_OF_LEAF = (1, 8, 12, 40, 504, 512, 520, 1024, 2048, 2056, 3001)
 
 
 @dataclass
-class _Memory:
+class Memory:
     """The input and the output of a call: tensors one after another, and where they begin."""
 
     given: list[torch.Tensor] = field(default_factory=list)
@@ -68,7 +68,7 @@ class _Memory:
         self.at[name], self.nbytes[name] = (1 << 62) + begin + 1, nbytes
 
 
-def run(program, kernel: int, grid: tuple[int, int], arguments, memory: _Memory, seed: int, shared=0, **of_call):
+def run(program, kernel: int, grid: tuple[int, int], arguments, memory: Memory, seed: int, shared=0, **of_call):
     """Runs a kernel once. Returns the bytes of its output, by name, and how many guards are broken."""
     for name, at in memory.at.items():
         setattr(arguments, name, at)
@@ -155,7 +155,7 @@ def wrong_results(sanitizer: str, seed: int, mistake: Mutation | None = None, **
     first, leaves, cluster = rank * work.columns, LEAVES // ranks, choices.choice([2, 4, 8]) if spread else 1
     x, target = draw_logits(rows, work.columns, dtype, choices), draw_target(work, LEAVES * of_leaf, choices)
     arguments = loss.arguments(work, first, ranks, cluster)
-    memory = _Memory()
+    memory = Memory()
     memory.give("logits", x, choices.choice([0, 0, dtype.itemsize]))
     memory.give("target", target)
     partials = softmax.partial(x, target, first, leaves, work.terms)
@@ -211,7 +211,7 @@ def wrong_sums(sanitizer: str, seed: int, mistake: Mutation | None = None, **of_
     losses, state, *more = softmax.finish(torch.stack(partials), target, work.columns, of_rows)
     wanted = {"results": losses, "state": state[:-1]}
     wanted |= dict(zip([n for n in ("entropy", "top1") if getattr(work.terms, n)], more, strict=True))
-    memory, arguments = _Memory(), loss.arguments(work, 0, ranks)
+    memory, arguments = Memory(), loss.arguments(work, 0, ranks)
     wanted |= sum_of_a_row(arguments, torch.stack(partials), target, work)
     memory.give("gathered", torch.stack(partials))
     memory.give("target", target)
@@ -225,7 +225,7 @@ def wrong_sums(sanitizer: str, seed: int, mistake: Mutation | None = None, **of_
     wrong = sum(is_wrong(found[name], one) for name, one in wanted.items()) + broken
     if arguments.is_per_row:
         return wrong
-    memory, arguments = _Memory(), loss.arguments(work, 0, ranks)
+    memory, arguments = Memory(), loss.arguments(work, 0, ranks)
     room = torch.zeros(loss.room_for_sums(rows))
     room[:rows] = losses
     memory.give("results", room)
@@ -255,7 +255,7 @@ def wrong_gradients(sanitizer: str, seed: int, mistake: Mutation | None = None, 
     upstream = torch.randn(rows if work.terms.result in ("none", "log_probs") else 1)
     wanted = torch.empty_like(x)
     softmax.gradient(x, target, state, upstream, first, work.terms, wanted)
-    memory, arguments = _Memory(), loss.arguments(work, first, 1, slices=slices)
+    memory, arguments = Memory(), loss.arguments(work, first, 1, slices=slices)
     in_place = choices.random() < 0.5
     memory.give("logits", x, choices.choice([0, 0, x.itemsize]))
     for name, one in (("target", target), ("state", state), ("upstream", upstream)):

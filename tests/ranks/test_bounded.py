@@ -42,10 +42,6 @@ def repeat(function, *args):
 # ---- processes ------------------------------------------------------------------------------------------------------
 
 
-def test_a_process_that_runs_has_not_ended():
-    assert not has_ended(identify())
-
-
 def test_a_process_is_seen_to_have_ended_whether_its_parent_knows_or_not():
     # The file alone: graphar would import torch.
     code = f"import runpy; print(runpy.run_path({processes.__file__!r})['identify'](), flush=True); input()"

@@ -22,7 +22,9 @@ def called(monkeypatch):
 
 def test_host_names_tell_hosts_apart(called):
     assert several_hosts([called("a"), called("a")]) is None
-    assert several_hosts([called("a"), called("b")]).startswith("the ranks are on 2 hosts")
+    said = several_hosts([called("a"), called("b")])
+    assert said.startswith("the ranks are on 2 hosts by name, but on one machine; containers must share a directory: ")
+    assert said.endswith("name it in GRAPHAR_SOCKET_DIR")
 
 
 def test_a_common_directory_of_sockets_makes_one_host_of_two_names(called, tmp_path):
@@ -47,7 +49,3 @@ def test_machines_with_one_host_name_are_several_hosts(called, monkeypatch, tmp_
     monkeypatch.setattr(hosts, "_BOOT", tmp_path / "boot_id")
 
     assert several_hosts([*names, called("a")]) == "the ranks are on 2 hosts"
-
-
-def test_names_of_one_machine_are_told_with_what_containers_need(called):
-    assert several_hosts([called("a"), called("b")]).endswith("share a directory: name it in GRAPHAR_SOCKET_DIR")

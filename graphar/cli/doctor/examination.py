@@ -50,9 +50,9 @@ def run(options: argparse.Namespace) -> int:
     examined, quiet = [], options.quiet
     for section in examine_all():
         examined.append(section)
-        lines = [one for one in section.findings if one.status == PROBLEM or not quiet]
-        if not options.json and (lines or not quiet):
-            print(findings.text_of(replace(section, findings=tuple(lines))), flush=True)
+        printed = tuple(finding for finding in section.findings if finding.status == PROBLEM or not quiet)
+        if not options.json and (printed or not quiet):
+            print(findings.text_of(replace(section, findings=printed)), flush=True)
     problems = sum(finding.status == PROBLEM for section in examined for finding in section.findings)
     interrupted = any(section.interrupted for section in examined)
     if options.json:
@@ -81,11 +81,10 @@ def examine_all() -> Iterator[Section]:
 
 def examine_algorithms() -> Section:
     """Returns the self-test's section. It stops after an algorithm that hangs or was interrupted."""
-    title = "Self-test"
-    found, tested = [], Section(title, ())
+    whole = Section("Self-test", ())
     for algorithm in self_test.algorithms():
         tested = examine(algorithm.value, partial(self_test.self_test, algorithm), _ALGORITHM_DEADLINE_S)
-        found += tested.findings
+        whole = replace(tested, title=whole.title, findings=whole.findings + tested.findings)
         if tested.hung or tested.interrupted:
             break
-    return Section(title, tuple(found), tested.hung, tested.interrupted)
+    return whole

@@ -71,20 +71,21 @@ def examine(title: str, find: Callable[[], Iterable[Finding]], deadline_s: float
         except KeyboardInterrupt:
             interrupted = True
     hung = thread.is_alive() and not interrupted
-    told = dict.fromkeys(str(one.message).strip().splitlines()[0] for one in caught)
-    lines = [*found, *(note("warning", text) for text in told)]
+    told = dict.fromkeys(str(warning.message).strip().splitlines()[0] for warning in caught)
+    findings = [*found, *(note("warning", text) for text in told)]
     if hung:
-        lines.append(problem(title, f"not done after {deadline_s:g} s", DRIVER_HANGS))
+        findings.append(problem(title, f"not done after {deadline_s:g} s", DRIVER_HANGS))
     if interrupted:
-        lines.append(note(title, "not done: interrupted"))
-    return Section(title, tuple(lines), hung, interrupted)
+        findings.append(note(title, "not done: interrupted"))
+    return Section(title, tuple(findings), hung, interrupted)
 
 
 def text_of(section: Section) -> str:
     """Returns a section as text: "!" marks a problem, with advice below it, and "-" marks a note."""
     width = min(_WIDEST, max(_NARROWEST, shutil.get_terminal_size((_WIDEST, 24)).columns))
-    column = max([_NAME_WIDTH, *(len(one.name) + 1 for one in section.findings)])
-    return "\n".join([section.title, *(line for one in section.findings for line in _lines(one, column, width)), ""])
+    column = max([_NAME_WIDTH, *(len(finding.name) + 1 for finding in section.findings)])
+    lines = [line for finding in section.findings for line in _lines(finding, column, width)]
+    return "\n".join([section.title, *lines, ""])
 
 
 def _lines(finding: Finding, column: int, width: int) -> Iterator[str]:

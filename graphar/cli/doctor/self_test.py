@@ -115,7 +115,7 @@ def _faults(communicator: Communicator, algorithm: Algorithm, calls: Sequence[Se
 
 def _counted(communicator: Communicator) -> Counts:
     begun = communicator.engine.runner.calls_begun() if communicator.engine.runner else {}
-    for algorithm in [one for one in begun if one.row.copies]:  # ranks meet twice in a call of one chunk
+    for algorithm in [name for name in begun if name.row.copies]:  # ranks meet twice in a call of one chunk
         begun[algorithm] = [None if count is None else count // 2 for count in begun.pop(MEETING)]
     return begun
 

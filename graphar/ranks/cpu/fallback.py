@@ -27,16 +27,12 @@ from graphar.ranks.cpu.transport import InProcess, Transport, bytes_of
 _CHUNK_NUMEL = 256 << 10  # of a shard with a codec, whose encoder takes some hundred bytes an element on GPUs
 _SHARD_UNIT = 64  # elements: exact shards begin where those of other dtypes would, in lines of a cache
 
-Run = Callable[[Sequence[Operands]], None]  # takes the operands of this process's ranks
+OfRanks = Sequence[Operands]  # the operands of this process's ranks
+Run = Callable[[OfRanks], None]
+SumCall = Call[Sum | Parts]
 
 
-def bind(
-    call: Call,
-    transport: Transport,
-    timeout_s: float,
-    calls: Iterator[int],
-    coder: Coder | None = None,
-) -> Run:
+def bind(call: Call, transport: Transport, timeout_s: float, calls: Iterator[int], coder: Coder | None = None) -> Run:
     """Returns the function of a call; UnsupportedError if the call has an option that only kernels know.
 
     ``timeout_s`` is the deadline of each wait on another rank. ``calls`` counts the calls with a codec, equally on all
@@ -56,7 +52,7 @@ def alone(call: Call) -> Run:
     if not (call.work if isinstance(call.work, Exchange) else call.work._replace(codec="")).is_plain:
         return bind(call, InProcess(1), 0.0, repeat(0))
 
-    def copy(ranks: Sequence[Operands]) -> None:
+    def copy(ranks: OfRanks) -> None:
         (operands,) = ranks
         operands.outputs[0].copy_(operands.inputs[0])
         if call.feeds_back:
@@ -65,11 +61,11 @@ def alone(call: Call) -> Run:
     return feeding_back(call, copy)
 
 
-def do_nothing(ranks: Sequence[Operands]) -> None:
+def do_nothing(ranks: OfRanks) -> None:
     """The function of a call without elements."""
 
 
-def feeding_back(call: Call[Sum | Parts], run: Run) -> Run:
+def feeding_back(call: SumCall, run: Run) -> Run:
     """Returns ``run``, which leaves rounding errors in its inputs, for a call that adds those of earlier calls to them.
 
     They are replaced once ``run`` has ended: a call that fails leaves them as they were.
@@ -77,7 +73,7 @@ def feeding_back(call: Call[Sum | Parts], run: Run) -> Run:
     if not call.feeds_back:
         return run
 
-    def run_with_errors(ranks: Sequence[Operands]) -> None:
+    def run_with_errors(ranks: OfRanks) -> None:
         values = [operands.inputs[0] + operands.inputs[1] for operands in ranks]
         run([operands._replace(inputs=(value,)) for operands, value in zip(ranks, values, strict=True)])
         for operands, errors in zip(ranks, values, strict=True):
@@ -86,9 +82,7 @@ def feeding_back(call: Call[Sum | Parts], run: Run) -> Run:
     return run_with_errors
 
 
-def _allreduce(
-    how: Reduction, call: Call[Sum | Parts], transport: Transport, timeout_s: float, ranks: Sequence[Operands]
-) -> None:
+def _allreduce(how: Reduction, call: SumCall, transport: Transport, timeout_s: float, ranks: OfRanks) -> None:
     xs, outs = [operands.inputs[0].view(-1) for operands in ranks], [operands.outputs[0].view(-1) for operands in ranks]
     numel, is_coded = xs[0].numel(), bool(call.work.codec)
     if call.nbytes > transport.small_nbytes:
@@ -125,9 +119,7 @@ def _shards(x: torch.Tensor, ranks: int, unit: int) -> list[torch.Tensor]:
     return [x[rank * shard : (rank + 1) * shard] for rank in range(ranks)]
 
 
-def _reducescatter(
-    how: Reduction, call: Call[Sum | Parts], transport: Transport, timeout_s: float, ranks: Sequence[Operands]
-) -> None:
+def _reducescatter(how: Reduction, call: SumCall, transport: Transport, timeout_s: float, ranks: OfRanks) -> None:
     counts: Sequence[int] = call.work.parts
     firsts, most = first_elements(counts), max(counts)
     step = transport.two_shot_nbytes // (len(counts) * call.dtype.itemsize)
@@ -143,9 +135,7 @@ def _reducescatter(
     transport.two_shot(([chunk(rank, *at) for rank in range(len(ranks))] for at in windows), timeout_s)
 
 
-def _allgather(
-    how: Reduction, call: Call[Sum | Parts], transport: Transport, timeout_s: float, ranks: Sequence[Operands]
-) -> None:
+def _allgather(how: Reduction, call: SumCall, transport: Transport, timeout_s: float, ranks: OfRanks) -> None:
     nbytes = [count * call.dtype.itemsize for count in call.work.parts]
     xs = [bytes_of(operands.inputs[0]) for operands in ranks]
     outs = [bytes_of(operands.outputs[0]).split(nbytes) for operands in ranks]
@@ -157,7 +147,7 @@ def _allgather(
                 target[window].copy_(part)
 
 
-def _alltoall(call: Call[Exchange], transport: Transport, timeout_s: float, ranks: Sequence[Operands]) -> None:
+def _alltoall(call: Call[Exchange], transport: Transport, timeout_s: float, ranks: OfRanks) -> None:
     work = call.work
     if not work.known:
         _compare_lengths(call, transport, timeout_s, ranks[0].inputs[0].device)
@@ -206,11 +196,7 @@ def _windows(numel: int, step: int) -> Iterator[tuple[int, slice]]:
 
 
 def _by_specification(
-    call: Call[Sum | Parts],
-    specification: Specification,
-    transport: Transport,
-    timeout_s: float,
-    ranks: Sequence[Operands],
+    call: SumCall, specification: Specification, transport: Transport, timeout_s: float, ranks: OfRanks
 ) -> None:
     x = ranks[0].inputs[0]
     joins, world_size = call.op == "allgather", transport.world_size
@@ -226,17 +212,17 @@ def _by_specification(
         _put(call, made[out.device][rank], out)
 
 
-def _results(call: Call[Sum | Parts], specification: Specification, xs: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+def _results(call: SumCall, specification: Specification, xs: list[torch.Tensor]) -> Sequence[torch.Tensor]:
     """Returns each rank's result. ``xs`` are copies of the ranks' tensors, which the function may overwrite."""
-    found = specification(xs)
-    results = [found] * len(xs) if isinstance(found, torch.Tensor) else found
+    result = specification(xs)
+    results = [result] * len(xs) if isinstance(result, torch.Tensor) else result
     if len(results) != len(xs):
         raise ValueError(f"{call.op}: {call.algorithm} has a specification that gives {len(results)} results")
     return results
 
 
-def _put(call: Call[Sum | Parts], result: torch.Tensor, out: torch.Tensor) -> None:
+def _put(call: SumCall, result: torch.Tensor, out: torch.Tensor) -> None:
     if (result.numel(), result.dtype) != (out.numel(), out.dtype):
-        found, wanted = (f"{list(one.shape)} {one.dtype}" for one in (result, out))
-        raise ValueError(f"{call.op}: {call.algorithm} has a specification that gives {found} in place of {wanted}")
+        gives, wanted = (f"{list(tensor.shape)} {tensor.dtype}" for tensor in (result, out))
+        raise ValueError(f"{call.op}: {call.algorithm} has a specification that gives {gives} in place of {wanted}")
     out.view(-1).copy_(result.reshape(-1))

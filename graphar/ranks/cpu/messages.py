@@ -26,7 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from graphar.ranks.cpu.reduction import Chunk
+from graphar.ranks.cpu.reduction import Chunk, Tensors
 from graphar.ranks.cpu.transport import ROW_UNIT, GroupFailed, deadline, pipelined, wait
 
 SMALL_NBYTES = 256 << 10  # of a tensor that travels behind the header
@@ -37,9 +37,7 @@ _KEPT_VIEWS = 64
 class Messages:
     """The messages of one communicator over gloo, a transport. They meet no messages of other communicators.
 
-    Args:
-        gloo: the group's backend for CPU tensors.
-        name: the communicator's name, equal on every rank and unlike the names of all other communicators.
+    ``name`` is the communicator's, equal on every rank and unlike the names of all other communicators.
     """
 
     small_nbytes, chunk_nbytes = SMALL_NBYTES, 64 << 20
@@ -54,8 +52,6 @@ class Messages:
         self._letters = [bytearray(_HEADER_NBYTES + SMALL_NBYTES) for _ in range(gloo.size())]
         with torch.inference_mode(False):  # else no call outside of that mode could write into them
             self._tensors = [torch.frombuffer(letter, dtype=torch.uint8) for letter in self._letters]
-        self._own: torch.Tensor = self._tensors[self._rank]
-        self._incoming = {peer: self._tensors[peer] for peer in self.peers}
         self._behind_headers = functools.lru_cache(_KEPT_VIEWS)(partial(_behind_headers, self._tensors))
         self._scratch = [torch.empty(0, dtype=torch.uint8), torch.empty(0, dtype=torch.uint8)]
         # The headers that are under way: receives by rank, sends, and the error by which one could not be started.
@@ -82,23 +78,22 @@ class Messages:
     def agree(self, timeout_s: float, nbytes: int = 0) -> None:
         """Returns once all ranks have begun this call. Brings ``nbytes`` bytes of each behind its header.
 
-        Raises:
-            GroupFailed: a header did not come within ``timeout_s`` seconds.
+        GroupFailed if a header did not come within ``timeout_s`` seconds.
         """
         self.announce(nbytes)
         self.await_headers(timeout_s)
 
-    def announce(self, nbytes: int = 0, parts: Sequence[torch.Tensor] = ()) -> None:
+    def announce(self, nbytes: int = 0, parts: Tensors = ()) -> None:
         """Begins to exchange headers, with ``nbytes`` bytes behind each, or with a part for each rank."""
         self._sent, self._header = self._header + self._sequence.to_bytes(8, "little"), b""
         self._letters[self._rank][: len(self._sent)] = self._sent
         self._tag_of_call = zlib.crc32(self._sent, self._tag) >> 1
-        mine = self._own[: _HEADER_NBYTES + nbytes]
+        mine = self._tensors[self._rank][: _HEADER_NBYTES + nbytes]
         letters = {peer: torch.cat([mine, parts[peer]]) if parts else mine for peer in self.peers}
         receives, sends, failure = {}, [], None
         try:
-            for peer, letter in self._incoming.items():
-                receives[peer] = self._gloo.recv([letter], peer, self._tag)
+            for peer in self.peers:
+                receives[peer] = self._gloo.recv([self._tensors[peer]], peer, self._tag)
             for peer, letter in letters.items():
                 sends.append(self._gloo.send([letter], peer, self._tag))
         except RuntimeError as error:  # a connection is broken
@@ -133,9 +128,7 @@ class Messages:
 
     # ---- data -------------------------------------------------------------------------------------------------------
 
-    def collect(
-        self, sent: Sequence[torch.Tensor], lengths: Sequence[int], timeout_s: float
-    ) -> Sequence[Sequence[torch.Tensor]]:
+    def collect(self, sent: Tensors, lengths: Sequence[int], timeout_s: float) -> Sequence[Tensors]:
         (mine,) = sent
         if self._header and max(lengths) * mine.element_size() <= SMALL_NBYTES:
             behind = self._behind_headers(mine.dtype, tuple(lengths))
@@ -151,22 +144,20 @@ class Messages:
         wait(moves, timeout_s)
         return [received]
 
-    def exchange(
-        self, sent: Sequence[Sequence[torch.Tensor]], received: Sequence[Sequence[torch.Tensor]], timeout_s: float
-    ) -> None:
+    def exchange(self, sent: Sequence[Tensors], received: Sequence[Tensors], timeout_s: float) -> None:
         """Small parts travel behind the header, if the call has brought none yet, and others while headers do."""
-        (own,), (rooms,) = sent, received
+        (mine,), (rooms,) = sent, received
         most = SMALL_NBYTES if self._header else 0  # of a part behind a header
         if self._header:
-            self.announce(parts=[one[: one.numel() if one.numel() <= most else 0] for one in own])
+            self.announce(parts=[part[: part.numel() if part.numel() <= most else 0] for part in mine])
         tag, gloo = zlib.crc32(b"parts", self._tag_of_call) >> 1, self._gloo
         moves = [self._post(gloo.recv, rooms[peer], peer, tag) for peer in self.peers if rooms[peer].numel() > most]
-        moves += [self._post(gloo.send, own[peer], peer, tag) for peer in self.peers if own[peer].numel() > most]
+        moves += [self._post(gloo.send, mine[peer], peer, tag) for peer in self.peers if mine[peer].numel() > most]
         if self._pending:
             self.await_headers(timeout_s)
         for rank, room in enumerate(rooms):
             if rank == self._rank:
-                room.copy_(own[rank])
+                room.copy_(mine[rank])
             elif room.numel() <= most:
                 room.copy_(self._tensors[rank][_HEADER_NBYTES:][: room.numel()])
         wait(moves, timeout_s)
@@ -189,10 +180,11 @@ class Messages:
         if self._pending:
             self.await_headers(timeout_s)
         rooms, tag = chunk.rooms(), zlib.crc32(b"sums", tag) >> 1
-        gathering = [self._post(self._gloo.recv, rooms[one], one, tag) for one in peers if rooms and rooms[one].numel()]
+        owners = [peer for peer in peers if rooms and rooms[peer].numel()]
+        gathering = [self._post(self._gloo.recv, rooms[owner], owner, tag) for owner in owners]
         yield
         wait(arriving, timeout_s)
-        total = chunk.add([summands[one] for one in range(self.world_size)]) if mine.numel() else mine
+        total = chunk.add([summands[source] for source in range(self.world_size)]) if mine.numel() else mine
         if chunk.gathers and mine.numel():
             sending += [self._post(self._gloo.send, total, peer, tag) for peer in peers]
         yield
@@ -224,9 +216,7 @@ class Messages:
         return work
 
 
-def _behind_headers(
-    letters: Sequence[torch.Tensor], dtype: torch.dtype, lengths: tuple[int, ...]
-) -> list[torch.Tensor]:
+def _behind_headers(letters: Tensors, dtype: torch.dtype, lengths: tuple[int, ...]) -> list[torch.Tensor]:
     """Returns where a small tensor of each rank lies behind its header: this rank's before agreement, others' after."""
     ends = [_HEADER_NBYTES + length * dtype.itemsize for length in lengths]
     with torch.inference_mode(False):

@@ -21,6 +21,8 @@ from graphar.numerics.epilogues.epilogue import EpilogueInputs
 from graphar.plan.call import Call, Operands
 from graphar.plan.work import Parts, Sum
 
+Tensors = Sequence[torch.Tensor]
+
 _PIECE = 1 << 17  # elements that are summed at a time, in fp32
 _SEED_NBYTES = 16  # with padding: what follows is aligned for kernels
 
@@ -33,7 +35,7 @@ class Chunk:
     """
 
     how: Reduction
-    own: Operands
+    operands: Operands
     rank: int
     sources: list[torch.Tensor]
     targets: list[torch.Tensor]
@@ -46,16 +48,16 @@ class Chunk:
         shards = zip(self.sources, self.firsts, strict=True)
         return [self.how.encode(source, self.rank, first) if source.numel() else source for source, first in shards]
 
-    def add(self, received: Sequence[torch.Tensor]) -> torch.Tensor:
+    def add(self, received: Tensors) -> torch.Tensor:
         """Writes the sum of what all ranks sent to this owner, and returns what the owner sends to all ranks."""
         target = self.targets[self.rank if self.gathers else 0]
-        return self.how.into(target, received, self.own, self.first)
+        return self.how.into(target, received, self.operands, self.first)
 
     def rooms(self) -> list[torch.Tensor]:
         """Returns tensors for what the owners send."""
         return [self.how.room(target) for target in self.targets] if self.gathers else []
 
-    def arrived(self, rooms: Sequence[torch.Tensor]) -> None:
+    def arrived(self, rooms: Tensors) -> None:
         """Writes the sums of the other owners."""
         for rank, room in enumerate(rooms):
             if rank != self.rank and room.numel():
@@ -98,7 +100,7 @@ class ExactSum:
         """Returns what a rank sends of elements of its tensor; ``first`` is the index of the first one."""
         return part
 
-    def into(self, target: torch.Tensor, parts: Sequence[torch.Tensor], own: Operands, first: int) -> torch.Tensor:
+    def into(self, target: torch.Tensor, parts: Tensors, operands: Operands, first: int) -> torch.Tensor:
         """Writes the sum of what all ranks sent, and returns it as it travels: the target itself, or its codes.
 
         ``first`` is the index of the first element in this rank's result.
@@ -106,10 +108,11 @@ class ExactSum:
         if self.is_plain and target.device.type == "cpu":
             sum_into(target, parts)
             return target
-        form, order, out_dtype = self.work.epilogue, self.work.order, self.work.out_dtype
+        form, out_dtype = self.work.epilogue, self.work.out_dtype
+        order = "tree" if self.work.order == "tree" else "rank"
         if form:
-            inputs = EpilogueInputs(list(own.inputs[1:]), list(own.numbers), own.corner)
-            numel = own.outputs[0].numel()
+            inputs = EpilogueInputs(list(operands.inputs[1:]), list(operands.numbers), operands.corner)
+            numel = operands.outputs[0].numel()
             total = reference.sum_with_epilogue(parts, form, inputs, first, numel, order, out_dtype)
         else:
             total = reference.allreduce(parts, order=order, out_dtype=out_dtype)
@@ -143,14 +146,14 @@ class CodedSum:
         said = torch.tensor(list(seed.to_bytes(_SEED_NBYTES, "little")), dtype=torch.uint8, device=part.device)
         return torch.cat([said, wire])
 
-    def into(self, target: torch.Tensor, parts: Sequence[torch.Tensor], own: Operands, first: int) -> torch.Tensor:
+    def into(self, target: torch.Tensor, parts: Tensors, operands: Operands, first: int) -> torch.Tensor:
         if self.scatters:
             self.coder.decode(parts, target)
             return target
         seed = self.codec.seed or 0
         if self.tells_seed:
             seed = int.from_bytes(bytes(parts[0][:_SEED_NBYTES].tolist()), "little")
-            parts = [one[_SEED_NBYTES:] for one in parts]
+            parts = [part[_SEED_NBYTES:] for part in parts]
         return self.coder.recode(parts, target, Noise(seed, self.call, SUM, first))
 
     def room(self, target: torch.Tensor) -> torch.Tensor:
@@ -173,11 +176,11 @@ class Coder(Protocol):
         """Returns the bytes of a tensor on the wire. A codec with feedback replaces it by its rounding errors."""
         ...
 
-    def decode(self, wires: Sequence[torch.Tensor], target: torch.Tensor) -> None:
+    def decode(self, wires: Tensors, target: torch.Tensor) -> None:
         """Writes the fp32 sum of what is encoded, in the order of ranks and rounded once, with canonical NaNs."""
         ...
 
-    def recode(self, wires: Sequence[torch.Tensor], target: torch.Tensor, noise: Noise) -> torch.Tensor:
+    def recode(self, wires: Tensors, target: torch.Tensor, noise: Noise) -> torch.Tensor:
         """Encodes that sum, writes what this decodes to, and returns its bytes on the wire."""
         ...
 
@@ -200,13 +203,13 @@ class TorchCoder:
             part.copy_(rounding_error(part, decoded))
         return wire
 
-    def decode(self, wires: Sequence[torch.Tensor], target: torch.Tensor) -> None:
+    def decode(self, wires: Tensors, target: torch.Tensor) -> None:
         if len(wires) == 1 and target.device.type == "cpu":
             cpu_codec.decode(wires[0], self.codec, target)
         else:
             target.copy_(with_canonical_nan(self._total(wires, target.numel()).to(target.dtype)))
 
-    def recode(self, wires: Sequence[torch.Tensor], target: torch.Tensor, noise: Noise) -> torch.Tensor:
+    def recode(self, wires: Tensors, target: torch.Tensor, noise: Noise) -> torch.Tensor:
         wire = self._encode(self._total(wires, self.codec.tiles(target.numel()) * TILE_NUMEL), noise)
         self.decode([wire], target)
         return wire
@@ -214,7 +217,7 @@ class TorchCoder:
     def _encode(self, x: torch.Tensor, noise: Noise) -> torch.Tensor:
         return (cpu_codec if x.device.type == "cpu" else codec_reference).encode(x, self.codec, noise)
 
-    def _total(self, wires: Sequence[torch.Tensor], numel: int) -> torch.Tensor:
+    def _total(self, wires: Tensors, numel: int) -> torch.Tensor:
         if wires[0].device.type != "cpu":
             return codec_reference.total_of(wires, self.codec)[:numel]
         total = torch.empty(numel)
@@ -226,7 +229,7 @@ class TorchCoder:
 # ---- exact sums on the CPU ------------------------------------------------------------------------------------------
 
 
-def sum_into(target: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
+def sum_into(target: torch.Tensor, parts: Tensors) -> None:
     """Writes the bits of reference.allreduce of at least two parts into ``target``, in fewer passes over memory.
 
     ``target`` may be one of the parts, and shares no memory with others.
@@ -240,7 +243,7 @@ def sum_into(target: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
         target.copy_(with_canonical_nan(target))
 
 
-def _sum_as_they_are(target: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
+def _sum_as_they_are(target: torch.Tensor, parts: Tensors) -> None:
     first, second, *rest = parts
     in_place = target.data_ptr() not in [part.data_ptr() for part in rest]
     total = torch.add(first, second, out=target) if in_place else first + second
@@ -250,13 +253,13 @@ def _sum_as_they_are(target: torch.Tensor, parts: Sequence[torch.Tensor]) -> Non
         target.copy_(total)
 
 
-def _sum_in_pieces(target: torch.Tensor, parts: Sequence[torch.Tensor], wide: torch.dtype) -> None:
+def _sum_in_pieces(target: torch.Tensor, parts: Tensors, wide: torch.dtype) -> None:
     """Sums in memory that stays in the cache. torch's sums of two dtypes take up to ten times as long (2 M bf16)."""
     room = torch.empty((2, min(target.numel(), _PIECE)), dtype=wide, device=target.device)
     first, *rest = (part.split(_PIECE) for part in parts)
     for piece, begin, *others in zip(target.split(_PIECE), first, *rest, strict=True):
-        total, one = (memory[: piece.numel()] for memory in room)
+        total, wider = (memory[: piece.numel()] for memory in room)
         total.copy_(begin)
         for other in others:
-            total.add_(one.copy_(other))
+            total.add_(wider.copy_(other))
         piece.copy_(total)

@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions
 
 from graphar.errors import UnsupportedError
-from graphar.ranks.cpu.reduction import Chunk
+from graphar.ranks.cpu.reduction import Chunk, Tensors
 
-ROW_UNIT = 64  # bytes: a multiple of every dtype's size
+ROW_UNIT = 64  # bytes: a multiple of every dtype's size, and of kernels' packs
 
 
 class GroupFailed(Exception):
@@ -46,18 +46,14 @@ class Transport(Protocol):
     @property
     def ranks(self) -> Sequence[int]: ...  # those of this process
 
-    def collect(
-        self, sent: Sequence[torch.Tensor], lengths: Sequence[int], timeout_s: float
-    ) -> Sequence[Sequence[torch.Tensor]]:
+    def collect(self, sent: Tensors, lengths: Sequence[int], timeout_s: float) -> Sequence[Tensors]:
         """All-gather: returns for each rank of this process what all ranks have sent, which is read only.
 
         ``lengths`` are the elements that each rank sends. The result stays until the next call.
         """
         ...
 
-    def exchange(
-        self, sent: Sequence[Sequence[torch.Tensor]], received: Sequence[Sequence[torch.Tensor]], timeout_s: float
-    ) -> None:
+    def exchange(self, sent: Sequence[Tensors], received: Sequence[Tensors], timeout_s: float) -> None:
         """All-to-all: each rank of this process sends a tensor to each rank, and receives one from each."""
         ...
 
@@ -77,15 +73,11 @@ class InProcess:
     def __init__(self, world_size: int) -> None:
         self.world_size, self.ranks = world_size, range(world_size)
 
-    def collect(
-        self, sent: Sequence[torch.Tensor], lengths: Sequence[int], timeout_s: float
-    ) -> Sequence[Sequence[torch.Tensor]]:
-        by_device = {device: [one.to(device) for one in sent] for device in dict.fromkeys(one.device for one in sent)}
-        return [by_device[one.device] for one in sent]
+    def collect(self, sent: Tensors, lengths: Sequence[int], timeout_s: float) -> Sequence[Tensors]:
+        by_device = {device: [x.to(device) for x in sent] for device in dict.fromkeys(x.device for x in sent)}
+        return [by_device[x.device] for x in sent]
 
-    def exchange(
-        self, sent: Sequence[Sequence[torch.Tensor]], received: Sequence[Sequence[torch.Tensor]], timeout_s: float
-    ) -> None:
+    def exchange(self, sent: Sequence[Tensors], received: Sequence[Tensors], timeout_s: float) -> None:
         for rank, rooms in enumerate(received):
             for room, of_peer in zip(rooms, sent, strict=True):
                 room.copy_(of_peer[rank])
@@ -94,7 +86,7 @@ class InProcess:
         for of_ranks in chunks:  # which do not gather: each rank has all tensors at hand
             sent = [chunk.sent() for chunk in of_ranks]
             for rank, chunk in enumerate(of_ranks):
-                chunk.add([one[rank].to(sent[rank][rank].device) for one in sent])
+                chunk.add([shards[rank].to(sent[rank][rank].device) for shards in sent])
 
 
 class Group:
@@ -107,57 +99,55 @@ class Group:
         self._group, self.world_size, self._rank = group, group.size(), group.rank()
         self.ranks = (self._rank,)
 
-    def collect(
-        self, sent: Sequence[torch.Tensor], lengths: Sequence[int], timeout_s: float
-    ) -> Sequence[Sequence[torch.Tensor]]:
-        (mine,), longest = sent, max(lengths)
-        if mine.numel() < longest:
-            mine = torch.nn.functional.pad(mine, (0, longest - mine.numel()))
-        received = mine.new_empty(self.world_size, longest)
-        options = self._options(AllgatherOptions(), mine.device, timeout_s)
-        to = list(bytes_of(received).chunk(self.world_size))
-        self._wait(self._group.allgather([to], [bytes_of(mine)], options), mine.device, timeout_s)
-        return [[row[:length] for row, length in zip(received.unbind(), lengths, strict=True)]]
+    def collect(self, sent: Tensors, lengths: Sequence[int], timeout_s: float) -> Sequence[Tensors]:
+        (mine,) = sent
+        nbytes = [length * mine.itemsize for length in lengths]
+        gathering, rows = self._gather(mine, max(nbytes), timeout_s)
+        self._wait(gathering, mine.device, timeout_s)
+        return [[row[:n].view(mine.dtype) for row, n in zip(rows, nbytes, strict=True)]]
 
-    def exchange(
-        self, sent: Sequence[Sequence[torch.Tensor]], received: Sequence[Sequence[torch.Tensor]], timeout_s: float
-    ) -> None:
-        (own,), (rooms,) = sent, received
-        flat = torch.cat([bytes_of(one) for one in own])
-        sends, receives = ([one.nbytes for one in ones] for ones in (own, rooms))
-        room = flat.new_empty(sum(receives))
-        options = self._options(dist.distributed_c10d.AllToAllOptions(), flat.device, timeout_s)
-        self._wait(self._group.alltoall_base(room, flat, receives, sends, options), flat.device, timeout_s)
-        for target, one in zip(rooms, room.split(receives), strict=True):
-            bytes_of(target).copy_(one)
+    def exchange(self, sent: Sequence[Tensors], received: Sequence[Tensors], timeout_s: float) -> None:
+        (mine,), (rooms,) = sent, received
+        scattering, parts = self._scatter(mine, [room.nbytes for room in rooms], timeout_s)
+        self._wait(scattering, mine[0].device, timeout_s)
+        for room, part in zip(rooms, parts, strict=True):
+            bytes_of(room).copy_(part)
 
     def two_shot(self, chunks: Iterable[Sequence[Chunk]], timeout_s: float) -> None:
         pipelined(self._sum_chunk(chunk, timeout_s) for (chunk,) in chunks)
 
     def _sum_chunk(self, chunk: Chunk, timeout_s: float) -> Iterator[None]:
-        parts = chunk.sent()
-        mine, device = parts[self._rank], parts[self._rank].device
-        sent = _rows(parts)
-        received = torch.empty_like(sent)
-        options = self._options(dist.distributed_c10d.AllToAllOptions(), device, timeout_s)
-        scattering = self._group.alltoall_base(received, sent, [], [], options)
+        sent = chunk.sent()
+        mine, device = sent[self._rank], sent[self._rank].device
+        scattering, parts = self._scatter(sent, [mine.nbytes] * self.world_size, timeout_s)
         yield
         self._wait(scattering, device, timeout_s)
-        shards = [row[: mine.nbytes].view(mine.dtype) for row in received]
-        total = chunk.add(shards) if mine.numel() else mine
+        total = chunk.add([part.view(mine.dtype) for part in parts]) if mine.numel() else mine
         if not chunk.gathers:
             return
         rooms = chunk.rooms()
-        gathered = _rows(rooms)
-        own = bytes_of(total)
-        gathered[self._rank, : own.numel()].copy_(own)
-        options = self._options(AllgatherOptions(), device, timeout_s)
-        gathering = self._group.allgather([list(gathered)], [gathered[self._rank].clone()], options)
+        gathering, rows = self._gather(total, max(room.nbytes for room in rooms), timeout_s)
         yield
         self._wait(gathering, device, timeout_s)
-        for room, row in zip(rooms, gathered, strict=True):
+        for room, row in zip(rooms, rows, strict=True):
             bytes_of(room).copy_(row[: room.nbytes])
         chunk.arrived(rooms)
+
+    def _scatter(self, parts: Tensors, receives: list[int], timeout_s: float) -> tuple[dist.Work, Tensors]:
+        """Begins to send a part to each rank. Returns the work, and the bytes that it receives from each."""
+        flat = torch.cat([bytes_of(part) for part in parts])
+        received = flat.new_empty(sum(receives))
+        options = self._options(dist.distributed_c10d.AllToAllOptions(), flat.device, timeout_s)
+        work = self._group.alltoall_base(received, flat, receives, [part.nbytes for part in parts], options)
+        return work, received.split(receives)
+
+    def _gather(self, mine: torch.Tensor, most: int, timeout_s: float) -> tuple[dist.Work, torch.Tensor]:
+        """Begins to gather tensors of at most ``most`` bytes. Returns the work, and the ranks' bytes as padded rows."""
+        row = mine.new_empty(-(-most // ROW_UNIT) * ROW_UNIT, dtype=torch.uint8)
+        row[: mine.nbytes].copy_(bytes_of(mine))
+        rows = row.new_empty(self.world_size, row.numel())
+        options = self._options(AllgatherOptions(), mine.device, timeout_s)
+        return self._group.allgather([list(rows)], [row], options), rows
 
     def _options(self, options, device: torch.device, timeout_s: float):
         check_backend(device, self._group)
@@ -182,21 +172,12 @@ def check_backend(device: torch.device, group: dist.ProcessGroup) -> None:
 
 
 def pipelined(runs: Iterable[Iterator[None]]) -> None:
-    """Runs iterators to their ends. A step of one comes after an earlier step of the next, which begins meanwhile."""
+    """Runs iterators to their ends. An iterator's second step comes after the first step of the next one, and so on."""
     under_way: list[Iterator[None]] = []
     for run in runs:
-        under_way = [one for one in (run, *under_way) if not next(one, True)]
+        under_way = [begun for begun in (run, *under_way) if not next(begun, True)]
     while under_way:
-        under_way = [one for one in under_way if not next(one, True)]
-
-
-def _rows(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Returns the bytes of tensors as equally long rows, which are padded and aligned for every dtype."""
-    most = max(part.nbytes for part in parts)
-    rows = parts[0].new_empty(len(parts), -(-most // ROW_UNIT) * ROW_UNIT, dtype=torch.uint8)
-    for row, part in zip(rows, parts, strict=True):
-        row[: part.nbytes].copy_(bytes_of(part))
-    return rows
+        under_way = [begun for begun in under_way if not next(begun, True)]
 
 
 def bytes_of(x: torch.Tensor) -> torch.Tensor:

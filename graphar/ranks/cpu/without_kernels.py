@@ -131,7 +131,9 @@ class GroupCalls:
             with self.one_call(call.op, agreed, by, timeout_s, meets) as sequence:
                 if meets:
                     compare(sequence)
-                    self._connect()
+                    self._met = True  # every rank has come, so gloo can connect to it: headers compare from now on
+                    if messages:
+                        self._rendezvous.beside_meeting = partial(self._beside_meeting, messages)
                 if messages:
                     messages.begin(hashed, sequence, compare)
                     if not sends:
@@ -139,12 +141,6 @@ class GroupCalls:
                 run(ranks)
 
         return run_or_tell
-
-    def _connect(self) -> None:
-        """Compares by headers from now on: every rank has come, so that gloo can connect to it."""
-        self._met = True
-        if self.messages:
-            self._rendezvous.beside_meeting = partial(self._beside_meeting, self.messages)
 
     @contextlib.contextmanager
     def _beside_meeting(self, messages: Messages, what: str, timeout_s: float) -> Iterator[None]:

@@ -26,7 +26,7 @@ inline char* take(size_t nbytes) {
   return std::exchange(next, next + nbytes);
 }
 
-// Memory with nothing near it, so that an access far out of bounds is none to other data.
+// Pages with nothing near them, so that an access far out of bounds is none to other data.
 inline char* take_apart(size_t nbytes) {
   constexpr size_t page = 4096, gap_nbytes = size_t(64) << 20;
   const size_t room = (nbytes + page - 1) / page * page;

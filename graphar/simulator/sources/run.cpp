@@ -36,8 +36,7 @@ class Region {
  public:
   void allocate(size_t n) {
     nbytes_ = (n + 127) / 128 * 128 + 2 * guard_nbytes;
-    const u64 at = reinterpret_cast<u64>(simulator::take_apart(nbytes_ + guard_nbytes));
-    bytes_ = reinterpret_cast<char*>((at + guard_nbytes - 1) / guard_nbytes * guard_nbytes);
+    bytes_ = simulator::take_apart(nbytes_);
   }
 
   char* data() { return bytes_ + guard_nbytes; }

@@ -7,9 +7,10 @@
 #include <cstdlib>
 #include <map>
 #include <new>
+#include <random>
+#include <sstream>
 
 #include "context.hpp"
-#include "generator.hpp"
 #include "kept.hpp"
 #include "sanitizers.hpp"
 #include "views.hpp"
@@ -62,7 +63,7 @@ struct Fiber : Thread {
   Launch* launch = nullptr;
   Launch* previous = nullptr;
   Block* home = nullptr;
-  bool ended = false, released = false, asleep = false;
+  bool ended = false, released = false;
   unsigned loads_in_a_row = 0;
 };
 
@@ -80,8 +81,9 @@ struct Sleeper {
   Fiber* fiber;
 };
 
-Generator generator;
+std::mt19937_64 generator;
 Vector<Vector<Launch>> launches;  // by stream
+size_t incomplete;                // launches
 Vector<uint64_t> frozen_until;    // by rank
 Vector<unsigned> free_places;     // by rank: for blocks
 Vector<Vector<Launch*>> begun;    // by rank
@@ -120,10 +122,7 @@ void sleep_until(Fiber* fiber, uint64_t when) {
 }
 
 void wake_all(Vector<Fiber*>& fibers) {
-  for (Fiber* fiber : fibers) {
-    fiber->asleep = false;
-    runnable.push_back(fiber);
-  }
+  for (Fiber* fiber : fibers) runnable.push_back(fiber);
   fibers.clear();
 }
 
@@ -169,18 +168,6 @@ bool has_reached_this_thread(const Store& store) {
 
 // ---- switching ------------------------------------------------------------------------------------------------------
 
-void enter_fiber() {
-  if (__sanitizer_finish_switch_fiber)
-    __sanitizer_finish_switch_fiber(nullptr, &scheduler_stack, &scheduler_stack_nbytes);
-  current->launch->kernel->body();
-  Fiber* fiber = current;
-  fiber->ended = true;
-  become(scheduler_observer);
-  if (__sanitizer_start_switch_fiber)
-    __sanitizer_start_switch_fiber(nullptr, scheduler_stack, scheduler_stack_nbytes);
-  fiber->context.switch_to(scheduler_context);
-}
-
 void resume(Fiber* fiber) {
   current = fiber;
   become(fiber->views.of[generic]);
@@ -189,24 +176,26 @@ void resume(Fiber* fiber) {
   if (__sanitizer_finish_switch_fiber) __sanitizer_finish_switch_fiber(scheduler_asan, nullptr, nullptr);
 }
 
-// Back to the scheduler, from which this thread goes on once it is picked again.
+// Back to the scheduler, from which this thread goes on once it is picked again, unless it has ended.
 void leave() {
   Fiber* fiber = current;
   become(scheduler_observer);
   if (__sanitizer_start_switch_fiber)
-    __sanitizer_start_switch_fiber(&fiber->asan, scheduler_stack, scheduler_stack_nbytes);
+    __sanitizer_start_switch_fiber(fiber->ended ? nullptr : &fiber->asan, scheduler_stack, scheduler_stack_nbytes);
   fiber->context.switch_to(scheduler_context);
   if (__sanitizer_finish_switch_fiber) __sanitizer_finish_switch_fiber(fiber->asan, nullptr, nullptr);
 }
 
-void leave_for(uint64_t how_long) {
-  sleep_until(current, steps + how_long);
+void enter_fiber() {
+  if (__sanitizer_finish_switch_fiber)
+    __sanitizer_finish_switch_fiber(nullptr, &scheduler_stack, &scheduler_stack_nbytes);
+  current->launch->kernel->body();
+  current->ended = true;
   leave();
 }
 
-void leave_until_woken(Vector<Fiber*>& by) {
-  current->asleep = true;
-  by.push_back(current);
+void leave_for(uint64_t how_long) {
+  sleep_until(current, steps + how_long);
   leave();
 }
 
@@ -220,7 +209,10 @@ void open(Barrier& barrier) {
 }
 
 void wait_for(Vector<Fiber*>& waker, void (*pump)()) {
-  if (current->copies.empty()) return leave_until_woken(waker);
+  if (current->copies.empty()) {
+    waker.push_back(current);
+    return leave();
+  }
   pump();
   leave_for(random(8));
 }
@@ -266,22 +258,12 @@ void make_fiber(Launch& launch, unsigned block, unsigned thread) {
   fiber->previous = launch.at ? &launch - 1 : nullptr;
   fiber->home = &launch.blocks[block];
   fiber->stack = find_stack();
-  fiber->views = make_views();
-  if (launch.kernel->call >= 0) {
-    char name[64];
-    std::snprintf(name, sizeof name, "rank %d, block %u, thread %u", fiber->rank, block, thread);
-    name_views(fiber->views, name);
-  }
+  char name[64];
+  std::snprintf(name, sizeof name, "rank %d, block %u, thread %u", fiber->rank, block, thread);
+  fiber->views = make_views(launch.kernel->call >= 0 ? name : nullptr);
   fiber->context.begin(fiber->stack, stack_nbytes, enter_fiber);
   all_fibers.push_back(fiber);
   runnable.push_back(fiber);
-}
-
-size_t most_threads_of_a_launch() {
-  size_t most = 0;
-  for (const auto& stream : launches)
-    for (const Launch& launch : stream) most = std::max<size_t>(most, launch.size());
-  return most;
 }
 
 // Blocks begin in the order of their indices, those of a cluster together, where there is room for them.
@@ -302,7 +284,8 @@ void start(size_t stream, size_t at) {
   const As as(scheduler_observer);
   Launch& launch = launches[stream][at];
   launch.started = true;
-  launch.waiting.reserve(most_threads_of_a_launch());
+  // Nothing may grow while threads run.
+  launch.waiting.reserve(1 << 14);
   launch.blocks.resize(launch.kernel->blocks);
   for (unsigned b = 0; b < launch.kernel->blocks; ++b) {
     Block& block = launch.blocks[b];
@@ -311,7 +294,6 @@ void start(size_t stream, size_t at) {
     block.statics = make_shared(static_shared_nbytes);
     block.warps.resize((launch.kernel->threads + 31) / 32);
     for (unsigned t = 0; t < launch.kernel->threads; ++t) ++block.warps[t / 32].members;
-    // So that nothing grows while threads run.
     block.barrier.sleepers.reserve(launch.kernel->threads);
     for (Barrier& warp : block.warps) warp.sleepers.reserve(32);
   }
@@ -345,6 +327,7 @@ void end(Fiber* fiber) {
   if (!fiber->released) ++launch.released;
   if (++launch.ended == launch.size()) {
     launch.complete = true;
+    --incomplete;
     wake_all(launch.waiting);
   }
   start_what_may(launch.stream);
@@ -366,17 +349,20 @@ Fiber* pick() {
   return fiber;
 }
 
-bool everything_is_complete() {
-  for (const auto& stream : launches)
-    for (const Launch& launch : stream)
-      if (!launch.complete) return false;
-  return true;
-}
-
 // A rank stands still for a while: hosts and GPUs are never in step.
 void perhaps_freeze_a_rank() {
   if (!chance(4096)) return;
   frozen_until[random(frozen_until.size())] = steps + random(40'000);
+}
+
+// Where an address lies in the shared memory of a thread's block; empty if it does not.
+std::string name_of_shared(const Fiber& fiber, const void* address) {
+  const Block& block = *fiber.home;
+  const auto within = [=](const char* begin, size_t nbytes) { return begin <= address && address < begin + nbytes; };
+  const auto byte_of = [=](const char* begin) { return std::to_string(static_cast<const char*>(address) - begin); };
+  if (within(block.dynamic, fiber.launch->kernel->shared_nbytes))
+    return "dynamic shared memory, byte " + byte_of(block.dynamic);
+  return within(block.statics, static_shared_nbytes) ? "static shared memory, byte " + byte_of(block.statics) : "";
 }
 
 }  // namespace
@@ -477,8 +463,10 @@ End run(const std::vector<std::vector<Kernel>>& streams, int ranks, unsigned roo
   sleeping.reserve(1 << 16);
   if (__tsan_get_current_fiber) scheduler_observer = __tsan_get_current_fiber();
   launches.resize(streams.size());
-  for (size_t s = 0; s < streams.size(); ++s)
+  for (size_t s = 0; s < streams.size(); ++s) {
     for (const Kernel& kernel : streams[s]) launches[s].push_back({&kernel, s, launches[s].size()});
+    incomplete += streams[s].size();
+  }
   free_places.assign(ranks, room);
   begun.resize(ranks);
   for (auto& of_rank : begun) of_rank.reserve(1 << 10);
@@ -494,7 +482,7 @@ End run(const std::vector<std::vector<Kernel>>& streams, int ranks, unsigned roo
     if (chance(2)) perform_one();
     Fiber* fiber = pick();
     if (fiber == nullptr) {
-      if (everything_is_complete()) return complete;
+      if (incomplete == 0) return complete;
       if (sleeping.empty() && pending.empty()) return stuck;
       if (!sleeping.empty()) steps = std::max(steps, sleeping.front().wakes - 1);
       continue;
@@ -509,19 +497,43 @@ End run(const std::vector<std::vector<Kernel>>& streams, int ranks, unsigned roo
   return endless;
 }
 
-void visit_threads(const std::function<void(const Thread& thread)>& visit) {
-  for (const Fiber* fiber : all_fibers) visit(*fiber);
+// ---- for the report of a failure ------------------------------------------------------------------------------------
+
+void note(Step::Kind kind, const char* what, const void* address, uint32_t nbytes, uint64_t low, uint64_t high) {
+  if (!are_noted || (not_noted.begin <= address && address < not_noted.end)) return;
+  const Step step{kind, what, address, nbytes, {low, high}, steps, 1};
+  const auto as_now = [&](const Step& older) {
+    return older.what == what && older.address == address && older.nbytes == nbytes && older.value[0] == low &&
+           older.value[1] == high;
+  };
+  constexpr uint32_t most = Thread::most_steps;
+  const uint32_t next = current->steps_noted;
+  for (uint32_t back = 1; back <= most && kind == Step::load; ++back) {
+    Step& older = current->steps[(next + most - back) % most];
+    if (older.kind != Step::load) break;
+    if (!as_now(older)) continue;
+    older.number = steps;
+    ++older.times;
+    return;
+  }
+  current->steps[current->steps_noted++ % most] = step;
 }
 
-const Kernel& launched_by(const Thread& thread) { return *static_cast<const Fiber&>(thread).launch->kernel; }
-
-std::string name_of_shared(const Thread& thread, const void* address) {
-  const Block& block = *static_cast<const Fiber&>(thread).home;
-  const auto within = [=](const char* begin, size_t nbytes) { return begin <= address && address < begin + nbytes; };
-  const auto byte_of = [=](const char* begin) { return std::to_string(static_cast<const char*>(address) - begin); };
-  if (within(block.dynamic, launched_by(thread).shared_nbytes))
-    return "dynamic shared memory, byte " + byte_of(block.dynamic);
-  return within(block.statics, static_shared_nbytes) ? "static shared memory, byte " + byte_of(block.statics) : "";
+std::string last_steps() {
+  std::ostringstream text;
+  for (const Fiber* fiber : all_fibers) {
+    const Kernel& kernel = *fiber->launch->kernel;
+    const Step& last = fiber->steps[(fiber->steps_noted + Thread::most_steps - 1) % Thread::most_steps];
+    for (const Step& step : fiber->steps) {
+      if (kernel.call < 0 || step.kind == Step::none) continue;
+      const bool waits = step.kind == Step::wait && fiber->waits && &step == &last;
+      text << fiber->rank << ' ' << fiber->stream << ' ' << kernel.call << ' ' << fiber->block.x << ' ' << waits << ' '
+           << step.kind << ' ' << step.nbytes << ' ' << step.value[0] << ' ' << step.value[1] << ' '
+           << reinterpret_cast<uintptr_t>(step.address) << '\t' << name_of_shared(*fiber, step.address) << '\t'
+           << step.what << '\t' << fiber->thread.x << ' ' << step.number << ' ' << step.times << '\n';
+    }
+  }
+  return text.str();
 }
 
 }  // namespace simulator

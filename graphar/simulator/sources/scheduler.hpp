@@ -8,7 +8,6 @@
 #include <string>
 #include <vector>
 
-#include "steps.hpp"
 #include "views.hpp"
 
 namespace simulator {
@@ -30,6 +29,17 @@ struct Copy {
   void (*complete)(const Copy& copy) = nullptr;
 };
 
+// A step of a thread, for the report of a failure.
+struct Step {
+  enum Kind { none, load, store, wait } kind = none;
+  const char* what = nullptr;  // the primitive's name
+  const void* address = nullptr;
+  uint32_t nbytes = 0;  // of the value: at most 16
+  uint64_t value[2] = {};
+  uint64_t number = 0;  // of the scheduler's step
+  uint32_t times = 1;   // that it was repeated in a spin
+};
+
 // What a CUDA thread knows of itself.
 struct Thread {
   Index thread, block, block_dim, grid_dim;
@@ -40,11 +50,17 @@ struct Thread {
   uint32_t copy_groups = 0;
   uint32_t kernel = 0;  // of its stream
   uint32_t block_barriers = 0, warp_barriers = 0, cluster_barriers = 0;  // it has passed, or arrived at
-  Steps steps;
+  static constexpr int most_steps = 8;
+  Step steps[most_steps];  // the last ones, in turn. A load that a spin repeats is one step.
+  uint32_t steps_noted = 0;
   bool waits = false;  // at what its last step names
 };
 
 Thread& self();
+
+// Notes a step of the running thread, if steps are noted.
+void note(Step::Kind kind, const char* what, const void* address = nullptr, uint32_t nbytes = 0, uint64_t low = 0,
+          uint64_t high = 0);
 
 // While it lives, the thread waits at `what`.
 class Waiting {
@@ -129,8 +145,14 @@ End run(const std::vector<std::vector<Kernel>>& streams, int ranks, unsigned roo
 
 // ---- for the report of a failure ------------------------------------------------------------------------------------
 
-void visit_threads(const std::function<void(const Thread& thread)>& visit);  // all that have begun
-const Kernel& launched_by(const Thread& thread);
-std::string name_of_shared(const Thread& thread, const void* address);  // empty if it is not in its block's memory
+// Addresses of accesses that are not noted.
+struct Range {
+  const void *begin = nullptr, *end = nullptr;
+};
+inline Range not_noted;
+inline bool are_noted = false;  // a run that nobody asks for its last steps notes none
+
+// The last steps of all threads of calls, a line each. sanitizer_report.py reads them.
+std::string last_steps();
 
 }  // namespace simulator

@@ -28,12 +28,12 @@ inline Pack multimem_load_sum(T, const Pack* address) {
     sum.word[w] = T::round(total);
     twin::after_access();
   }
-  twin::note_load("multimem_load_sum", address, sum);
+  twin::note(simulator::Step::load, "multimem_load_sum", address, sum);
   return sum;
 }
 
 inline void multimem_store(Pack* address, const Pack& p) {
-  twin::note_store("multimem_store", address, p);
+  twin::note(simulator::Step::store, "multimem_store", address, p);
   for (size_t rank = 0; rank < multicast.scratch.size(); ++rank) {
     twin::copy_as(nullptr, simulator::view(simulator::alias), twin::on_rank(rank, address), &p, sizeof p);
     twin::after_access();

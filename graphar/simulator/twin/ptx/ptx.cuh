@@ -233,48 +233,34 @@ struct Exchange {
   u32 turns[32];
 };
 
-template <class Choose>
-inline u32 exchange(u32 v, Choose source) {
+template <class Word, class Choose>
+inline Word exchange(Word v, Choose source) {
   Exchange& warp = (static_cast<Exchange*>(
       simulator::static_shared(&typeid(Exchange), 16 * sizeof(Exchange))))[threadIdx.x / 32];
   const u32 lane = threadIdx.x % 32, turn = warp.turns[lane]++ % 2;
-  __atomic_store_n(&warp.given[turn][lane], v, __ATOMIC_RELAXED);
+  __atomic_store_n(&warp.given[turn][lane], std::bit_cast<u32>(v), __ATOMIC_RELAXED);
   warp_vote(false);
-  return __atomic_load_n(&warp.given[turn][source(lane)], __ATOMIC_RELAXED);
+  return std::bit_cast<Word>(__atomic_load_n(&warp.given[turn][source(lane)], __ATOMIC_RELAXED));
 }
 }  // namespace twin
 
-inline u32 __shfl_xor_sync(u32, u32 v, int mask) {
+template <class Word>
+Word __shfl_xor_sync(u32, Word v, int mask) {
   return twin::exchange(v, [=](u32 lane) { return lane ^ mask; });
 }
-inline float __shfl_xor_sync(u32, float v, int mask) {
-  return std::bit_cast<float>(__shfl_xor_sync(0, std::bit_cast<u32>(v), mask));
-}
-inline u32 __shfl_sync(u32, u32 v, int source, int width = 32) {
+template <class Word>
+Word __shfl_sync(u32, Word v, int source, int width = 32) {
   return twin::exchange(v, [=](u32 lane) { return lane / width * width + source; });
-}
-inline float __shfl_sync(u32, float v, int source, int width = 32) {
-  return std::bit_cast<float>(__shfl_sync(0, std::bit_cast<u32>(v), source, width));
 }
 
 // ---- loads and stores -----------------------------------------------------------------------------------------------
 
 namespace twin {
 template <class Word>
-inline void note(simulator::Step::Kind kind, const char* what, const void* address, const Word& v) {
+inline void note(simulator::Step::Kind kind, const char* what, const Word* address, const Word& v) {
   u64 bits[2] = {};
   std::memcpy(bits, &v, min(sizeof v, sizeof bits));
   simulator::note(kind, what, address, sizeof v, bits[0], bits[1]);
-}
-
-template <class Word>
-inline void note_load(const char* what, const Word* address, const Word& v) {
-  note(simulator::Step::load, what, address, v);
-}
-
-template <class Word>
-inline void note_store(const char* what, const Word* address, const Word& v) {
-  note(simulator::Step::store, what, address, v);
 }
 
 template <class Word>
@@ -313,7 +299,7 @@ V load_relaxed_sys(const V* address) {
   twin::visit_parts<V>([&](u32 i) {
     reinterpret_cast<Part*>(&v)[i] = twin::load_word(reinterpret_cast<const Part*>(address) + i);
   });
-  twin::note_load("load_relaxed_sys", address, v);
+  twin::note(simulator::Step::load, "load_relaxed_sys", address, v);
   sizeof(V) == 16 ? twin::after_poll() : twin::after_load();
   return v;
 }
@@ -324,7 +310,7 @@ void store_relaxed_sys(V* address, const std::type_identity_t<V>& v) {
   twin::visit_parts<V>([&](u32 i) {
     simulator::post(reinterpret_cast<Part*>(address) + i, reinterpret_cast<const Part*>(&v)[i], sizeof(Part));
   });
-  twin::note_store("store_relaxed_sys", address, v);
+  twin::note(simulator::Step::store, "store_relaxed_sys", address, v);
   twin::after_access();
 }
 
@@ -332,7 +318,7 @@ template <class Word>
 inline Word load_acquire_sys(const Word* address) {
   const Word v = __atomic_load_n(address, __ATOMIC_ACQUIRE);
   simulator::acquire_views(address);
-  twin::note_load("load_acquire_sys", address, v);
+  twin::note(simulator::Step::load, "load_acquire_sys", address, v);
   twin::after_poll();
   return v;
 }
@@ -342,7 +328,7 @@ inline void store_release_sys(Word* address, std::type_identity_t<Word> v) {
   simulator::make_released_visible();
   simulator::release_views(address);
   __atomic_store_n(address, v, __ATOMIC_RELEASE);
-  twin::note_store("store_release_sys", address, v);
+  twin::note(simulator::Step::store, "store_release_sys", address, v);
   twin::after_access();
 }
 
@@ -353,20 +339,20 @@ inline void store_release_sys_if(bool condition, u64* address, u64 v) {
 template <class Word>
 inline Word load_relaxed_gpu(const Word* address) {
   const Word v = twin::load_word(address);
-  twin::note_load("load_relaxed_gpu", address, v);
+  twin::note(simulator::Step::load, "load_relaxed_gpu", address, v);
   twin::after_load();
   return v;
 }
 
 inline void store_relaxed_gpu(u32* address, u32 v) {
   simulator::post(address, v, 4);
-  twin::note_store("store_relaxed_gpu", address, v);
+  twin::note(simulator::Step::store, "store_relaxed_gpu", address, v);
   twin::after_access();
 }
 
 inline u32 add_relaxed_cta(u32* address, u32 v) {
   const u32 old = __atomic_fetch_add(address, v, __ATOMIC_RELAXED);
-  twin::note_store("add_relaxed_cta", address, v);
+  twin::note(simulator::Step::store, "add_relaxed_cta", address, v);
   twin::after_access();
   return old;
 }
@@ -374,7 +360,7 @@ inline u32 add_relaxed_cta(u32* address, u32 v) {
 inline u32 add_relaxed_gpu(u32* address, u32 v) {
   simulator::make_visible_at(address);
   const u32 old = __atomic_fetch_add(address, v, __ATOMIC_RELAXED);
-  twin::note_store("add_relaxed_gpu", address, v);
+  twin::note(simulator::Step::store, "add_relaxed_gpu", address, v);
   twin::after_access();
   return old;
 }
@@ -382,7 +368,7 @@ inline u32 add_relaxed_gpu(u32* address, u32 v) {
 inline u32 exchange_relaxed_gpu(u32* address, u32 v) {
   simulator::make_visible_at(address);
   const u32 old = __atomic_exchange_n(address, v, __ATOMIC_RELAXED);
-  twin::note_store("exchange_relaxed_gpu", address, v);
+  twin::note(simulator::Step::store, "exchange_relaxed_gpu", address, v);
   twin::after_access();
   return old;
 }
