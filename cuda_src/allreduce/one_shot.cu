@@ -4,8 +4,7 @@
 //           scratch[0 .. N-1].stage[parity], copied over the links -> shared memory, Depth packs of every rank ahead
 //           shared memory -> sum -> output
 //
-// A block waits only for the same block of its peers. Two stages alternate, (13) in signal_pad.cuh. Copies in flight
-// take no registers. A thread has its own places in shared memory, so it waits only for its own copies (6).
+// Two stages alternate, (13) in signal_pad.cuh. A thread waits only for its own copies (6), which take no registers.
 #include "device/pack.cuh"
 #include "device/sync/signal_pad.cuh"
 

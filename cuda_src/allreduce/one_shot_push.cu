@@ -4,9 +4,8 @@
 //           scratch[r].slot[parity][0 .. N-1] -> sum, epilogue -> output
 //
 // One hop and no barrier: readiness travels in the data, (3) and (4) in sentinel.cuh. Wins at the smallest sizes. With
-// two ranks it wins far beyond them, since it sends no more than a two-shot. Every rank applies the epilogue.
-// With two ranks a thread may have several packs. It sends pack i + 1 before it waits for pack i, so a pack that is not
-// sent is one whose sender waits for an earlier one. To send all first took 5 % longer at 2 MB.
+// two ranks it wins far beyond them, since it sends no more than a two-shot. A thread then has several packs, and sends
+// pack i + 1 before it waits for pack i. To send all first took 5 % longer at 2 MB.
 #include "device/epilogue.cuh"
 #include "device/sync/sentinel.cuh"
 
@@ -18,7 +17,6 @@ __global__ void __launch_bounds__(512, 2) one_shot_push(const __grid_constant__ 
   u32 first = blockIdx.x * blockDim.x + threadIdx.x;
   bool whole = are_whole(input, output, first, packs, stride);
   Outgoing<N, 1> outgoing(a.input, first, whole ? packs : 0, stride);
-#pragma unroll
   for (int hop = 0; hop < N; ++hop) outgoing.to[(hop + N - 1) % N] = slot(a, hop, a.rank * a.capacity + first);
 
   HeldCall call = begin_call(a, first, whole, outgoing);

@@ -5,8 +5,8 @@
 //           sum of shard r         -> codes ---> slots of the all-gather on every peer
 //           slots of every peer p  -> values -> output, shard p
 //
-// Steps and slots: (11) in two_shot_pipeline.cuh. Packing is in lossless.cuh: exponents that are far apart take more
-// bytes, and time. Wins at large sizes, where the arithmetic hides behind the links.
+// Exponents that are far apart take more bytes, and time (lossless.cuh). Wins at large sizes, where the links hide the
+// arithmetic.
 #include "device/sync/two_shot_pipeline.cuh"
 #include "device/wire/lossless.cuh"
 

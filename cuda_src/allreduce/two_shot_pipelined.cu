@@ -6,7 +6,7 @@
 //           slots of every peer p  -> output, shard p
 //   direct: sum of shard r         ---> output of every rank, a symmetric tensor, instead of the last two lines
 //
-// Steps and slots: (11) in two_shot_pipeline.cuh. Wins where two_shot_push would need more scratch than it has.
+// Wins where two_shot_push would need more scratch than it has.
 #include "device/epilogue.cuh"
 #include "device/sync/two_shot_pipeline.cuh"
 
@@ -29,13 +29,6 @@ struct TwoShotPipelined {
   __device__ TwoShotPipelined(const Arguments& arguments, const Call&)
       : a(arguments), input(a.input, a.numel), output(a.output, a.numel), chunks(a, pack_count<T>(a.numel)) {}
 
-  __device__ Pack* scattered_slot(int hop, u32 k, int from, u32 j) const {
-    return pipeline_slot<N>(a, scattered, hop, k, from, j);
-  }
-  __device__ Sum* reduced_slot(int hop, u32 k, int from, u32 j) const {
-    return pipeline_slot<N, Sum>(a, reduced, hop, k, from, j);
-  }
-
   __device__ int owner(int hop) const { return (a.rank + hop) % N; }
 
   // Reads one P of chunk k from each of the other owners, by their distance, and then passes all of them to `write`.
@@ -54,7 +47,7 @@ struct TwoShotPipelined {
   __device__ void scatter(u32 k) const {
     for_each_other_owner<Pack>(
         k, [&](int hop, u32 j) { return input.load(chunks.begin(k, owner(hop)) + j); },
-        [&](int hop, u32 j, const Pack& p) { *scattered_slot(hop, k, a.rank, j) = p; });
+        [&](int hop, u32 j, const Pack& p) { *pipeline_slot<N>(a, scattered, hop, k, a.rank, j) = p; });
   }
 
   __device__ void reduce(u32 k) const {
@@ -64,12 +57,12 @@ struct TwoShotPipelined {
       const Epilogue<T, Expression> epilogue(a, first + j);
       const Pack mine = input.load(first + j);
       Pack part[N];
-      for (int r = 0; r < N; ++r) part[r] = r == a.rank ? mine : *scattered_slot(0, k, r, j);
+      for (int r = 0; r < N; ++r) part[r] = r == a.rank ? mine : *pipeline_slot<N>(a, scattered, 0, k, r, j);
       const Sum sum = sum_in_order<T, N, Order, Out>(part, epilogue);
       if constexpr (Direct) {
         output.template store_to_all<N>(a.peer_output, a.rank, first + j, sum);
       } else {
-        for (int hop = 1; hop < N; ++hop) *reduced_slot(hop, k, a.rank, j) = sum;
+        for (int hop = 1; hop < N; ++hop) *pipeline_slot<N, Sum>(a, reduced, hop, k, a.rank, j) = sum;
         output.store(first + j, sum);
       }
     }
@@ -77,7 +70,7 @@ struct TwoShotPipelined {
 
   __device__ void gather(u32 k) const {
     for_each_other_owner<Sum>(
-        k, [&](int hop, u32 j) { return *reduced_slot(0, k, owner(hop), j); },
+        k, [&](int hop, u32 j) { return *pipeline_slot<N, Sum>(a, reduced, 0, k, owner(hop), j); },
         [&](int hop, u32 j, const Sum& p) { output.store(chunks.begin(k, owner(hop)) + j, p); });
   }
 };

@@ -6,9 +6,8 @@
 //     push      shared sum              ---> scratch[p].reduced[k % depth][r]        on every peer; signal `reduced`
 //     gather    scratch[r].reduced[k % depth][p] -> output, piece p
 //
-// Bulk copies from shared memory move the data over the links, and registers move it on the chip. One thread of a
-// channel keeps the links busy with kilobytes at a time, so a few blocks fill them and leave the other SMs to a matmul.
-// The next kernel is not launched early, since it would hold SMs while it waits. Wins beside a matmul, at large sizes.
+// One thread of a channel keeps the links busy with kilobytes at a time, so a few blocks fill them and leave the other
+// SMs to a matmul. The next kernel is not launched early, since it would hold SMs while it waits. Wins beside a matmul.
 #include "device/pack.cuh"
 #include "device/ptx/tma.cuh"
 #include "device/sync/signal_pad.cuh"

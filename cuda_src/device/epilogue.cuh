@@ -72,7 +72,7 @@ struct Epilogue {
     for (u32 e = 0; e < E; ++e) {
       indices[e] = at;
 #pragma unroll
-      for (float& one : operand[e]) one = 0.0f;
+      for (float& number : operand[e]) number = 0.0f;
       if (e < count) Expression::load(arguments, at, operand[e]);
       const bool ends = at.col + 1 == end;
       at = {at.index + 1 + (ends ? beside : 0), at.row + ends, ends ? arguments.first_col : at.col + 1};

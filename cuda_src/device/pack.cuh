@@ -242,8 +242,8 @@ struct Tensor {
 
 // By any thread: whether the packs `first`, `first` + `stride`, ... below `end` are whole and aligned in both tensors.
 template <class A, class B>
-__device__ __forceinline__ bool are_whole(const A& one, const B& other, u32 first, u32 end, u32 stride) {
-  const u64 whole = min(one.whole, other.whole);
+__device__ __forceinline__ bool are_whole(const A& a, const B& b, u32 first, u32 end, u32 stride) {
+  const u64 whole = min(a.whole, b.whole);
   return end <= whole || (first < whole && first + stride >= end);
 }
 

@@ -50,7 +50,7 @@ struct RmsNorm {
   Words<E / 4>* const codes = static_cast<Words<E / 4>*>(a.output);  // in e4m3, instead of `normed`
   const float* const caller_scale = a.scale;                         // static_fp8
   float* const scales = a.scales + scales_of(skipped);               // of rows or groups, written
-  float given = 0;                                                   // one over the caller's scale, of static_fp8
+  float by_caller = 0;                                               // one over the caller's scale, of static_fp8
   bool comes;  // false once a sum has not come; such a thread still takes part in barriers
   int turn = 0;
 
@@ -62,7 +62,7 @@ struct RmsNorm {
 
   // By all threads before the first row. Call it after the first pushes, since it waits for memory.
   __device__ __forceinline__ void start() {
-    if constexpr (O == static_fp8) given = __fdiv_rn(1.0f, *caller_scale);
+    if constexpr (O == static_fp8) by_caller = __fdiv_rn(1.0f, *caller_scale);
     if constexpr (C > 1) wait_for_cluster();  // all blocks run, and have their shared memory
   }
 
@@ -83,22 +83,22 @@ struct RmsNorm {
       const bool second = has_two_slots() && i & norm_slots / 2;
       float of_slot = squares[0];
       if (second) of_slot = squares[own_slots - 1];
-      Pack one;
+      Pack r;
       if constexpr (has_residual) {
-        add_squares(one = sum[0], of_slot);
+        add_squares(r = sum[0], of_slot);
       } else if constexpr (sums == 1) {
-        one = add(sum[0], from, of_slot);
+        r = add(sum[0], from, of_slot);
       } else {
         const HalfPack left = add(sum[0], {from.word[0], from.word[1]}, of_slot);
         if (together == 1 && !(comes = next(sums * i + 1, sum))) continue;
         const HalfPack right = add(sum[together - 1], {from.word[2], from.word[3]}, of_slot);
-        one = {left.word[0], left.word[1], right.word[0], right.word[1]};
+        r = {left.word[0], left.word[1], right.word[0], right.word[1]};
       }
       if (!second) squares[0] = of_slot;
       if (second) squares[own_slots - 1] = of_slot;
-      summed.store(start + i, one);
-      then(i, one);
-      if (i == thread) mine = one;
+      summed.store(start + i, r);
+      then(i, r);
+      if (i == thread) mine = r;
     }
     const float inverse = inverse_root(squares);
     if constexpr (C > 1) release_next_kernel();  // the team's only row has come: (18) in kernel_order.cuh
@@ -135,7 +135,7 @@ struct RmsNorm {
         norm(summed.load(start + i), weight.load(i), inverse, v);  // which this thread stored
     };
     if constexpr (O == grouped_fp8) return store_groups(row, load);
-    float by_scale = given;
+    float by_scale = by_caller;
     if constexpr (O == dynamic_fp8) {
       u32 largest = 0;
       for (u32 i = thread; comes && i < packs; i += threads) {
@@ -143,7 +143,9 @@ struct RmsNorm {
         load(i, v);
         largest = max(largest, largest_of(v));
       }
-      const float scale = scale_of(largest_of_team(largest));
+      largest = __reduce_max_sync(0xffffffff, largest);
+      largest = __reduce_max_sync(0xffffffff, __float_as_uint(of_warps(__uint_as_float(largest))));
+      const float scale = scale_of(largest);
       if (thread == 0 && comes) scales[row] = scale;
       by_scale = __fdiv_rn(1.0f, scale);
     }
@@ -177,11 +179,6 @@ struct RmsNorm {
     u32 largest = 0;
     for (int e = 0; e < E; ++e) largest = max(largest, __float_as_uint(v[e]) & 0x7fffffff);
     return largest;
-  }
-
-  __device__ __forceinline__ u32 largest_of_team(u32 largest) {
-    largest = __reduce_max_sync(0xffffffff, largest);
-    return __reduce_max_sync(0xffffffff, __float_as_uint(of_warps(__uint_as_float(largest))));
   }
 
   // The scale of a row or a group, from the bits of its largest magnitude.

@@ -103,8 +103,6 @@ __device__ __forceinline__ double log_of_sum(float s) {
   return s == 0 ? double(no_logit()) : s == s ? log : double(s);
 }
 
-// ---- what a node is sent as, and the results of a row --------------------------------------------------------------
-
 // Whether a target is a column that is no padding, or one of rows without a loss.
 struct Target {
   long long column;

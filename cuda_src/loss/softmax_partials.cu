@@ -6,8 +6,7 @@
 //
 // A block has 8 leaves: of one row, or of up to 8 rows if ranks divide the leaves of a row. A warp takes one leaf. If
 // there are few rows, a leaf has a warp for each 32 lanes instead, and the blocks of a cluster divide the 8 leaves. An
-// element takes 13 instructions, about as many as memory leaves time for, so no warp waits for another before its leaf
-// is done. The kernel sends nothing, and waits for no rank.
+// element takes 13 instructions, about as many as memory leaves time for. It waits for no rank.
 #include "device/softmax.cuh"
 
 constexpr int groups = softmax_lanes / 32;                 // of lanes, which a warp takes one after another
@@ -19,14 +18,12 @@ struct Eight {
   static constexpr int packs = 8 / elements_per_pack<T>, words = 4 * packs, W = elements_per_word<T>;
   u32 word[words];
 
-  // The largest element of each half of a word, or of the word.
+  // Of each half of a word, or of the word.
   __device__ __forceinline__ u32 largest() const {
     u32 v = word[0];
     for (int w = 1; w < words; ++w) v = larger(T{}, v, word[w]);
     return v;
   }
-
-  // The smallest element of each half of a word; NaN if one is.
   __device__ __forceinline__ u32 smallest() const {
     u32 v = word[0];
     for (int w = 1; w < words; ++w) v = smaller(T{}, v, word[w]);

@@ -75,26 +75,6 @@ __device__ void produce(const MatmulArguments& m, const Arguments& a, const Rows
   ring.wait_for_cluster(at);
 }
 
-// By two warps of a block; `sender` says which.
-template <class Rows>
-__device__ void send_and_gather(const Rows& rows, const Arguments& a, const Call& call, u32 sender) {
-  if (call.aborted || !wait_until_all_entered<Rows::ranks>(a, call)) return;
-  rows.send(call);
-  if (a.output != nullptr) rows.gather(call, 2 * blockIdx.x + sender, 2 * gridDim.x);
-}
-
-// Before a consumer's 64 rows of sums are rounded. An epilogue's indices are those in the product of all ranks' rows.
-template <class T, class Expression, int Count>
-__device__ __forceinline__ void add_bias_or_epilogue(const MatmulArguments& m, const Arguments& a,
-                                                     const GatheredTile& tile, u32 index, float (&sums)[Count]) {
-  if constexpr (is_identity<Expression>) {
-    add_bias<T>(m, tile.column, sums);
-  } else {
-    const u32 begin = a.begin[tile.owner], end = begin + a.count[tile.owner];
-    apply_to_rows<Expression>(a.epilogue, begin + tile.row + 64 * index, end, tile.column, m.n, sums);
-  }
-}
-
 template <class T, class Tile, int N, OperandLayout W, class Expression, class Scales>
 __device__ void consume(const typename Scales::Arguments& m, const Arguments& a, const RowsOfRanks<N>& c_maps,
                         const Ring<Tile>& ring, u32 index) {
@@ -114,7 +94,12 @@ __device__ void consume(const typename Scales::Arguments& m, const Arguments& a,
     } else {
       multiplier.multiply(at, sums);
     }
-    add_bias_or_epilogue<T, Expression>(m, a, tile, index, sums);
+    if constexpr (is_identity<Expression>) {
+      add_bias<T>(m, tile.column, sums);
+    } else {  // whose indices are those in the product of all ranks' rows
+      const u32 begin = a.begin[tile.owner], end = begin + a.count[tile.owner];
+      apply_to_rows<Expression>(a.epilogue, begin + tile.row + 64 * index, end, tile.column, m.n, sums);
+    }
     tiles.store(c_maps.of[tile.owner], sums, tile.row, tile.column);
   }
   tiles.wait();
@@ -154,7 +139,11 @@ __global__ void __launch_bounds__(128 + 128 * Tile::consumers, 1)
       __syncwarp();
     } else {
       shared.call_known.wait(0);
-      send_and_gather(GatheredRows<Operand, N, Scales>(m, a), a, shared.call, warp - 1);
+      const GatheredRows<Operand, N, Scales> rows(m, a);
+      if (!shared.call.aborted && wait_until_all_entered<N>(a, shared.call)) {
+        rows.send(shared.call);
+        if (a.output != nullptr) rows.gather(shared.call, 2 * blockIdx.x + warp - 1, 2 * gridDim.x);
+      }
     }
   }
   end_call(a, shared.call);

@@ -9,7 +9,6 @@
 // The producer runs ahead across tiles. A grid of any size walks all tiles: the caller chooses how many SMs it takes.
 // Products are added in the order of K, so the bits of C depend on A and W alone; or in leaves of K (leaf_tree.cuh),
 // which the blocks of a cluster may split (node_exchange.cuh). Operands in e4m3 have scales (scaled_products.cuh).
-// Results in fp32 are a rank's partial, without a bias. Ordering of the ring: (9) in ring.cuh.
 #include "device/matmul/leaf_tree.cuh"
 #include "device/matmul/node_exchange.cuh"
 #include "device/matmul/scaled_products.cuh"
@@ -37,10 +36,8 @@ __device__ void consume(const MatmulArguments& a, const TensorMap& c, const Ring
     if constexpr (Tile::split > 1) {
       exchange.store(sums, row, column, number++);
     } else {
-      if constexpr (sizeof(typename Result::Storage) < sizeof(float)) {
-        for (int block = 0; block < Tile::row_blocks; ++block)
-          add_bias<Result>(a, column, sums_of_block<Tile>(sums, block));
-      }
+      for (int block = 0; block < Tile::row_blocks; ++block)
+        add_bias<Result>(a, column, sums_of_block<Tile>(sums, block));
       tiles.store(c, sums, row, column);
     }
   }
@@ -64,12 +61,12 @@ __device__ void consume_scaled(const ScaledMatmulArguments& a, const TensorMap& 
     walk.next();
     return true;
   };
-  for (bool found = find_tile(); found;) {
+  for (bool has_tile = find_tile(); has_tile;) {
     SumsOf<Tile> sums;
     const u32 first_row = row, first_column = column;
     Products{multiplier, a, row, column}.multiply(at, sums, scales);
-    found = find_tile();
-    if constexpr (sizeof(typename Result::Storage) < sizeof(float)) add_bias<Result>(a, first_column, sums);
+    has_tile = find_tile();
+    add_bias<Result>(a, first_column, sums);
     tiles.store(c, sums, first_row, first_column);
   }
   tiles.wait();
@@ -89,10 +86,7 @@ __global__ void __launch_bounds__(128 + 128 * Tile::consumers, 1)
     NodeExchange<Tile, Result>::init(ring);
     ring.init();
   }
-  if constexpr (Tile::split > 1)
-    sync_cluster_mbarriers();
-  else
-    ring.share();
+  ring.share();
   wait_for_previous_kernel();
   const u32 warpgroup = same_in_warp(threadIdx.x / 128);
   if (warpgroup == 0) {

@@ -1,14 +1,10 @@
-// matmul_allreduce: the sum over all ranks of A * W^T, plus a bias, on every rank; operands as in matmul.cu.
+// matmul_allreduce: matmul_reducescatter.cu and an all-gather in one. All rows of the sum are on every rank.
 //
-//   a block computes tiles as in matmul.cu, the next rank's rows first, its own rank's last; each warpgroup tile:
-//     rows of peer p   sums --round--> boxes in shared memory --TMA--> partial tiles on rank p, then the flag
-//     own rows         sums, rounded, + partial tiles of all ranks, in fp32 and in rank order, + bias or epilogue
-//                           --round--> boxes in shared memory --TMA--> output
-//                                                             --TMA--> finished tiles on every peer, then their flags
-//   other warps        finished tiles of every peer -> output
+//     own rows         ... boxes in shared memory, finished --TMA--> output
+//                                                           --TMA--> finished tiles on every peer, then their flags
+//     other warps      finished tiles of every peer -> output
 //
-// matmul_reducescatter and an all-gather in one: while own rows are computed the links carry finished tiles. Gives the
-// bits of a matmul followed by an all-reduce. Ordering between ranks: (10) in warpgroup_tile.cuh.
+// While own rows are computed the links carry finished tiles. Gives the bits of a matmul followed by an all-reduce.
 #include "device/matmul/fused_tiles.cuh"
 #include "device/matmul/tile_as_codes.cuh"
 

@@ -5,8 +5,7 @@
 //                        packs ---> scratch[p].slot[parity][this rank]   on every rank p
 //   then all threads     scratch[this rank].slot[parity][0 .. N-1] -> sum, + bias -> output
 //
-// With leaves of K packs have 4 columns in fp32, and are added as a tree (skinny.cuh). One hop, as in one_shot_push.cu.
-// Gives the bits of a matmul and an all-reduce. Wins for the smallest results. Ordering: (3) and (4) in sentinel.cuh.
+// One hop, as in one_shot_push.cu. Gives the bits of a matmul and an all-reduce. Wins for the smallest results.
 #include "device/matmul/skinny.cuh"
 
 template <class T, int N, class Tile, OperandLayout W, class Scales = Unscaled>

@@ -7,8 +7,7 @@
 //
 // Sends 2 / N of the bytes of matmul_one_shot, and wins for larger results. A pack's owner and place in a slot depend
 // on its row and column alone, so ranks may differ in tiles and grids. A sum of 8 columns goes to the place of the
-// first of two packs of 4 in fp32 (skinny.cuh). A block sends all of its packs before it waits for any, and its sums
-// before it waits for a peer's: no cycle. Ordering: (3) and (4) in sentinel.cuh.
+// first of two packs of 4 in fp32. A block sends all packs before it waits, and all sums before it waits for a peer's.
 #include "device/matmul/skinny.cuh"
 
 template <class T, int N, class Tile, OperandLayout W, class Scales = Unscaled>

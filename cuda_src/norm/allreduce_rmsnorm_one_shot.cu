@@ -3,7 +3,7 @@
 //   rank r: input -> scratch[p].slot[parity][r]   on every rank p
 //           scratch[r].slot[parity][0 .. N-1] -> sum, + residual -> summed -> norm -> output
 //
-// Team b has the rows b, b + teams, ... (rms_norm.cuh). Wins for a few rows, as in decoding.
+// Team b has the rows b, b + teams, .... Wins for a few rows, as in decoding.
 #include "device/rms_norm.cuh"
 #include "device/sync/sentinel.cuh"
 

@@ -51,17 +51,14 @@ struct RowsOfParts {
     }
   }
 
-  template <int Count>
-  __device__ __forceinline__ bool sum(u32 at, Pack (&total)[Count]) const {
-    return receive_sums<T, N, Order>(a, call, slots_of_call + at, total);
-  }
-
   __device__ __forceinline__ void take(u32 row) {
     Pack zeros[1];
     if (row < norm.rows)
-      norm.take(row, [&](u32 i, Pack(&total)[Norm::together]) { return sum(row * packs + i, total); });
+      norm.take(row, [&](u32 i, Pack(&total)[Norm::together]) {
+        return receive_sums<T, N, Order>(a, call, slots_of_call + row * packs + i, total);
+      });
     else if (norm.rows == 0 && row == 0 && norm.thread == 0 && norm.comes)
-      sum(0, zeros);  // of an empty part
+      receive_sums<T, N, Order>(a, call, slots_of_call, zeros);  // of an empty part
   }
 };
 

@@ -2,7 +2,7 @@
 //
 //   input, + residual -> summed -> norm -> output
 //
-// Block b has the rows b, b + blocks, ... (rms_norm.cuh). It sends nothing and waits for no rank.
+// Block b has the rows b, b + blocks, .... It waits for no rank.
 #include "device/rms_norm.cuh"
 
 template <class T, class Sum = T>

@@ -4,7 +4,7 @@
 //   local_codec_sum      messages, in the order of ranks -> values -> sum, rounded to T -> tensor
 //                        if it encodes: the sum -> codes -> wire, and -> values -> tensor
 //
-// A warp has a tile at a time (wire.cuh). They send nothing and wait for no rank, so any number of blocks will do.
+// A warp has a tile at a time. They wait for no rank, so any number of blocks will do.
 #include "device/wire/wire.cuh"
 
 // CodecArguments in graphar/runtime/bind/local_codec.py mirrors it.

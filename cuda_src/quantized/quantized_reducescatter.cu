@@ -3,9 +3,8 @@
 //   rank r: part p of the input  -> codes ---> slots on every rank p
 //           slots of all ranks   -> values -> sum of part r -> output
 //
-// The first half of a two-shot with a codec on the wire, tile by tile (wire.cuh). Each part is a message of its own,
-// whose tiles begin at its first element: parts may differ in size, be empty, and begin anywhere. The sum is rounded to
-// the dtype alone. Steps and slots: (12) in push_pipeline.cuh. A rank also sends to itself, ordered by its barriers.
+// Each part is a message of its own, whose tiles (wire.cuh) begin at its first element: parts may differ in size, be
+// empty, and begin anywhere. The sum is rounded to the dtype alone. A rank also sends to itself, ordered by barriers.
 #include "device/wire/tile_chunks.cuh"
 
 template <class T, int N, class C>

@@ -5,8 +5,8 @@
 //           codes of the sum       ---> slots of the all-gather on every peer
 //           slots of every peer p  -> values -> output, shard p
 //
-// Steps and slots: (11) in two_shot_pipeline.cuh. A rank also sends to itself, ordered by its barriers. Flags announce
-// a chunk, so any codec will do. Wins if quantized_two_shot_push would need more scratch than it has.
+// A rank also sends to itself, ordered by its barriers. Flags announce a chunk, so any codec will do. Wins if
+// quantized_two_shot_push would need more scratch than it has.
 #include "device/sync/two_shot_pipeline.cuh"
 #include "device/wire/tile_chunks.cuh"
 

@@ -9,9 +9,9 @@
 #include "device/parts.cuh"
 #include "device/sync/flagged.cuh"
 
-// Given is Arguments or TupleArguments.
-template <class T, int N, class Given = Arguments>
-__global__ void __launch_bounds__(512, 2) allgather_flagged(const __grid_constant__ Given a) {
+// Args is Arguments or TupleArguments.
+template <class T, int N, class Args = Arguments>
+__global__ void __launch_bounds__(512, 2) allgather_flagged(const __grid_constant__ Args a) {
   u32 first = blockIdx.x * blockDim.x + threadIdx.x;
   const u32 stride = gridDim.x * blockDim.x;
   const auto packs_of = [&](int rank) { return max(u32(pack_count<T>(a.count[rank])), 1u); };

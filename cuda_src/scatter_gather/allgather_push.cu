@@ -9,14 +9,14 @@
 #include "device/parts.cuh"
 #include "device/sync/push_pipeline.cuh"
 
-// Given is Arguments or TupleArguments.
-template <class T, int N, class Given>
+// Args is Arguments or TupleArguments.
+template <class T, int N, class Args>
 struct AllgatherPush {
-  const Given& a;
+  const Args& a;
   u64 most = 0;  // packs of the largest part
   u32 first_step = 0;
 
-  __device__ AllgatherPush(const Given& arguments, const Call&) : a(arguments) {
+  __device__ AllgatherPush(const Args& arguments, const Call&) : a(arguments) {
     for (int r = 0; r < N; ++r) most = max(most, pack_count<T>(a.count[r]));
   }
 
@@ -71,7 +71,7 @@ struct AllgatherPush {
   }
 };
 
-template <class T, int N, class Given = Arguments>
-__global__ void __launch_bounds__(512, 2) allgather_push(const __grid_constant__ Given a) {
-  run_push_pipeline<N, AllgatherPush<T, N, Given>, true>(a);
+template <class T, int N, class Args = Arguments>
+__global__ void __launch_bounds__(512, 2) allgather_push(const __grid_constant__ Args a) {
+  run_push_pipeline<N, AllgatherPush<T, N, Args>, true>(a);
 }

@@ -4,12 +4,10 @@
 //           input, part for r        -> output, part of r
 //           slots of every peer p    -> output, part of p
 //
-// As allgather_push, with another part for each peer. Parts may lie in runs, so that dimensions are permuted on the way
-// (parts.cuh). Steps and slots: (12) in push_pipeline.cuh. Ranks may know the sizes of their own parts alone:
-//
-// All ranks have the same number of steps. Without a.most, each block's first chunk has a header in the last pack of
-// its slot: the packs of the sender's largest part, and what stands for the two parts between both ranks. A rank reads
-// them before it decides on the second chunk, unless a part of its own has one: then before the third.
+// As allgather_push, with another part for each peer. Parts may lie in runs (parts.cuh). Ranks may know the sizes of
+// their own parts alone, without a.most. Each block's first chunk then has a header in the last pack of its slot: the
+// packs of the sender's largest part, and what stands for the two parts between both ranks. A rank reads them before it
+// decides on the second chunk, unless a part of its own has one: then before the third.
 #include "device/parts.cuh"
 #include "device/sync/push_pipeline.cuh"
 

@@ -9,7 +9,7 @@ from tests.host.copy_mutants import COPY_MUTANTS
 from tests.host.mutant import mutants_of
 
 CALL, SENTINEL, FLAGGED = "device/sync/call.cuh", "device/sync/sentinel.cuh", "device/sync/flagged.cuh"
-PAD, PACK, WIRE = "device/sync/signal_pad.cuh", "device/pack.cuh", "device/wire/wire_sentinel.cuh"
+PAD, PACK = "device/sync/signal_pad.cuh", "device/pack.cuh"
 PARTS, ALLTOALL = "device/parts.cuh", "scatter_gather/alltoall"
 TILES, LOSSLESS, TILE_CHUNKS = "device/wire/wire.cuh", "device/wire/lossless.cuh", "device/wire/tile_chunks.cuh"
 TWO_SHOT_PIPELINE, PUSH_PIPELINE = "device/sync/two_shot_pipeline.cuh", "device/sync/push_pipeline.cuh"
@@ -152,8 +152,8 @@ MUTANTS = mutants_of(
             "one slot instead of two, with flags": (SLOTS, NO_SLOTS),
             "half a pack taken for whole": (
                 FLAGGED,
-                "found.difference |= flag ^ a.fingerprint;",
-                "found.difference |= h == 1 ? 0 : flag ^ a.fingerprint;",
+                "difference |= u32(word >> 32) ^ a.fingerprint;",
+                "difference |= w > 1 ? 0 : u32(word >> 32) ^ a.fingerprint;",
             ),
             "half a place that is not armed again": (FLAGGED, "    store_relaxed_sys(from[i].half(1), Pair{});\n", ""),
             "an empty part that nobody hears of": (
@@ -173,17 +173,14 @@ MUTANTS = mutants_of(
         },
         "quantized_two_shot_push": {
             "a tile that is not armed again": (
-                WIRE,
                 "  for (int r = 0; r < Count; ++r) visit_received(wire(first + r), tile, part[r], Arm{});\n",
                 "  for (int r = 0; r < 0; ++r) continue;\n",
             ),
             "a tile of which only the last word is looked at": (
-                WIRE,
                 "complete &= piece.word[w] != not_yet;",
                 "complete = piece.word[w] != not_yet;",
             ),
             "words armed before all lanes have seen theirs": (
-                WIRE,
                 "    if (!complete) missing = r;",
                 "    if (!complete) missing = r;\n        else visit_received(wire(first + r), tile, part[r], Arm{});",
             ),

@@ -9,7 +9,7 @@ from tests.host.products import BLOCKS, FP32, GATHER, REDUCE, ROWS, Kind, Produc
 TWO, ONE = MatmulTile(64, 128, 2), MatmulTile(128, 192, 2)  # accumulators of blocks
 FEW, MANY = SkinnyTile(8, 2), SkinnyTile(64, 2, cluster=2)  # the same
 NEXT = """    Products{multiplier, a, row, column}.multiply(at, sums, scales);
-    found = find_tile();
+    has_tile = find_tile();
 """
 QUEUED = "multiplier.queue_place(operands, at, it.sums, 0);"
 GOES_ON = "multiplier.queue_place(operands, at, it.sums, at.use + at.place);"

@@ -191,8 +191,8 @@ MUTANTS = {
     ),
     "squares of gathered rows that are not added": (
         NORM_HEADER,
-        "add_squares(one = sum[0], of_slot);",
-        "one = sum[0];",
+        "add_squares(r = sum[0], of_slot);",
+        "r = sum[0];",
         "allreduce_rmsnorm_two_shot",
     ),
 }

@@ -8,17 +8,13 @@
 //   warpgroup 1 .. C    consumer 0 .. C - 1: multiplies, adds the peers' partial tiles to its own rows, stages boxes
 //
 //   mbarrier            one phase                 arrivals of a phase           who waits
-//   ring.filled[i]      a use of place i          1: producer; and bytes        the consumers of that use
-//   ring.emptied[i]     a use of place i          4: warps of each consumer     producer
-//   turns.queued[i]     a tile of consumer i      4: its warps                  the other one, if the two alternate
 //   call_known          the call                  1: thread 0                   first warpgroup
-//   of each consumer:
+//   of each consumer, beside those of the ring (9) and of Turns:
 //     staged[box]       its warpgroup tile        4: its warps                  its sender, one thread
 //     sent              its warpgroup tile        1: its sender                 itself, before it stages the next
 //     arrived           one in its rank's rows    1: its sender                 itself, before it adds partial tiles
 //
-// In a cluster the consumers of all blocks arrive at `emptied`, and the bytes of `filled` come from all blocks: (9) in
-// ring.cuh. What travels between ranks, and in which order, is in warpgroup_tile.cuh, (10).
+// What travels between ranks, and in which order, is in warpgroup_tile.cuh, (10).
 #pragma once
 #include "device/epilogue.cuh"
 #include "device/matmul/leaf_tree.cuh"
@@ -27,9 +23,7 @@
 
 template <class Tile>
 struct Handover {
-  Mbarrier staged[Tile::boxes];  // a box is in shared memory
-  Mbarrier sent;                 // all boxes have been read, and may be overwritten
-  Mbarrier arrived;              // the peers' partial tiles are in the scratch
+  Mbarrier staged[Tile::boxes], sent, arrived;
 
   __device__ void init() {
     for (int i = 0; i < Tile::boxes; ++i) staged[i].init(4);
@@ -168,7 +162,7 @@ struct Sender {
     }
   }
 
-  // By one thread: sends the boxes as they are staged.
+  // By one thread.
   __device__ void send(const WarpgroupTile& tile, u32 sent, int owner, bool failed) const {
 #pragma unroll 1
     for (int box = 0; box < Tile::boxes; ++box) {
@@ -216,26 +210,15 @@ struct Gatherer {
   const u32 (&first)[max_ranks];  // from deal_tiles
   const u32 lane = threadIdx.x % 32;
 
-  __device__ void copy(const WarpgroupTile& tile, int owner) const {
-#pragma unroll
-    for (int box = 0; box < Tile::boxes; ++box)
-      if (tile.column + 64 * box < m.n)
-        Travel::write(m, box_of(m, a, owner, tile, box),
-                      TileExchange<N>{a, finished}.place(a.rank, owner, tile.box + box));
-  }
-
-  __device__ u32 most_tiles() const {
-    u32 most = 0;
-#pragma unroll
-    for (int hop = 1; hop < N; ++hop) most = max(most, WalkByOwner<Tile, N>{m, a, first, hop}.tiles());
-    return most;
-  }
-
   // Warps take warpgroup tiles in the order in which their owners finish them: the first tiles of all peers first.
+#pragma unroll
   __device__ void run(const Call& call, u32& taken) const {
     if (call.aborted || !TileExchange<N>{a}.wait_until_all_entered(call)) return;
     constexpr u32 of_peer = Tile::warpgroups, of_all = (N - 1) * of_peer;  // warpgroup tiles at each index
-    const u32 most = most_tiles(), clusters = gridDim.x / Tile::cluster;
+    const u32 clusters = gridDim.x / Tile::cluster;
+    u32 most = 0;
+#pragma unroll
+    for (int hop = 1; hop < N; ++hop) most = max(most, WalkByOwner<Tile, N>{m, a, first, hop}.tiles());
     while (true) {
       const u32 number = __shfl_sync(0xffffffff, lane == 0 ? add_relaxed_cta(&taken, 1) : 0, 0);
       if (number / of_all * clusters >= most) return;
@@ -244,7 +227,12 @@ struct Gatherer {
       WarpgroupTile tile;
       if (walk.index >= walk.tiles() || !walk.find(number % of_peer, tile)) continue;
       if (!TileExchange<N>{a, finished}.wait_for_finished(call, walk.owner(), tile.box)) return;
-      copy(tile, walk.owner());
+      const int owner = walk.owner();
+#pragma unroll
+      for (int box = 0; box < Tile::boxes; ++box)
+        if (tile.column + 64 * box < m.n)
+          Travel::write(m, box_of(m, a, owner, tile, box),
+                        TileExchange<N>{a, finished}.place(a.rank, owner, tile.box + box));
     }
   }
 };

@@ -40,29 +40,28 @@ class GatheredRows {
   __device__ GatheredRows(const typename Scales::Arguments& m, const Arguments& a)
       : m(m), a(a), row_packs((m.k + of_pack - 1) / of_pack), unit_rows(max(unit_packs / row_packs, 1u)) {}
 
-  // The rows of rank `from` on rank `to`.
   __device__ Pack* slot(int to, int from) const {
     return after_signal_pad(a, to) + (counts + (N - 1) * stride()) / 4 + u64(hops(to, from) - 1) * a.capacity;
   }
 
   // The arguments of products of the rows of a rank, with their scales.
   __device__ __forceinline__ typename Scales::Arguments of_rows(int from) const {
-    typename Scales::Arguments found = m;
-    found.m = a.count[from];
+    typename Scales::Arguments of_owner = m;
+    of_owner.m = a.count[from];
     if (from != a.rank) {
-      found.a_scale = scales(a.rank, from);
-      found.a_scale_row = Scales::of_row(m.k);
-      found.a_scale_block = 1;
+      of_owner.a_scale = scales(a.rank, from);
+      of_owner.a_scale_row = Scales::of_row(m.k);
+      of_owner.a_scale_block = 1;
     }
-    return found;
+    return of_owner;
   }
 
-  // By one warp of block 0, before it enters the call.
+  // By a warp of block 0, before it enters.
   __device__ void clear_next_call(const Call& call) const {
     if (threadIdx.x % 32 == 0) store_relaxed_gpu(next_unit(call.epoch + 1), 0);
   }
 
-  // By a warp that has waited until all ranks have entered: sends units of this rank's rows until none is left.
+  // By a warp that has waited until all ranks have entered: sends units of rows until none is left.
   __device__ void send(const Call& call) const {
     const u32 lane = threadIdx.x % 32, units = units_of(a.rank);
     while (true) {

@@ -5,7 +5,6 @@
 //   adds           0    -    2,1  -    4    -    6,5,3     to its own sums: the nodes whose last leaf is the one named
 //
 // If the blocks of a cluster split the leaves, each adds its adjacent ones in this way (node_exchange.cuh).
-//
 // The next leaf's products run while nodes are added. If registers do not hold all nodes, one waits in the staging.
 #pragma once
 #include "device/matmul/pipeline.cuh"

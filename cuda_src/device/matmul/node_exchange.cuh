@@ -60,13 +60,11 @@ struct NodeExchange {
     float part[count];
     add_nodes(part);
     const u32 first = column + block * (Tile::columns / split);
-    if constexpr (rounded) add_bias<Result>(a, first, part);
+    add_bias<Result>(a, first, part);
     store_part(part, row + 64 * Tile::warpgroup(index), first);
   }
 
  private:
-  static constexpr bool rounded = sizeof(typename Result::Storage) < sizeof(float);
-
   __device__ static Mbarrier& received(const Ring<Tile>& ring, u32 index) { return ring.emptied[Tile::stages + index]; }
   __device__ static Mbarrier& freed(const Ring<Tile>& ring, u32 index) {
     return ring.emptied[Tile::stages + Tile::consumers + index];
@@ -117,7 +115,7 @@ struct NodeExchange {
       const u32 y = row + i / 2 % 2 * 8, x = column + i / 4 * 8;
       if (y >= a.m || x >= a.n) continue;
       auto* const to = static_cast<typename Result::Storage*>(a.c) + u64(y) * a.c_leading + x;
-      if constexpr (rounded)
+      if constexpr (sizeof(typename Result::Storage) < sizeof(float))
         *reinterpret_cast<u32*>(to) = Result::round(part + i);
       else
         *reinterpret_cast<u64*>(to) = u64(__float_as_uint(part[i + 1])) << 32 | __float_as_uint(part[i]);

@@ -60,7 +60,7 @@ struct Producer {
   }
 };
 
-// The sums of a consumer: of each of its blocks of 64 rows, those that a thread holds.
+// What a thread of a consumer holds, for each block of 64 rows.
 template <class Tile>
 using SumsOf = float[Tile::row_blocks * Tile::columns / 2];
 
@@ -205,9 +205,10 @@ __device__ __forceinline__ void write_box(const float (&sums)[Count], int column
   }
 }
 
+// Sums that stay in fp32 are a rank's partials, which get no bias.
 template <class T, int Count>
 __device__ __forceinline__ void add_bias(const MatmulArguments& a, u32 column, float (&sums)[Count]) {
-  if (a.bias == nullptr) return;
+  if (sizeof(typename T::Storage) == sizeof(float) || a.bias == nullptr) return;
   const auto* bias = static_cast<const typename T::Storage*>(a.bias);
 #pragma unroll
   for (int i = 0; i < Count; i += 4) {

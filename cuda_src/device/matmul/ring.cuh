@@ -54,7 +54,7 @@ struct Ring {
 
   // By all threads, after init: makes the mbarriers, and nothing else (23), known to all blocks of the cluster.
   __device__ void share() const {
-    if constexpr (Tile::cluster == 1)
+    if constexpr (Tile::blocks == 1)
       __syncthreads();
     else
       sync_cluster_mbarriers();

@@ -4,12 +4,10 @@
 //
 // The accumulator of 8-bit products keeps about 14 bits, so the totals are added outside of the tensor core, while the
 // products of the next block run if registers hold the sums of two, or else those of the other consumer.
-//
 // A skinny matmul swaps its operands: a row of its sums is a row of W, and a column of them is a row of A.
 #pragma once
 #include "device/matmul/pipeline.cuh"
 
-// Instead of the scales of operands that have none.
 struct Unscaled {
   using Arguments = MatmulArguments;
   template <class T>

@@ -5,9 +5,8 @@
 //   then all threads     receive and sum
 //
 // Or K is cut into leaves (leaf_tree.cuh): a pack has 4 columns in fp32, and ranks' packs are added as a tree.
-//
 // The operands are swapped: wgmma's 64 rows are 64 rows of W, which are columns of the result, and wgmma's columns are
-// the rows of A. So few products are wasted on rows outside A. Operands in e4m3 have scales: scaled_products.cuh.
+// the rows of A. So few products are wasted on rows outside A.
 #pragma once
 #include "device/matmul/leaf_tree.cuh"
 #include "device/matmul/scaled_products.cuh"
@@ -19,7 +18,7 @@
 template <int MaxRows, int Stages, int Cluster, int Leaves = 1, bool Partials = false>
 struct SkinnyTile {
   static_assert(MaxRows % (8 * Cluster) == 0, "blocks of a cluster share the rows of A in eights");
-  static constexpr int rows = 64, columns = MaxRows, stages = Stages, cluster = Cluster;
+  static constexpr int rows = 64, columns = MaxRows, stages = Stages, cluster = Cluster, blocks = Cluster;
   static constexpr int warpgroups = 1, consumers = 1, row_blocks = 1, turns = 1, staged = Partials ? 2 : 1;
   static constexpr int leaves = Leaves, own_leaves = Leaves;
   static constexpr bool partials = Partials, spills = false, swapped = true;
@@ -70,7 +69,7 @@ struct SkinnyLoader {
   // Rows of A that each block loads for the whole cluster, in eights: the height of the boxes of `a_map`.
   const u32 share = (m.m + 8 * Tile::cluster - 1) / (8 * Tile::cluster) * 8;
 
-  // Loads W, and has the place wait for A as well.
+  // Has the place wait for A as well.
   __device__ void load_w(const Steps& step) const {
     const u32 place = step.at.place;
     Mbarrier& filled = ring.filled[place];
@@ -173,14 +172,14 @@ __device__ __forceinline__ bool visit_packs(const MatmulArguments& m, const Visi
 template <class T>
 struct PackBias {
   float of[8];
-  const bool given;
+  const bool has_bias;
 
-  __device__ __forceinline__ PackBias(const MatmulArguments& m, u32 column) : given(m.bias != nullptr) {
-    if (!given) return;
+  __device__ __forceinline__ PackBias(const MatmulArguments& m, u32 column) : has_bias(m.bias != nullptr) {
+    if (!has_bias) return;
     const Pack pack = Tensor<T>(m.bias, m.n).load(column / 8);
     for (int w = 0; w < 4; ++w) T::unpack(pack.word[w], of + 2 * w);
   }
-  __device__ __forceinline__ float operator()(int e, float v) const { return given ? v + of[e] : v; }
+  __device__ __forceinline__ float operator()(int e, float v) const { return has_bias ? v + of[e] : v; }
 };
 
 // By the warpgroup. Its first warp reads the call for all threads of the block.

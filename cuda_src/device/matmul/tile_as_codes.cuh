@@ -12,14 +12,14 @@
 #include "device/matmul/warpgroup_tile.cuh"
 #include "device/wire/codec_lanes.cuh"
 
-// A thread's codes of a box, and the scale of the bucket of its run `lane() % 4`.
+// A thread's codes, and the scale of the bucket of its run `lane() % 4`.
 template <class C>
 struct CodedBox {
   u32 code[C::bits];
   u32 scale;
 };
 
-// A thread's codes of a box, and the scales of its four runs.
+// The same with the scales of its four runs.
 template <class C>
 struct ReceivedBox {
   u32 code[C::bits];
@@ -61,9 +61,9 @@ struct AsCodes {
           From::unpack(word, v[box][j] + e);
         }
     for (int box = 0; box < Boxes; ++box) {
-      u32 of_bucket = largest_of_four_lanes<From, Magnitudes>(largest[box]);
-      if constexpr (C::bucket == 64) of_bucket = largest_of_lanes<From, Magnitudes>(of_bucket, of_bucket, 1);
-      const typename C::Range mine = C::range(largest_of_word<From, Magnitudes>(of_bucket), 0);
+      u32 of_bucket = largest_of_four_lanes<From, magnitudes>(largest[box]);
+      if constexpr (C::bucket == 64) of_bucket = largest_of_lanes<From, magnitudes>(of_bucket, of_bucket, 1);
+      const typename C::Range mine = C::range(largest_of_word<From, magnitudes>(of_bucket), 0);
       coded[box] = {{}, mine.scale};
       inverse[box] = mine.inverse;
     }
@@ -84,18 +84,14 @@ struct AsCodes {
     return received;
   }
 
-  __device__ __forceinline__ static void put(const CodedBox<C>& coded, char* place) {
-    const u32 thread = threadIdx.x % 128;
-    visit_pieces(place, 128 * sizeof(u32), thread, coded.code, Store{});
-    reinterpret_cast<typename Scale::Storage*>(place + codes_nbytes)[thread] = coded.scale;
-  }
-
   // Puts each box to `place(box)`, then calls `staged(box)`.
   template <int Boxes, class Place, class Staged>
   __device__ __forceinline__ static void put_all(const CodedBox<C> (&coded)[Boxes], const Place& place,
                                                  const Staged& staged) {
+    const u32 thread = threadIdx.x % 128;
     for (int box = 0; box < Boxes; ++box) {
-      put(coded[box], place(box));
+      visit_pieces(place(box), 128 * sizeof(u32), thread, coded[box].code, Store{});
+      reinterpret_cast<typename Scale::Storage*>(place(box) + codes_nbytes)[thread] = coded[box].scale;
       staged(box);
     }
   }

@@ -2,12 +2,16 @@
 #pragma once
 #include "device/pack.cuh"
 
-// ---- the larger of two values or magnitudes, in each half of a word or in the word; NaN if either is NaN ------------
-
+// The larger or smaller of two values, or the larger magnitude, in each half of a word or in it. NaN if one is.
 #define LARGER(T, TYPE, MAGNITUDE)                                       \
   __device__ __forceinline__ u32 larger(T, u32 a, u32 b) {               \
     u32 v;                                                               \
     asm("max.NaN." TYPE " %0, %1, %2;" : "=r"(v) : "r"(a), "r"(b));      \
+    return v;                                                            \
+  }                                                                      \
+  __device__ __forceinline__ u32 smaller(T, u32 a, u32 b) {              \
+    u32 v;                                                               \
+    asm("min.NaN." TYPE " %0, %1, %2;" : "=r"(v) : "r"(a), "r"(b));      \
     return v;                                                            \
   }                                                                      \
   __device__ __forceinline__ u32 larger_magnitude(T, u32 a, u32 b) {     \
@@ -18,19 +22,6 @@
 #define OF_MAGNITUDES(TYPE) \
   "{\n\t.reg .b32 a, b;\n\tabs." TYPE " a, %1;\n\tabs." TYPE " b, %2;\n\tmax.NaN." TYPE " %0, a, b;\n\t}"
 
-// The smaller of two values in each half of a word; NaN if either is NaN.
-__device__ __forceinline__ u32 smaller(bf16, u32 a, u32 b) {
-  u32 v;
-  asm("min.NaN.bf16x2 %0, %1, %2;" : "=r"(v) : "r"(a), "r"(b));
-  return v;
-}
-
-__device__ __forceinline__ u32 smaller(fp16, u32 a, u32 b) {
-  u32 v;
-  asm("min.NaN.f16x2 %0, %1, %2;" : "=r"(v) : "r"(a), "r"(b));
-  return v;
-}
-
 // In bf16 the sign means nothing: from sm_86 on it is the exclusive or of both signs, and one instruction does it all.
 #if __CUDA_ARCH__ >= 860
 LARGER(bf16, "bf16x2", "max.NaN.xorsign.abs.bf16x2 %0, %1, %2;")
@@ -40,16 +31,12 @@ LARGER(bf16, "bf16x2", OF_MAGNITUDES("bf16x2"))
 LARGER(fp16, "f16x2", OF_MAGNITUDES("f16x2"))
 LARGER(fp32, "f32", OF_MAGNITUDES("f32"))
 
-// ---- arithmetic -----------------------------------------------------------------------------------------------------
-
 // a x b + c of bf16 numbers in each half of a word, rounded once.
 __device__ __forceinline__ u32 fma_bf16x2(u32 a, u32 b, u32 c) {
   u32 v;
   asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(v) : "r"(a), "r"(b), "r"(c));
   return v;
 }
-
-// ---- bits -----------------------------------------------------------------------------------------------------------
 
 // The bits of `a` where `mask` has ones, else those of `b`: one instruction, where an expression became two.
 __device__ __forceinline__ u32 choose_bits(u32 mask, u32 a, u32 b) {
@@ -64,8 +51,6 @@ __device__ __forceinline__ u32 spread_signs(u32 bytes) {
   asm("prmt.b32 %0, %1, 0, 0xba98;" : "=r"(v) : "r"(bytes));
   return v;
 }
-
-// ---- conversions ----------------------------------------------------------------------------------------------------
 
 #if __CUDA_ARCH__ >= 890
 // Two e4m3 numbers in the low 16 bits, rounded to nearest, ties to even. Magnitudes beyond 448 become 448.

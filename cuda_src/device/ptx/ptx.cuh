@@ -20,8 +20,6 @@ struct alignas(16) Pair {
   u64 half[2];
 };
 
-// ---- loads and stores, named by order and scope -------------------------------------------------------------------
-
 // By any thread: a relaxed load of system scope, for words with readiness in themselves. It orders nothing else, so the
 // compiler may move other accesses across. 16 bytes of words may arrive torn, 8 bytes of one number do not.
 __device__ __forceinline__ Pack load_relaxed_sys(const Pack* address) {
@@ -149,8 +147,6 @@ __device__ __forceinline__ u32 add_relaxed_cta(u32* address, u32 v) {
   return old;
 }
 
-// ---- asynchronous copies ------------------------------------------------------------------------------------------
-//
 // (6) A copy is an ordinary weak load and store that the hardware finishes later. It reads through the generic proxy
 //     and not before it is issued, so it is ordered as a load at the same point would be: after the wait of (2) it sees
 //     the data that the peers signalled. It bypasses the L1 cache. After wait_for_copies its write is visible to the
@@ -173,8 +169,6 @@ __device__ __forceinline__ void wait_for_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(Pending) : "memory");
 }
 
-// ---- shared memory ------------------------------------------------------------------------------------------------
-
 // By any thread: the block's dynamic shared memory, of Scratch.shared_nbytes. Not initialised.
 __device__ __forceinline__ Pack* dynamic_shared() {
   extern __shared__ Pack packs[];
@@ -188,8 +182,6 @@ __device__ __forceinline__ T& static_shared() {
   return it;
 }
 
-// ---- warps --------------------------------------------------------------------------------------------------------
-
 // By all threads of a warp: tells the compiler that all threads of the warp have the same value.
 __device__ __forceinline__ u32 same_in_warp(u32 v) { return __shfl_sync(0xffffffff, v, 0); }
 
@@ -202,8 +194,6 @@ __device__ __forceinline__ bool elected() {
   asm volatile("{\n\t.reg .pred p;\n\telect.sync _|p, 0xffffffff;\n\tselp.u32 %0, 1, 0, p;\n\t}" : "=r"(here));
   return here;
 }
-
-// ---- clusters of blocks -------------------------------------------------------------------------------------------
 
 // Internal: the index of this block in its cluster.
 __device__ __forceinline__ u32 block_in_cluster() {
@@ -247,9 +237,8 @@ __device__ __forceinline__ void store_in_cluster(float* here, u32 block, float v
       : "memory");
 }
 
-// ---- programmatic dependent launch (no-ops before sm_90) ----------------------------------------------------------
-
-// Internal: waits until every kernel before this one in the stream is complete and its writes are visible.
+// Internal: waits until every kernel before this one in the stream is complete and its writes are visible. Before sm_90
+// no kernel is launched early, and this and the next two functions do nothing.
 __device__ __forceinline__ void wait_for_previous_kernel() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -276,8 +265,6 @@ __device__ __forceinline__ void release_next_kernel() {
 #endif
 }
 
-// ---- time ---------------------------------------------------------------------------------------------------------
-
 // By any thread: the GPU's clock in ns. Orders no access.
 __device__ __forceinline__ u64 global_time_ns() {
   u64 t;
@@ -285,9 +272,8 @@ __device__ __forceinline__ u64 global_time_ns() {
   return t;
 }
 
-// ---- conversions: round to nearest even, overflow to infinity, any NaN to 0x7fff ----------------------------------
-
-// By any thread: two elements in a word, the first one in its lower half.
+// By any thread: two elements in a word, the first one in its lower half. Rounded to nearest even, overflow becomes
+// infinity, and any NaN 0x7fff.
 __device__ __forceinline__ u32 bf16x2_from_floats(float low, float high) {
   u32 v;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(v) : "f"(high), "f"(low));

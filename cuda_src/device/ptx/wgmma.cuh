@@ -3,8 +3,6 @@
 #include "device/pack.cuh"
 #include "device/ptx/tma.cuh"
 
-// ---- products -------------------------------------------------------------------------------------------------------
-
 // sums[64, N] += A[64, 16] * B[16, N], or = with `first`. Each operand is one of operand_by_rows or operand_by_columns
 // (pipeline.cuh). Of e4m3, A is [64, 32] and B [32, N], both by rows, and the sums have fewer bits than fp32. Row r of
 // a warp's 16, columns 8 j + 2 c and 8 j + 2 c + 1, are sums[4 j + r / 8 * 2 + {0, 1}] of thread 4 (r % 8) + c.
@@ -88,8 +86,6 @@ __device__ __forceinline__ u32 word_of_sum(float sum) {
   asm("mov.b32 %0, %1;" : "=r"(word) : "f"(sum));
   return word;
 }
-
-// ---- warpgroups -----------------------------------------------------------------------------------------------------
 
 // Sets the registers of each thread of this warpgroup: returns some to the block, or takes some.
 template <int Registers>

@@ -25,21 +25,19 @@
 //       What a load has returned comes after the wait, but for (26).
 //     - The dependence is one that always holds: a wait that names no values waits as well.
 
-// Internal: holds a value that was computed before a wait in a register (28), and returns its bits.
+// Internal: holds a value that was computed before a wait in a register (28), and returns its bits. A class names what
+// it has computed in a member `hold`. An address is one of global memory.
 __device__ __forceinline__ u32 hold(u32& v) { return v = held(v); }
-// Internal: the same.
 __device__ __forceinline__ u32 hold(u64& v) {
   const u32 low = held(u32(v)), high = held(u32(v >> 32));
   v = u64(high) << 32 | low;
   return low | high;
 }
-// Internal: the same.
 __device__ __forceinline__ u32 hold(bool& v) {
   const u32 word = held(v);
   v = word != 0;
   return word;
 }
-// Internal: the same of the address of global memory.
 template <class T>
 __device__ __forceinline__ u32 hold(T*& p) {
   u64 address = __cvta_generic_to_global(p);
@@ -47,16 +45,14 @@ __device__ __forceinline__ u32 hold(T*& p) {
   p = reinterpret_cast<T*>(__cvta_global_to_generic(address));
   return bits;
 }
-// Internal: the same of a class, whose member `hold` names what it has computed.
 template <class T>
 __device__ __forceinline__ auto hold(T& object) -> decltype(object.hold()) {
   return object.hold();
 }
-// Internal: the same of an array.
 template <class T, int Count>
 __device__ __forceinline__ u32 hold(T (&values)[Count]) {
   u32 bits = 0;
-  for (T& one : values) bits |= hold(one);
+  for (T& value : values) bits |= hold(value);
   return bits;
 }
 

@@ -31,8 +31,8 @@ __device__ __forceinline__ Pack* push_slot(const Arguments& a, int hop, u32 step
 // `first_step`. has_chunk(k) and has_step(k) must be the same on all ranks; there is one step more than chunks. With
 // `HalfSm` a block takes half an SM at most, and the kernel releases the next one: (18) in kernel_order.cuh. With
 // `MayAsk`, a body that asks_first() receives chunk 0 before it decides on chunk 1; ranks may differ in that.
-template <int N, class Body, bool HalfSm = false, bool MayAsk = false, class Given>
-__device__ __forceinline__ void run_push_pipeline(const Given& a) {
+template <int N, class Body, bool HalfSm = false, bool MayAsk = false, class Args>
+__device__ __forceinline__ void run_push_pipeline(const Args& a) {
   HeldCall call{};
   Body body{a, call};
   call = begin_call(a, body);

@@ -12,8 +12,8 @@ constexpr u32 disagreed = 3;
 // Internal: makes later calls of this algorithm send nothing.
 __device__ __noinline__ void stop_sending(const Arguments& a) {
 #pragma unroll 1
-  for (EpochState* one = a.counters->epoch_state, *const end = one + max_blocks; one != end; ++one)
-    store_relaxed_gpu(&one->aborted, 1);
+  for (EpochState* state = a.counters->epoch_state, *const end = state + max_blocks; state != end; ++state)
+    store_relaxed_gpu(&state->aborted, 1);
 }
 
 // Internal: whether two entries of `called` are about one call, and differ.

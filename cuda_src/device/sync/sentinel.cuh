@@ -36,7 +36,6 @@ __device__ __forceinline__ P* slot(const Arguments& a, int hop, u32 at) {
 // other in each call.
 template <class P>
 __device__ __forceinline__ void push(P* place, P p) {
-#pragma unroll
   for (u32& word : p.word) word = min(word, not_yet - 1);  // all ones become another NaN
   store_relaxed_sys(place, p);
 }
@@ -52,7 +51,6 @@ __device__ __forceinline__ void push(const Arguments& a, int hop, u32 at, const 
 // same way. Each rank begins with its next peer.
 template <int N>
 __device__ __forceinline__ void push_to_all(const Arguments& a, u32 at, const Pack& p) {
-#pragma unroll
   for (int hop = 1; hop <= N; ++hop) push(a, hop % N, at, p);
 }
 
@@ -64,7 +62,6 @@ __device__ __noinline__ void push_elements(const Arguments& a, u32 hop, u32 at, 
 #pragma unroll 1
   for (u32 i = first; i < end; i += stride) {
     const Pack p = input.load(i);
-#pragma unroll
     for (int place = 0; place < Places; ++place) push(a, Places == 1 ? hop : place, at + i, p);
   }
 }
@@ -89,7 +86,6 @@ struct Outgoing {
 
   // By any thread, after the wait: loads the first packs. Weak.
   __device__ __forceinline__ void load() {
-#pragma unroll
     for (u32 k = 0; k < ahead; ++k)
       if (k * stride < count) mine[k] = from[k * stride];
   }
@@ -99,9 +95,7 @@ struct Outgoing {
   __device__ __forceinline__ void push_all(u32 slots) {
 #pragma unroll 1
     for (u32 i = 0; i < count;) {
-#pragma unroll
       for (u32 k = 0; k < ahead && i < count; ++k, i += stride) {
-#pragma unroll
         for (Pack* place : to) push(place + slots + i, mine[k]);
         if (i + ahead * stride < count) mine[k] = from[i + ahead * stride];
       }
@@ -113,7 +107,6 @@ struct Outgoing {
   __device__ __forceinline__ void push_next(u32 slots) {
     static_assert(ahead == 1);
     if (sent >= count) return;
-#pragma unroll
     for (Pack* place : to) push(place + slots + sent, mine[0]);
     sent += stride;
     if (sent < count) mine[0] = from[sent];
@@ -131,12 +124,10 @@ __device__ __forceinline__ bool arrived(const HalfPack& p) { return p.word[0] !=
 template <class P, int Count>
 __device__ __forceinline__ bool arrived(const P (&parts)[Count]) {
   u32 most[Count];
-#pragma unroll
   for (int i = 0; i < Count; ++i) {
     most[i] = max(parts[i].word[0], parts[i].word[1]);
     if constexpr (sizeof(P) == sizeof(Pack)) most[i] = max(most[i], max(parts[i].word[2], parts[i].word[3]));
   }
-#pragma unroll
   for (int i = 1; i < Count; ++i) most[0] = max(most[0], most[i]);
   return most[0] != not_yet;
 }
@@ -152,7 +143,6 @@ __device__ __forceinline__ void arm(HalfPack* place) { store_relaxed_sys(place, 
 // `capacity` apart. Relaxed loads of system scope: no other location may be read on the strength of them (4).
 template <int N, class P>
 __device__ __forceinline__ void look_at(const Arguments& a, u32 at, P (&part)[N]) {
-#pragma unroll
   for (int r = 0; r < N; ++r) part[r] = load_relaxed_sys(slot<P>(a, 0, at + r * a.capacity));
 }
 
@@ -195,7 +185,6 @@ __device__ __forceinline__ bool await(const Arguments& a, const Call& call, int 
 // system scope into this rank's own scratch (3).
 template <int N, class P>
 __device__ __forceinline__ void arm_all(const Arguments& a, u32 at, const P (&)[N]) {
-#pragma unroll
   for (int r = 0; r < N; ++r) arm(slot<P>(a, 0, at + r * a.capacity));
 }
 
@@ -212,30 +201,22 @@ __device__ __forceinline__ bool receive(const Arguments& a, const Call& call, in
   Deadline deadline;
   while (true) {
     bool all = true;
-#pragma unroll
     for (int i = 0; i < Count; ++i)
-#pragma unroll
       for (int r = 0; r < N; ++r) part[i][r] = load_relaxed_sys(slot<P>(a, 0, at[i] + r * a.capacity));
-#pragma unroll
     for (int i = 0; i < Count; ++i)
-#pragma unroll
       for (int r = 0; r < N; ++r) all &= arrived(part[i][r]);
     if (all) break;
     const Deadline::State state = deadline.check(a, call, N == 1 ? 5 : 4);
     if (state == Deadline::waiting) continue;
     if (state == Deadline::aborted) return false;
     int missing = 0;
-#pragma unroll
     for (int i = 0; i < Count; ++i)
-#pragma unroll
       for (int r = 0; r < N; ++r)
         if (!arrived(part[i][r])) missing = r;
     report(a, timed_out, call.epoch, source + missing, call.epoch, not_yet);
     return false;
   }
-#pragma unroll
   for (int i = 0; i < Count; ++i)
-#pragma unroll
     for (int r = 0; r < N; ++r) arm(slot<P>(a, 0, at[i] + r * a.capacity));
   return true;
 }
@@ -253,10 +234,8 @@ template <class T, int N, class Order, int Count>
 __device__ __forceinline__ bool receive_sums(const Arguments& a, const Call& call, u32 at, Pack (&sum)[Count]) {
   u32 place[Count];
   Pack part[Count][N];
-#pragma unroll
   for (int i = 0; i < Count; ++i) place[i] = at + i;
   if (!receive(a, call, 0, place, part)) return false;
-#pragma unroll
   for (int i = 0; i < Count; ++i) sum[i] = sum_in_order<T, N, Order, T>(part[i]);
   return true;
 }
@@ -278,7 +257,6 @@ __device__ __forceinline__ void receive_each(const Arguments& a, const Call& cal
 #pragma unroll 1
   for (u32 i = first; i < end; i += stride) {
     P part[N];
-#pragma unroll
     for (int r = 0; Ahead && r < N; ++r) part[r] = next[r];
     if (Ahead && i + stride < end) look_at(a, base + i + stride, next);
     send();

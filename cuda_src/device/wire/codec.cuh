@@ -9,8 +9,6 @@ enum Rounding { nearest, stochastic };
 
 constexpr int run_numel = 8;  // consecutive elements that a lane codes at a time
 
-// ---- random bits from a counter -------------------------------------------------------------------------------------
-
 // The random bits depend on these and on the index in the tensor.
 struct Noise {
   u64 seed;
@@ -37,8 +35,6 @@ __device__ __forceinline__ void random_halves(const Noise& noise, u64 index, u32
   word[0] = c0, word[1] = c1, word[2] = c2, word[3] = c3;
 }
 
-// ---- scales and zero points -----------------------------------------------------------------------------------------
-
 // Bits on the wire. A scale is a positive number, at least `smallest_scale`, or the canonical NaN.
 constexpr u32 smallest_scale = 0x00800000;
 template <class S>
@@ -57,8 +53,6 @@ __device__ __forceinline__ float number(bf16, u32 bits) { return __uint_as_float
 __device__ __forceinline__ float number(fp32, u32 bits) { return __uint_as_float(bits); }
 
 constexpr u32 bf16_ones = 0x3f803f80;  // 1 in both halves of a word
-
-// ---- integer codes --------------------------------------------------------------------------------------------------
 
 template <int Bits>
 struct Int {
@@ -147,8 +141,6 @@ struct Int {
   }
 };
 
-// ---- e4m3 codes -----------------------------------------------------------------------------------------------------
-
 struct E4m3 {
   static constexpr int bits = 8;
   template <Scheme S>
@@ -182,8 +174,6 @@ struct E4m3 {
     return (bits >> 24 & 0x80) | ((bits & 0x7fffffff) + (half << 4) + 8) >> 20;
   }
 };
-
-// ---- codecs ---------------------------------------------------------------------------------------------------------
 
 // graphar.Codec mirrors it.
 template <class Code_, int Bucket, class Scale_, Scheme S, Rounding R, bool Feedback = false>

@@ -5,47 +5,36 @@
 constexpr u32 all_lanes = 0xffffffffu;
 __device__ __forceinline__ int lane() { return threadIdx.x % 32; }
 
-// ---- a bucket's largest value, where lanes share it -----------------------------------------------------------------
+enum Largest { magnitudes, values };
 
-struct Magnitudes {
-  template <class T>
-  static __device__ __forceinline__ u32 larger_of(u32 a, u32 b) {
-    return larger_magnitude(T{}, a, b);
-  }
-};
-
-struct Values {
-  template <class T>
-  static __device__ __forceinline__ u32 larger_of(u32 a, u32 b) {
-    return larger(T{}, a, b);
-  }
-};
+template <class T, Largest what>
+__device__ __forceinline__ u32 larger_of(u32 a, u32 b) {
+  return what == magnitudes ? larger_magnitude(T{}, a, b) : larger(T{}, a, b);
+}
 
 // The larger of `mine` and of the value `sent` by lane `lane() ^ mask`.
-template <class T, class What>
+template <class T, Largest what>
 __device__ __forceinline__ u32 largest_of_lanes(u32 mine, u32 sent, int mask) {
-  return What::template larger_of<T>(mine, __shfl_xor_sync(all_lanes, sent, mask));
+  return larger_of<T, what>(mine, __shfl_xor_sync(all_lanes, sent, mask));
 }
 
 // Four neighbouring lanes each have a word of four rows. Lane l gets the largest of row l % 4.
-template <class T, class What>
+template <class T, Largest what>
 __device__ __forceinline__ u32 largest_of_four_lanes(const u32 (&value)[4]) {
   const bool upper = lane() & 2, odd = lane() & 1;
-  const u32 first = largest_of_lanes<T, What>(upper ? value[2] : value[0], upper ? value[0] : value[2], 2);
-  const u32 second = largest_of_lanes<T, What>(upper ? value[3] : value[1], upper ? value[1] : value[3], 2);
-  return largest_of_lanes<T, What>(odd ? second : first, odd ? first : second, 1);
+  const u32 first = largest_of_lanes<T, what>(upper ? value[2] : value[0], upper ? value[0] : value[2], 2);
+  const u32 second = largest_of_lanes<T, what>(upper ? value[3] : value[1], upper ? value[1] : value[3], 2);
+  return largest_of_lanes<T, what>(odd ? second : first, odd ? first : second, 1);
 }
 
-template <class T, class What>
+template <class T, Largest what>
 __device__ __forceinline__ float largest_of_word(u32 word) {
   float v[2];
   T::unpack(word, v);
   for (int e = 1; e < elements_per_word<T>; ++e)
-    v[0] = __uint_as_float(What::template larger_of<fp32>(__float_as_uint(v[0]), __float_as_uint(v[e])));
+    v[0] = __uint_as_float(larger_of<fp32, what>(__float_as_uint(v[0]), __float_as_uint(v[e])));
   return v[0];
 }
-
-// ---- words on their way ---------------------------------------------------------------------------------------------
 
 // Calls `visit(address, words)` for `Count` words in pieces of 4, 2 and 1. Word w lies `pitch` x w after `at`. A
 // piece's words are neighbours, and lanes' pieces follow each other; with lane = 0 in all lanes they share one.

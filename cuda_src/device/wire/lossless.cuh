@@ -96,8 +96,6 @@ __device__ __forceinline__ Tile<bf16> decode_lossless(const LosslessCodes& c) {
   return t;
 }
 
-// ---- the wire -------------------------------------------------------------------------------------------------------
-
 template <int Count>
 __device__ __forceinline__ void store_pieces(char* at, const u32 (&word)[Count]) {
   for (int p = 0; p < Count / 4; ++p)
@@ -198,8 +196,6 @@ struct LosslessChunks : PartChunks<N> {
     return lossless_tile(j, this->length, [&](u32 at) { return this->slot(hop, k, from, at); });
   }
 };
-
-// ---- sums -----------------------------------------------------------------------------------------------------------
 
 __device__ __forceinline__ void add(float (&total)[tile_rows][run_numel], const Tile<bf16>& t, bool is_first) {
   for (int j = 0; j < tile_rows; ++j) {

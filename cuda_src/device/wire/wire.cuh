@@ -16,9 +16,7 @@ constexpr int tile_numel = tile_rows * row_numel;
 
 __device__ __forceinline__ u32 tile_count(u64 numel) { return (numel + tile_numel - 1) / tile_numel; }
 
-// ---- tiles ----------------------------------------------------------------------------------------------------------
-
-// A lane's elements of a tile.
+// Of a lane.
 template <class T>
 struct Tile {
   static constexpr int packs = run_numel / elements_per_pack<T>;
@@ -122,8 +120,6 @@ __device__ __forceinline__ void store_tile(const Tensor<T>& y, u64 tile, const T
   store_tile(y, tile, t, [](Tile<T>&, int) {});
 }
 
-// ---- buckets --------------------------------------------------------------------------------------------------------
-
 template <class C>
 struct WireLayout {
   static constexpr int rows_of_bucket = C::bucket > row_numel ? C::bucket / row_numel : 1;
@@ -143,35 +139,27 @@ struct WireLayout {
   }
 };
 
-// The largest of each row's words over all lanes of a bucket. Lane l gets row l % 4.
-template <class C, class T, class What>
-__device__ __forceinline__ u32 largest_over_bucket(const u32 (&value)[tile_rows]) {
-  u32 v = largest_of_four_lanes<T, What>(value);
-  for (int mask = 4; mask < WireLayout<C>::lanes_of_bucket; mask *= 2) v = largest_of_lanes<T, What>(v, v, mask);
-  for (int mask = 1; mask < WireLayout<C>::rows_of_bucket; mask *= 2) v = largest_of_lanes<T, What>(v, v, mask);
-  return v;
-}
-
 // The largest value of the bucket whose scale this lane computes. `flip` changes the signs of the values before.
-template <class C, class What, class T>
+template <class C, Largest what, class T>
 __device__ __forceinline__ float largest_of_bucket(const Tile<T>& t, u32 flip) {
   u32 value[tile_rows];
   for (int j = 0; j < tile_rows; ++j) {
     value[j] = t.word[j][0] ^ flip;
-    for (int w = 1; w < Tile<T>::words; ++w) value[j] = What::template larger_of<T>(value[j], t.word[j][w] ^ flip);
+    for (int w = 1; w < Tile<T>::words; ++w) value[j] = larger_of<T, what>(value[j], t.word[j][w] ^ flip);
   }
-  return largest_of_word<T, What>(largest_over_bucket<C, T, What>(value));
+  u32 v = largest_of_four_lanes<T, what>(value);
+  for (int mask = 4; mask < WireLayout<C>::lanes_of_bucket; mask *= 2) v = largest_of_lanes<T, what>(v, v, mask);
+  for (int mask = 1; mask < WireLayout<C>::rows_of_bucket; mask *= 2) v = largest_of_lanes<T, what>(v, v, mask);
+  return largest_of_word<T, what>(v);
 }
 
 template <class C, class T>
 __device__ __forceinline__ typename C::Range range_of_bucket(const Tile<T>& t) {
-  if constexpr (C::scheme == absmax) return C::range(largest_of_bucket<C, Magnitudes>(t, 0), 0);
+  if constexpr (C::scheme == absmax) return C::range(largest_of_bucket<C, magnitudes>(t, 0), 0);
   constexpr u32 signs = elements_per_word<T> == 2 ? 0x80008000u : 0x80000000u;
-  const float smallest = __fsub_rn(0, largest_of_bucket<C, Values>(t, signs));  // a zero is positive
-  return C::range(largest_of_bucket<C, Values>(t, 0), smallest);
+  const float smallest = __fsub_rn(0, largest_of_bucket<C, values>(t, signs));  // a zero is positive
+  return C::range(largest_of_bucket<C, values>(t, 0), smallest);
 }
-
-// ---- coding ---------------------------------------------------------------------------------------------------------
 
 // What a lane sends: its codes, and the scale and zero point that it computed.
 template <class C>
@@ -280,8 +268,6 @@ __device__ __forceinline__ void store_error(const Tensor<T>& to, u64 tile, const
   });
 }
 
-// ---- the wire -------------------------------------------------------------------------------------------------------
-
 // A message of `tiles` tiles, which begins at `base`.
 template <class C>
 struct Wire {
@@ -321,8 +307,6 @@ __device__ __forceinline__ void visit_coded(const Wire<C>& wire, u32 tile, const
     if (L::sends_entry() && L::entry() % 2 == 0) visit(reinterpret_cast<Words<1>*>(at), &word);
   }
 }
-
-// ---- sums over ranks ------------------------------------------------------------------------------------------------
 
 // How many of N ranks a warp has the codes of in flight: as many as registers allow, in batches of equal size.
 template <class C, int N>
