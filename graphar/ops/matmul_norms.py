@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal, Never, get_args
 
 import torch
 
 from graphar.numerics.partitions import TP_INVARIANT
 from graphar.ops import matmul_gradients, matmul_operands, matmul_sums, norms, options, parts
-from graphar.ops.options import T
+from graphar.ops.options import Arguments, T
 from graphar.ops.register import Op
 from graphar.ops.repeats import Asked, repeated
 from graphar.plan.call import Call
@@ -23,21 +21,6 @@ from graphar.runtime.registry import Group, engine_name
 _SUMMED, _SCATTERED = "fused_matmul_allreduce_residual_rmsnorm", "fused_matmul_reducescatter_residual_rmsnorm"
 NormPartition = Literal["auto", "tiles", "none", "batch_invariant", "tp_invariant"]
 PARTITIONS = get_args(NormPartition)
-
-
-@dataclass(eq=False)
-class _Normed(options.Normed, matmul_operands.Multiplied):
-    """The arguments of both."""
-
-
-@dataclass(eq=False)
-class Arguments(_Normed):
-    constant_weight: bool = False  # as of fused_matmul_allreduce
-
-
-@dataclass(eq=False)
-class ArgumentsOfParts(_Normed, options.InParts):
-    """Those of a reduce-scatter."""
 
 
 def fused_matmul_allreduce_residual_rmsnorm(
@@ -202,7 +185,7 @@ def _call(op: Op, asked: Asked, group: Group, eps, weight_offset, partition, tim
     norms.prepare_gradients(name, ranks)
     communicator = engine_name(group, name, alone=alone and not isinstance(a, (list, tuple)))
     how = where | numbers | {"partition": partition, "timeout_s": timeout_s, "scales": list(scaled.scales)}
-    return op(a, w, residual, weight, given=op.given(communicator=communicator, **how), asked=asked)
+    return op(a, w, residual, weight, asked=asked, communicator=communicator, **how)
 
 
 def _dtype_beside_scaled(op: str, ranks: Sequence[tuple]) -> torch.dtype | None:
@@ -216,36 +199,35 @@ def _dtype_beside_scaled(op: str, ranks: Sequence[tuple]) -> torch.dtype | None:
     return ranks[0][2].dtype if ranks else None
 
 
-def _fake(a, w, residual, weight, arguments: _Normed) -> list[tuple[torch.Tensor, ...]]:
-    """Returns uninitialised tensors for each rank's results: normed rows, and the new residual."""
-    return [norms.empty("like_input", rows) for rows in residual]
+class _Normed(Op):
+    tensors = ("a", "w", "residual", "weight")
+    has_several = True
+    needed = ("a", "w", "weight")
+    saved_result = 1
+
+    def fake(self, a, w, residual, weight, arguments: Arguments) -> list[tuple[torch.Tensor, ...]]:
+        """Returns uninitialised tensors for each rank's results: normed rows, and the new residual."""
+        return [norms.empty("like_input", rows) for rows in residual]
+
+    def run(self, engine: Engine, a, w, residual, weight, outs, arguments: Arguments):
+        """Writes each rank's results: normed rows, and the new residual."""
+        counts, norm = matmul_operands.summed_rows(engine, a, arguments), (arguments.eps, arguments.weight_offset)
+        how = matmul_operands.multiplied(self.name, a, w, arguments)
+        work = Product(self.name, tuple(counts), w[0].shape[0], norm=norm, **how)
+        ranks = options.operands([*matmul_operands.lists(a, w, arguments), residual, weight], outs)
+        return engine.run(Call.of(work, residual[0], timeout_s=arguments.timeout_s), ranks), ranks
+
+    def check(self, engine: Engine, a, w, residual, weight, arguments: Arguments) -> None:
+        matmul_sums.check(self, engine, a, arguments)
+        if self is SCATTERED_NORM:
+            parts.check(self.name, engine, arguments, [len(rows) for rows in residual])
+
+    def backward(self, ctx, gradients, saved, _):
+        """Returns the gradients. Rounding is treated as the identity."""
+        of_rows, of_weights = matmul_gradients.of_norms(ctx, saved, gradients)
+        return *matmul_gradients.of_operands(ctx, of_rows, *saved[:2]), of_rows, of_weights, {}
 
 
-def _run(op: str, engine: Engine, a, w, residual, weight, outs, arguments: _Normed):
-    """Writes each rank's results: normed rows, and the new residual."""
-    counts = matmul_operands.summed_rows(engine, a, arguments)
-    norm, how = (arguments.eps, arguments.weight_offset), matmul_operands.multiplied(op, a, w, arguments)
-    work = Product(op, tuple(counts), w[0].shape[0], norm=norm, **how)
-    ranks = options.operands([*matmul_operands.lists(a, w, arguments), residual, weight], outs)
-    return engine.run(Call.of(work, residual[0], timeout_s=arguments.timeout_s), ranks), ranks
-
-
-def _check_op(op: str, engine: Engine, a, w, residual, weight, arguments: Arguments | ArgumentsOfParts) -> None:
-    matmul_sums.check_summed(op, engine, a, arguments)
-    if isinstance(arguments, ArgumentsOfParts):
-        parts.check(op, engine, arguments, [len(rows) for rows in residual])
-
-
-def _backward(ctx, gradients, saved, _):
-    """Returns the gradients. Rounding is treated as the identity."""
-    of_rows, of_weights = matmul_gradients.of_norms(ctx, saved, gradients)
-    return *matmul_gradients.of_operands(ctx, of_rows, *saved[:2]), of_rows, of_weights, {}
-
-
-def _op(name: str, arguments: type[Arguments] | type[ArgumentsOfParts]) -> Op:
-    how: dict[str, Any] = {"saved": lambda given: ("a", "w", "weight"), "saved_result": 1, "has_several": True}
-    how |= {"check": partial(_check_op, name), "backward": _backward}
-    return Op(name, ["a", "w", "residual", "weight"], arguments, partial(_run, name), _fake, **how)
-
-
-NORM, SCATTERED_NORM = _op(_SUMMED, Arguments), _op(_SCATTERED, ArgumentsOfParts)
+_OPTIONS = ("partition", "scales", "eps", "weight_offset")
+NORM = _Normed(_SUMMED, *_OPTIONS, "constant_weight")
+SCATTERED_NORM = _Normed(_SCATTERED, *options.IN_PARTS, *_OPTIONS)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +11,7 @@ from graphar.numerics import fp8_products
 from graphar.numerics.fp8_products import FP8
 from graphar.numerics.partitions import BATCH_INVARIANT
 from graphar.ops import options
+from graphar.ops.options import Arguments
 from graphar.plan.matmuls import owned_rows
 from graphar.product.operands import flat, flat_scale
 from graphar.runtime.checks.tensor_checks import (
@@ -25,14 +25,6 @@ from graphar.runtime.engine import Engine
 RESULT_DTYPES = (torch.bfloat16, torch.float16)
 _DTYPES = (*RESULT_DTYPES, torch.float32, torch.float64)  # of operands without scales
 PARTITIONS = ("auto", "tiles", "none", "split_m", "split_n", BATCH_INVARIANT)
-
-
-@dataclass(eq=False)
-class Multiplied(options.Given):
-    """The arguments of an op that multiplies. ``scales`` are those of e4m3 operands, rank by rank: of a, and of w."""
-
-    partition: str = "auto"
-    scales: options.Tensors = ()
 
 
 class Scaled(NamedTuple):
@@ -159,25 +151,25 @@ def format_of(op: str, a: Sequence[torch.Tensor], w: Sequence[torch.Tensor], sca
     return "blocks" if checked[0].in_blocks else "rows"
 
 
-def multiplied(op: str, a, w, arguments: Multiplied) -> dict[str, Any]:
+def multiplied(op: str, a, w, arguments: Arguments) -> dict[str, Any]:
     """Returns what a Product has of the factors of a call."""
     of = {"format": format_of(op, a, w, arguments.scales)} if arguments.scales else {}
-    return of | {"partition": arguments.partition, "constant_weight": getattr(arguments, "constant_weight", False)}
+    return of | {"partition": arguments.partition, "constant_weight": arguments.constant_weight}
 
 
-def summed_rows(engine: Engine, a, arguments: options.Given) -> list[int]:
+def summed_rows(engine: Engine, a, arguments: Arguments) -> list[int]:
     """Returns how many rows of a sum each rank adds: those of its part, or its share of an all-reduce's."""
-    if isinstance(arguments, options.InParts):
+    if arguments.sizes:
         in_one = a[0].shape[1:-1].numel()
         return [size * in_one for size in arguments.sizes]
     return list(owned_rows(a[0].shape[:-1].numel(), engine.world_size))
 
 
-def lists(a, w, arguments: Multiplied, bias: Sequence[torch.Tensor] = ()) -> list[Sequence[torch.Tensor]]:
+def lists(a, w, arguments: Arguments) -> list[Sequence[torch.Tensor]]:
     """Returns the lists of the ranks' factors: a, w, perhaps their scales, and perhaps a bias."""
     scales = [arguments.scales[::2], arguments.scales[1::2]] if arguments.scales else []
     # Kernels read the raw memory of a bias.
-    return [a, w, *scales, *([[x.resolve_neg().contiguous() for x in bias]] if bias else [])]
+    return [a, w, *scales, *([[x.resolve_neg().contiguous() for x in arguments.bias]] if arguments.bias else [])]
 
 
 def added(op: str, a, bias, epilogue, shape: Sequence[int], scaled: Scaled, whole: int | None = None) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from graphar.numerics import norm_gradients
-from graphar.ops.register import define, library
+from graphar.ops.register import define
 from graphar.runtime.bind import residual_norm
 
 
@@ -63,14 +63,6 @@ def _residual_rmsnorm_backward(of_normed, of_summed, summed, weight, eps, weight
     return of_rows, of_w if of_weight else weight.new_empty(0)
 
 
-define(
-    "residual_rmsnorm_backward(Tensor of_normed, Tensor? of_summed, Tensor summed, Tensor weight, float eps, "
-    "float weight_offset, bool of_weight, int ranks) -> (Tensor, Tensor)",
-    _residual_rmsnorm_backward,
-    _fake,
-)
-
-
 def _keep(ctx, inputs, output) -> None:
     *tensors, ctx.eps, ctx.offset, ctx.of_weight, _ = inputs
     ctx.save_for_backward(*tensors)
@@ -90,6 +82,11 @@ def _second_derivatives(ctx, gradient_of_rows, gradient_of_weight):
     return *(None if leaf is None else next(gradients) for leaf in leaves), None, None, None, None
 
 
-torch.library.register_autograd(
-    "graphar::residual_rmsnorm_backward", _second_derivatives, setup_context=_keep, lib=library
+define(
+    "residual_rmsnorm_backward(Tensor of_normed, Tensor? of_summed, Tensor summed, Tensor weight, float eps, "
+    "float weight_offset, bool of_weight, int ranks) -> (Tensor, Tensor)",
+    _residual_rmsnorm_backward,
+    _fake,
+    _second_derivatives,
+    _keep,
 )

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 
 from graphar.numerics.norms import ALLREDUCE_NORM, FP8, REDUCESCATTER_NORM, output_of, scales_of
 from graphar.ops import norm_gradients, options, parts
-from graphar.ops.options import T
+from graphar.ops.options import Arguments, T
 from graphar.ops.register import Op, for_ranks
 from graphar.ops.repeats import Asked, repeated
 from graphar.plan.call import Call
@@ -19,18 +17,6 @@ from graphar.plan.work import Norm
 from graphar.runtime.checks import call_checks, tensor_checks
 from graphar.runtime.engine import Engine
 from graphar.runtime.registry import Group, engine_name
-
-
-@dataclass(eq=False)
-class Arguments(options.Normed):
-    output: str = "like_input"  # one of numerics.norms.NORM_OUTPUTS
-    scales: options.Tensors = ()  # for "static_fp8", each rank's scale
-
-
-@dataclass(eq=False)
-class ArgumentsOfParts(Arguments, options.InParts):
-    """Those of a reduce-scatter with a norm."""
-
 
 _TENSORS = ("x", "residual", "weight", "scale")
 
@@ -184,28 +170,7 @@ def _call(op: Op, asked: Asked, group: Group, eps, weight_offset, out_dtype, gro
     prepare_gradients(name, ranks, output)
     scales = [scale for _, _, _, *of_rank in ranks for scale in of_rank]
     how = where | numbers | {"output": output, "scales": scales, "timeout_s": timeout_s}
-    return op(*tensors[:3], given=op.given(communicator=engine_name(group, name), **how), asked=asked)
-
-
-def _check_parts(op: str, engine: Engine, xs, residuals, weights, arguments: ArgumentsOfParts) -> None:
-    parts.check(op, engine, arguments, [len(x) for x in xs], whole=True)
-    parts.check(op, engine, arguments, [len(rows) for rows in residuals])
-
-
-def _fake(xs, residuals, weights, arguments) -> list[tuple[torch.Tensor, ...]]:
-    """Returns uninitialised tensors for each rank's results."""
-    return [empty(arguments.output, residual) for residual in residuals]
-
-
-def _run(op: str, engine: Engine, xs, residuals, weights, outs, arguments: Arguments):
-    """Writes each rank's results: normed rows, the new residual, and scales if the output has some."""
-    lists = [xs, residuals, weights, *([arguments.scales] if arguments.scales else [])]
-    ranks = options.operands([[tensor.contiguous() for tensor in tensors] for tensors in lists], outs)
-    x = ranks[0].inputs[0]
-    counts = parts.counts_of(x, arguments.sizes) if isinstance(arguments, ArgumentsOfParts) else (x.numel(),)
-    numbers = arguments.eps, arguments.weight_offset
-    work = Norm(op, counts, x.shape[-1], arguments.output, *numbers, row=tuple(x.shape[1:]))
-    return engine.run(Call.of(work, x, timeout_s=arguments.timeout_s), ranks), ranks
+    return op(*tensors[:3], asked=asked, communicator=engine_name(group, name), **how)
 
 
 def empty(output: str, residual: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -217,17 +182,37 @@ def empty(output: str, residual: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return tuple(made)
 
 
-def _backward(ctx, gradients, saved, _):
-    """Returns the gradients. Rounding is treated as the identity."""
-    of_rows, of_weights = norm_gradients.of_rows_and_weights(ctx, saved, gradients)
-    op = "allgather" if "sizes" in ctx.where else "allreduce"
-    return for_ranks(ctx, op, of_rows, **ctx.where), of_rows, of_weights, {}
+class _Norms(Op):
+    tensors = _TENSORS[:3]
+    has_several = True
+    needed = ("weight",)
+    saved_result = 1
+
+    def fake(self, xs, residuals, weights, arguments: Arguments) -> list[tuple[torch.Tensor, ...]]:
+        """Returns uninitialised tensors for each rank's results."""
+        return [empty(arguments.output, residual) for residual in residuals]
+
+    def run(self, engine: Engine, xs, residuals, weights, outs, arguments: Arguments):
+        """Writes each rank's results: normed rows, the new residual, and scales if the output has some."""
+        lists = [xs, residuals, weights, *([arguments.scales] if arguments.scales else [])]
+        ranks = options.operands([[tensor.contiguous() for tensor in tensors] for tensors in lists], outs)
+        x = ranks[0].inputs[0]
+        counts = parts.counts_of(x, arguments.sizes) if arguments.sizes else (x.numel(),)
+        numbers = arguments.eps, arguments.weight_offset
+        work = Norm(self.name, counts, x.shape[-1], arguments.output, *numbers, row=tuple(x.shape[1:]))
+        return engine.run(Call.of(work, x, timeout_s=arguments.timeout_s), ranks), ranks
+
+    def check(self, engine: Engine, xs, residuals, weights, arguments: Arguments) -> None:
+        if self is SCATTERED_NORM:
+            parts.check(self.name, engine, arguments, [len(x) for x in xs], whole=True)
+            parts.check(self.name, engine, arguments, [len(rows) for rows in residuals])
+
+    def backward(self, ctx, gradients, saved, _):
+        """Returns the gradients. Rounding is treated as the identity."""
+        of_rows, of_weights = norm_gradients.of_rows_and_weights(ctx, saved, gradients)
+        op = "allgather" if self is SCATTERED_NORM else "allreduce"
+        return for_ranks(ctx, op, of_rows, **ctx.where), of_rows, of_weights, {}
 
 
-def _op(name: str, arguments: type[Arguments], **check: Any) -> Op:
-    how = {"saved": lambda given: ("weight",), "saved_result": 1, "has_several": True, **check}
-    return Op(name, _TENSORS[:3], arguments, partial(_run, name), _fake, backward=_backward, **how)
-
-
-NORM = _op(ALLREDUCE_NORM, Arguments)
-SCATTERED_NORM = _op(REDUCESCATTER_NORM, ArgumentsOfParts, check=partial(_check_parts, REDUCESCATTER_NORM))
+_OPTIONS = ("eps", "weight_offset", "output", "scales")
+NORM, SCATTERED_NORM = _Norms(ALLREDUCE_NORM, *_OPTIONS), _Norms(REDUCESCATTER_NORM, *options.IN_PARTS, *_OPTIONS)
