@@ -146,6 +146,7 @@ def _gather(a, w, bias, scales: tuple, sizes, partition, group: Group, asked: As
     in_list, alone = isinstance(a, (list, tuple)), partition == TP_INVARIANT
     name = engine_name(group, NAME, alone and not in_list)
     scaled = matmul_operands.check(NAME, a, w, bias, scales, rows_differ=True)
+    dtype = scaled.get("scaled_dtype")
     first, weight = (a[0], w[0]) if in_list else (a, w)
     parts.check_has_rows(NAME, "a", first)
     if partition == TP_INVARIANT:
@@ -157,9 +158,9 @@ def _gather(a, w, bias, scales: tuple, sizes, partition, group: Group, asked: As
         sizes = [len(x) for x in a] if in_list else [len(a)] * world_size
     else:
         sizes = call_checks.check_sizes(NAME, sizes, world_size, rank, len(a), "a")
-    added = matmul_operands.added(NAME, a, bias, epilogue, (sum(sizes), *first.shape[1:-1], len(weight)), scaled)
+    added = matmul_operands.added(NAME, a, bias, epilogue, (sum(sizes), *first.shape[1:-1], len(weight)), dtype)
     how = {"communicator": name, "timeout_s": timeout_s, "rank": rank, "sizes": sizes, "partition": partition}
-    results = OP(a, w, asked=asked, gathered=gathered, **how, **added, **scaled._asdict())
+    results = OP(a, w, asked=asked, gathered=gathered, **how, **added, **scaled)
     return results if gathered else results[0]
 
 

@@ -68,8 +68,8 @@ def linear(
     ranks = 1 if group is None else parts.place(group)[1]
     leaf_tree.check_ranks(NAME, ranks)
     scaled = matmul_operands.check(NAME, a, w, bias, (a_scale, w_scale, out_dtype))
-    if scaled.scales:
-        return torch.ops.graphar.linear(a, w, bias, 1, scaled.scaled_dtype, "", *scaled.scales)
+    if scaled:
+        return torch.ops.graphar.linear(a, w, bias, 1, scaled["scaled_dtype"], "", *scaled["scales"])
     options.check_float(NAME, "a", a)
     if a.requires_grad and torch.is_grad_enabled():
         leaf_tree.check_columns(NAME, len(w), ranks, "features")

@@ -179,12 +179,12 @@ def _call(op: Op, asked: Asked, group: Group, eps, weight_offset, partition, tim
         if not w_of_rank.shape[0]:
             raise ValueError(f"{name}: w must have rows, got the shape {list(w_of_rank.shape)}")
         rows = x.shape[:-1] if lengths is None else (lengths[at], *x.shape[1:-1])
-        shape, dtype = (*rows, w_of_rank.shape[0]), scaled.scaled_dtype
+        shape, dtype = (*rows, w_of_rank.shape[0]), scaled.get("scaled_dtype")
         options.check_beside(name, "residual", residual_of_rank, shape, x, dtype)
         options.check_beside(name, "weight", weight_of_rank, shape[-1:], x, dtype)
     norms.prepare_gradients(name, ranks)
     communicator = engine_name(group, name, alone=alone and not isinstance(a, (list, tuple)))
-    how = where | numbers | {"partition": partition, "timeout_s": timeout_s, "scales": list(scaled.scales)}
+    how = where | numbers | {"partition": partition, "timeout_s": timeout_s, "scales": scaled.get("scales", [])}
     return op(a, w, residual, weight, asked=asked, communicator=communicator, **how)
 
 

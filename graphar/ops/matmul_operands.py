@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -14,24 +14,12 @@ from graphar.ops import options
 from graphar.ops.options import Arguments
 from graphar.plan.matmuls import owned_rows
 from graphar.product.operands import flat, flat_scale
-from graphar.runtime.checks.tensor_checks import (
-    check_destination,
-    check_devices,
-    check_same_kind,
-    check_strided,
-)
+from graphar.runtime.checks.tensor_checks import check_destination, check_devices, check_same_kind, check_strided
 from graphar.runtime.engine import Engine
 
 RESULT_DTYPES = (torch.bfloat16, torch.float16)
 _DTYPES = (*RESULT_DTYPES, torch.float32, torch.float64)  # of operands without scales
 PARTITIONS = ("auto", "tiles", "none", "split_m", "split_n", BATCH_INVARIANT)
-
-
-class Scaled(NamedTuple):
-    """The scales of a call's operands, in the form that schemas have."""
-
-    scales: Sequence[torch.Tensor] = ()  # rank by rank: of a, and of w
-    scaled_dtype: torch.dtype | None = None  # of products and results; None: that of ``a``
 
 
 def check(
@@ -42,12 +30,12 @@ def check(
     scales: tuple[Any, Any, torch.dtype | None] = (None, None, None),
     partition: object = "auto",
     rows_differ: bool = False,
-) -> Scaled:
+) -> dict[str, Any]:
     """Raises TypeError or ValueError unless one rank's operands fit together, or lists with those of each rank.
 
-    ``scales`` are a_scale, w_scale and out_dtype, as users give them. Returns them in the form that schemas have.
-    Ranks may differ in K only; if ``rows_differ``, in the rows of ``a`` and of ``w`` only. Each rank's operands are on
-    a device of its own, or all are on the CPU.
+    ``scales`` are a_scale, w_scale and out_dtype, as users give them. With scales, returns ``scales`` and
+    ``scaled_dtype`` as schemas have them. Ranks may differ in K only; if ``rows_differ``, in the rows of ``a`` and of
+    ``w`` only. Each rank's operands are on a device of its own, or all are on the CPU.
     """
     dtype = _result_dtype(op, *scales)
     if dtype and partition not in PARTITIONS:
@@ -68,12 +56,12 @@ def check(
     if in_list:
         check_devices(op, [x.device for x in a])
     if not dtype:
-        return Scaled()
-    scaled = Scaled([of_rank[name] for of_rank in ranks for name in ("a_scale", "w_scale")], dtype)
+        return {}
+    of_operands = [of_rank[name] for of_rank in ranks for name in ("a_scale", "w_scale")]
     every_a, every_w = ([of_rank[name] for of_rank in ranks] for name in ("a", "w"))
-    if format_of(op, every_a, every_w, scaled.scales) == "blocks" and partition == "split_n":
+    if format_of(op, every_a, every_w, of_operands) == "blocks" and partition == "split_n":
         raise ValueError(f"{op}: partition 'split_n' would cut blocks of w; scales of blocks go with the others")
-    return scaled
+    return {"scales": of_operands, "scaled_dtype": dtype}
 
 
 def _result_dtype(op: str, a_scale: object, w_scale: object, out_dtype: torch.dtype | None) -> torch.dtype | None:
@@ -172,15 +160,18 @@ def lists(a, w, arguments: Arguments) -> list[Sequence[torch.Tensor]]:
     return [a, w, *scales, *([[x.resolve_neg().contiguous() for x in arguments.bias]] if arguments.bias else [])]
 
 
-def added(op: str, a, bias, epilogue, shape: Sequence[int], scaled: Scaled, whole: int | None = None) -> dict[str, Any]:
+def added(
+    op: str, a, bias, epilogue, shape: Sequence[int], dtype: torch.dtype | None, whole: int | None = None
+) -> dict[str, Any]:
     """Returns the arguments in a schema of what is added to products of this shape: a bias, and an epilogue.
 
-    ``whole`` is as options.epilogue_option takes it. An epilogue adds the bias itself.
+    ``dtype`` is that of products with scales. ``whole`` is as options.epilogue_option takes it. An epilogue adds the
+    bias itself.
     """
     in_list = isinstance(a, (list, tuple))
     if epilogue is None:
         return {"bias": [] if bias is None else list(bias) if in_list else [bias]}
-    like = torch.empty(shape, dtype=scaled.scaled_dtype or (a[0] if in_list else a).dtype, device="meta")
+    like = torch.empty(shape, dtype=dtype or (a[0] if in_list else a).dtype, device="meta")
     return options.epilogue_option(op, epilogue, like, len(a) if in_list else None, whole, bias)
 
 

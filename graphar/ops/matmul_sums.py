@@ -213,17 +213,18 @@ def _call(
     if partition in (BATCH_INVARIANT, TP_INVARIANT) and codec is not None:
         raise ValueError(f"{name}: takes a codec or partition={partition!r}, not both")
     scaled = matmul_operands.check(name, a, w, bias, scales, partition)
+    dtype = scaled.get("scaled_dtype")
     rows, weight = (a[0], w[0]) if in_list else (a, w)
     whole = None
     if op is SCATTER:
         (where, lengths), whole = parts.of_rows(name, "a", a, group, partition == TP_INVARIANT), 0
         rows, how = rows.narrow(0, 0, lengths[0]) if epilogue is not None else rows, how | where
-    how |= matmul_operands.added(name, a, bias, epilogue, (*rows.shape[:-1], weight.shape[0]), scaled, whole)
-    how |= {"communicator": communicator, "timeout_s": timeout_s, "partition": partition, **scaled._asdict()}
+    how |= matmul_operands.added(name, a, bias, epilogue, (*rows.shape[:-1], weight.shape[0]), dtype, whole)
+    how |= {"communicator": communicator, "timeout_s": timeout_s, "partition": partition, **scaled}
     how["codec"] = options.codec_option(name, codec)
     if out is None:
         return op(a, w, asked=asked, **how)
-    matmul_operands.check_results(name, a, w, bias, out, scaled.scaled_dtype)
+    matmul_operands.check_results(name, a, w, bias, out, dtype)
     op.into(a, w, out, asked=asked, **how)
     return list(out) if in_list else out
 

@@ -23,24 +23,15 @@ from torch.autograd import forward_ad
 from torch.utils._pytree import tree_leaves
 
 from graphar.ops.options import EVERY, KINDS, Arguments
-from graphar.ops.repeats import Asked, keep
+from graphar.ops.repeats import Asked, dispatch_modes, function_modes, is_profiling, keep, records_gradients
 from graphar.plan.work import Exchange, Loss, Norm, Parts, Product, Sum, TensorTuple
 from graphar.product import products
 from graphar.runtime.bind import collective, loss, norm, tensor_tuple
 from graphar.runtime.engine import Engine, binders
 from graphar.runtime.registry import engine_of_devices, engine_of_group
 
-binders.update(
-    {
-        Sum: collective.bind,
-        Parts: collective.bind,
-        Norm: norm.bind,
-        TensorTuple: tensor_tuple.bind,
-        Exchange: collective.bind,
-        Product: products.bind,
-        Loss: loss.bind,
-    }
-)
+binders |= dict.fromkeys((Sum, Parts, Exchange), collective.bind)
+binders |= {Norm: norm.bind, TensorTuple: tensor_tuple.bind, Product: products.bind, Loss: loss.bind}
 library = torch.library.Library("graphar", "DEF")
 _ops: dict[str, Op] = {}  # by name
 when_traced: list[Callable[[], None]] = []  # functions to call when an op is given tensors without data
@@ -52,10 +43,6 @@ _WHERE = ("communicator", "rank", "axis", "sizes", "timeout_s")
 _is_compiling = torch.compiler.is_compiling
 _strided = torch.strided
 _contiguous = torch.contiguous_format
-_dispatch_modes = torch._C._len_torch_dispatch_stack
-_function_modes = torch._C._len_torch_function_stack
-_is_profiling = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
-_records_gradients = torch.is_grad_enabled
 _functorch = torch._C._functorch  # type: ignore[attr-defined]
 _transforms = _functorch.peek_interpreter_stack
 _DENSE = (torch.Tensor, torch.nn.Parameter)
@@ -68,18 +55,18 @@ def _is_plain(values: Sequence) -> bool:
     repeats no earlier one.
     """
     if (
-        _dispatch_modes()
-        or _function_modes()
+        dispatch_modes()
+        or function_modes()
         or _transforms() is not None
         or forward_ad._current_level >= 0
-        or _is_profiling()
+        or is_profiling()
     ):
         return False
     for value in values:
         for x in value if isinstance(value, (list, tuple)) else (value,):
             if (
                 type(x) not in _DENSE
-                or (x.requires_grad and _records_gradients())
+                or (x.requires_grad and records_gradients())
                 or x.layout is not _strided
                 or x.is_neg()
                 or x.is_conj()

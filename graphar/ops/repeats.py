@@ -27,7 +27,10 @@ Asked = tuple[tuple, tuple, object]  # the tensors, options and epilogue of a ca
 
 _REPLACED_EACH = 64  # calls, where unlike calls of one key alternate: making a repeat takes as long as a call
 _is_compiling = torch.compiler.is_dynamo_compiling  # other compilers have dispatch modes, or tensors of a subclass
-_records_gradients = torch.is_grad_enabled
+records_gradients = torch.is_grad_enabled
+dispatch_modes = torch._C._len_torch_dispatch_stack
+function_modes = torch._C._len_torch_function_stack
+is_profiling = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
 _Tensor = torch.Tensor
 
 
@@ -43,9 +46,6 @@ try:
     _new_on_current_device = torch._C._dynamo.guards._empty_strided_cuda  # type: ignore
     _new_on_cpu = torch._C._dynamo.guards._empty_strided_cpu  # type: ignore
     _current_device: Any = getattr(torch._C, "_cuda_getDevice", None)  # None in a build of torch for the CPU
-    _dispatch_modes = torch._C._len_torch_dispatch_stack
-    _function_modes = torch._C._len_torch_function_stack
-    _is_profiling = torch.autograd._profiler_enabled  # type: ignore
     _is_deterministic = torch._C._get_deterministic_algorithms
     _tell_of_change = torch._C._increment_version  # the function of torch.autograd.graph takes twice as long
     _guard([torch.empty(0)])
@@ -154,10 +154,10 @@ def _repeat(
         elif not alike_with_out(*tensors, out):
             return None
         if (
-            _dispatch_modes()
-            or _function_modes()
+            dispatch_modes()
+            or function_modes()
             or forward_ad._current_level >= 0
-            or _is_profiling()
+            or is_profiling()
             or not (on_cpu or _current_device() == device)
             or (forbidden is not None and forbidden())
         ):
@@ -188,7 +188,7 @@ def _forbidden(tensors: Tensors, wire: Codec | None) -> Callable[[], bool] | Non
     needs_seed = wire is not None and wire.rounding == "stochastic" and wire.seed is None
     if not (with_gradients or needs_seed):
         return None
-    return lambda: (with_gradients and _records_gradients()) or (needs_seed and _is_deterministic())
+    return lambda: (with_gradients and records_gradients()) or (needs_seed and _is_deterministic())
 
 
 def _layout(x: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype]:
