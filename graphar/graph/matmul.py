@@ -32,7 +32,7 @@ from graphar.graph.products import Product, is_constant
 from graphar.numerics.dtypes import TYPE_NAMES
 from graphar.numerics.leaf_tree import LEAVES
 from graphar.numerics.partitions import BATCH_INVARIANT, TP_INVARIANT
-from graphar.ops import matmul_norms, matmul_sums, norms, sums
+from graphar.ops import matmul_sums, norms, sums
 from graphar.ops.register import Op, op_of
 from graphar.plan.algorithms import MATMUL_TYPES
 from graphar.plan.factors import Factors
@@ -41,9 +41,9 @@ from graphar.plan.matmuls import COLUMNS, prefers_tiles
 _aten = torch.ops.aten
 _FUSED = {  # by op: the op with the matmul, whose arguments have the same names
     sums.SUM: matmul_sums.SUM,
-    norms.NORM: matmul_norms.NORM,
+    norms.NORM: norms.MATMUL_NORM,
     sums.SCATTER: matmul_sums.SCATTER,
-    norms.SCATTERED_NORM: matmul_norms.SCATTERED_NORM,
+    norms.SCATTERED_NORM: norms.MATMUL_SCATTERED_NORM,
 }
 _SCATTERED = (sums.SCATTER, norms.SCATTERED_NORM)
 MANY_ROWS = 1 << 14  # assumed for a number of rows that varies; the op decides again at each call

@@ -13,7 +13,7 @@ import torch
 from graphar.numerics import partitions
 from graphar.numerics.leaf_tree import LEAVES
 from graphar.numerics.partitions import TP_INVARIANT
-from graphar.ops import linear, norm_gradients
+from graphar.ops import linear
 from graphar.ops.epilogue_gradients import of_sums_before_epilogue
 from graphar.ops.register import for_ranks
 from graphar.runtime.registry import engine_of_group
@@ -55,7 +55,7 @@ def _of_equal_sums(ctx, gradients: Tensors) -> Tensors:
         return gradients
     if ctx.given["partition"] != TP_INVARIANT:
         return for_ranks(ctx, "allreduce", gradients, **ctx.where)
-    return _sums_as_tree(ctx, gradients, gradients[0].dtype)
+    return sums_as_tree(ctx, gradients, gradients[0].dtype)
 
 
 def of_sums(ctx, gradients, a: Tensors, w: Tensors, tensors) -> tuple[Tensors, dict]:
@@ -68,12 +68,12 @@ def of_sums(ctx, gradients, a: Tensors, w: Tensors, tensors) -> tuple[Tensors, d
     of_all_rows = summing == "reducescatter" and partition == TP_INVARIANT and not ctx.in_list
     for gradient, wanted in zip(gradients, ctx.needs["bias"], strict=False):
         if wanted and of_all_rows:
-            of_biases += _sums_as_tree(ctx, [linear.bias_partial(gradient, _ranks(ctx))], gradient.dtype)
+            of_biases += sums_as_tree(ctx, [linear.bias_partial(gradient, world_size(ctx))], gradient.dtype)
         else:
             of_biases.append(linear.of_bias(partition, gradient) if wanted else None)
     products, more = [], {}
     if ctx.given["epilogue"] and partition == TP_INVARIANT:
-        leaves, more = LEAVES // _ranks(ctx), {"order": "tree"}
+        leaves, more = LEAVES // world_size(ctx), {"order": "tree"}
         products = [torch.ops.graphar.linear(*pair, None, leaves, torch.float32) for pair in zip(a, w, strict=True)]
     elif ctx.given["epilogue"]:
         products = [torch.nn.functional.linear(*pair) for pair in zip(a, w, strict=True)]
@@ -81,25 +81,10 @@ def of_sums(ctx, gradients, a: Tensors, w: Tensors, tensors) -> tuple[Tensors, d
     return before, {"bias": of_biases} | rest
 
 
-def of_norms(ctx, saved: Sequence, gradients: Sequence[torch.Tensor | None]) -> tuple[list, list]:
-    """Returns the gradients of each rank's rows that were normed, and of its norm's weight; None if not needed.
-
-    ``saved`` and ``gradients`` are as norm_gradients.of_rows_and_weights takes them. If each rank norms its part of the
-    rows, the weights' gradients cover these rows only, unless a call of processes is to be invariant.
-    """
-    if ctx.given["partition"] != TP_INVARIANT:
-        return norm_gradients.of_rows_and_weights(ctx, saved, gradients)
-    of_all_rows, dtype = "sizes" in ctx.where and not ctx.in_list, saved[-1][0].dtype
-    of_rows, of_weights = norm_gradients.of_rows_and_weights(ctx, saved, gradients, _ranks(ctx) if of_all_rows else 1)
-    if of_all_rows and of_weights[0] is not None:
-        of_weights = _sums_as_tree(ctx, of_weights, dtype)
-    return of_rows, [None if gradient is None else gradient.to(dtype) for gradient in of_weights]
-
-
-def _sums_as_tree(ctx, partials: Tensors, dtype: torch.dtype) -> list[torch.Tensor]:
+def sums_as_tree(ctx, partials: Tensors, dtype: torch.dtype) -> list[torch.Tensor]:
     how = {name: ctx.given[name] for name in ("communicator", "timeout_s")} | {"order": "tree", "out_dtype": dtype}
     return for_ranks(ctx, "allreduce", [partial.float() for partial in partials], **how)
 
 
-def _ranks(ctx) -> int:
+def world_size(ctx) -> int:
     return ctx.ranks if ctx.in_list else engine_of_group(ctx.given["communicator"]).world_size

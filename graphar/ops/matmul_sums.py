@@ -229,14 +229,12 @@ def _call(
     return list(out) if in_list else out
 
 
-def check(op: Op, engine: Engine, a: Sequence[torch.Tensor], arguments: Arguments) -> None:
-    """Raises ValueError if the sizes of a call do not fit, or it is to be invariant without whole leaves of K."""
-    if op.takes("sizes"):
-        parts.check(op.name, engine, arguments, [len(x) for x in a], whole=True)
+def check_leaves(op: str, engine: Engine, a: Sequence[torch.Tensor], arguments: Arguments) -> None:
+    """Raises ValueError if a call is to be invariant without whole leaves of K."""
     if arguments.partition == TP_INVARIANT:
-        leaf_tree.check_ranks(op.name, engine.world_size)
+        leaf_tree.check_ranks(op, engine.world_size)
         # Processes compare their columns when they sum.
-        leaf_tree.check_operands(op.name, a if engine.devices else list(a) * engine.world_size)
+        leaf_tree.check_operands(op, a if engine.devices else list(a) * engine.world_size)
 
 
 class _Summed(Op):
@@ -273,7 +271,9 @@ class _Summed(Op):
         options.check_apart_from_epilogue(self.name, outs, arguments.tensors)
 
     def check(self, engine: Engine, a, w, arguments: Arguments) -> None:
-        check(self, engine, a, arguments)
+        if self is SCATTER:
+            parts.check(self.name, engine, arguments, [len(x) for x in a], whole=True)
+        check_leaves(self.name, engine, a, arguments)
 
     def backward(self, ctx, gradients, saved, tensors):
         """Returns the gradients. The rounding of a codec is treated as the identity."""
