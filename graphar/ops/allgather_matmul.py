@@ -12,7 +12,7 @@ from graphar.numerics import partitions
 from graphar.numerics.epilogues.epilogue import Epilogue
 from graphar.numerics.partitions import TP_INVARIANT
 from graphar.ops import linear, matmul_operands, options, parts
-from graphar.ops.epilogue_gradients import before_epilogue, in_backward
+from graphar.ops.gradients import before_epilogue, in_backward
 from graphar.ops.options import Arguments, T
 from graphar.ops.register import Op, for_ranks
 from graphar.ops.repeats import Asked, repeated, typed

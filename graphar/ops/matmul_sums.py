@@ -11,7 +11,8 @@ from graphar.numerics import leaf_tree, partitions
 from graphar.numerics.codecs import Codec, CodecName
 from graphar.numerics.epilogues.epilogue import Epilogue
 from graphar.numerics.partitions import BATCH_INVARIANT, TP_INVARIANT, Partition
-from graphar.ops import matmul_gradients, matmul_operands, options, parts
+from graphar.ops import matmul_operands, options, parts
+from graphar.ops.gradients import of_operands, of_sums
 from graphar.ops.options import Arguments, T
 from graphar.ops.register import Op
 from graphar.ops.repeats import Asked, repeated
@@ -278,8 +279,8 @@ class _Summed(Op):
     def backward(self, ctx, gradients, saved, tensors):
         """Returns the gradients. The rounding of a codec is treated as the identity."""
         a, w, *_ = saved
-        of_sums, rest = matmul_gradients.of_sums(ctx, gradients, a, w, tensors)
-        return *matmul_gradients.of_operands(ctx, of_sums, a, w), rest
+        before, rest = of_sums(ctx, gradients, a, w, tensors)
+        return *of_operands(ctx, before, a, w), rest
 
 
 _OPTIONS = ("partition", "scales", *options.FOLLOWED, "codec", "bias", "num_partitions", "scaled_dtype")

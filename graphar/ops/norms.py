@@ -10,7 +10,8 @@ import torch
 from graphar.numerics import norm_gradients
 from graphar.numerics.norms import ALLREDUCE_NORM, FP8, REDUCESCATTER_NORM, output_of, scales_of
 from graphar.numerics.partitions import TP_INVARIANT
-from graphar.ops import matmul_gradients, matmul_operands, matmul_sums, options, parts
+from graphar.ops import matmul_operands, matmul_sums, options, parts
+from graphar.ops.gradients import of_operands, sums_as_tree, world_size
 from graphar.ops.options import T
 from graphar.ops.register import Op, define, for_ranks
 from graphar.ops.repeats import Asked, repeated
@@ -423,7 +424,7 @@ class _MatmulNorms(_Norms):
 
     def backward(self, ctx, gradients, saved, _) -> tuple:
         of_rows, of_weights = _of_rows_and_weights(ctx, saved, gradients)
-        return *matmul_gradients.of_operands(ctx, of_rows, *saved[:2]), of_rows, of_weights, {}
+        return *of_operands(ctx, of_rows, *saved[:2]), of_rows, of_weights, {}
 
 
 _OPTIONS = ("eps", "weight_offset", "output", "scales")
@@ -446,12 +447,12 @@ def _of_rows_and_weights(ctx, saved: Sequence, gradients: Sequence[torch.Tensor 
     wanted = ctx.needs_input_grad[len(tensors)]
     is_invariant, dtype = ctx.given.get("partition") == TP_INVARIANT, weights[0].dtype
     of_all_rows = is_invariant and "sizes" in ctx.where and not ctx.in_list
-    ranks = matmul_gradients.world_size(ctx) if of_all_rows else int(is_invariant)
+    ranks = world_size(ctx) if of_all_rows else int(is_invariant)
     numbers = ctx.given["eps"], ctx.given["weight_offset"], ranks
     of_ranks = zip(gradients[::2], gradients[1::2], summed, weights, wanted if ctx.in_list else [wanted], strict=True)
     of_rows, of_weights = map(list, zip(*[_of_rank(*of_rank, *numbers) for of_rank in of_ranks], strict=True))
     if of_all_rows and of_weights[0] is not None:
-        of_weights = matmul_gradients.sums_as_tree(ctx, of_weights, dtype)
+        of_weights = sums_as_tree(ctx, of_weights, dtype)
     return of_rows, [None if gradient is None else gradient.to(dtype) for gradient in of_weights]
 
 

@@ -28,9 +28,6 @@ Asked = tuple[tuple, tuple, object]  # the tensors, options and epilogue of a ca
 _REPLACED_EACH = 64  # calls, where unlike calls of one key alternate: making a repeat takes as long as a call
 _is_compiling = torch.compiler.is_dynamo_compiling  # other compilers have dispatch modes, or tensors of a subclass
 records_gradients = torch.is_grad_enabled
-dispatch_modes = torch._C._len_torch_dispatch_stack
-function_modes = torch._C._len_torch_function_stack
-is_profiling = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
 _Tensor = torch.Tensor
 
 
@@ -46,6 +43,9 @@ try:
     _new_on_current_device = torch._C._dynamo.guards._empty_strided_cuda  # type: ignore
     _new_on_cpu = torch._C._dynamo.guards._empty_strided_cpu  # type: ignore
     _current_device: Any = getattr(torch._C, "_cuda_getDevice", None)  # None in a build of torch for the CPU
+    dispatch_modes = torch._C._len_torch_dispatch_stack
+    function_modes = torch._C._len_torch_function_stack
+    is_profiling = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
     _is_deterministic = torch._C._get_deterministic_algorithms
     _tell_of_change = torch._C._increment_version  # the function of torch.autograd.graph takes twice as long
     _guard([torch.empty(0)])
@@ -143,7 +143,8 @@ def _repeat(
     result_like, *others = map(_layout, outputs)
     alike_with_out = _guard([*tensors, outputs[0]])
     in_place, feeds_back = result_like == _layout(tensors[0]), wire is not None and wire.feedback
-    forbidden = _forbidden(tensors, wire)
+    with_gradients = any(tensor.requires_grad for tensor in tensors)
+    needs_seed = wire is not None and wire.rounding == "stochastic" and wire.seed is None
     *nbytes, out_nbytes = map(_spanned_nbytes, (*tensors, outputs[0]))
     places = range(len(nbytes))
 
@@ -159,7 +160,8 @@ def _repeat(
             or forward_ad._current_level >= 0
             or is_profiling()
             or not (on_cpu or _current_device() == device)
-            or (forbidden is not None and forbidden())
+            or (with_gradients and records_gradients())
+            or (needs_seed and _is_deterministic())
         ):
             return None
         if feeds_back and -nbytes[1] < tensors[1].data_ptr() - tensors[0].data_ptr() < nbytes[0]:
@@ -180,15 +182,6 @@ def _repeat(
         return results if others else result
 
     return repeat
-
-
-def _forbidden(tensors: Tensors, wire: Codec | None) -> Callable[[], bool] | None:
-    """Returns a function that says whether torch's state forbids a call with such tensors; None: it cannot."""
-    with_gradients = any(tensor.requires_grad for tensor in tensors)
-    needs_seed = wire is not None and wire.rounding == "stochastic" and wire.seed is None
-    if not (with_gradients or needs_seed):
-        return None
-    return lambda: (with_gradients and records_gradients()) or (needs_seed and _is_deterministic())
 
 
 def _layout(x: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype]:

@@ -15,7 +15,7 @@ from graphar.numerics.epilogues.epilogue import AppliedEpilogue, Epilogue
 from graphar.numerics.epilogues.syntax import parse
 from graphar.numerics.partitions import split
 from graphar.ops import options, parts
-from graphar.ops.epilogue_gradients import of_sums_before_epilogue
+from graphar.ops.gradients import of_sums_before_epilogue
 from graphar.ops.options import Arguments, T
 from graphar.ops.register import Op, for_ranks
 from graphar.ops.repeats import Asked, repeated
