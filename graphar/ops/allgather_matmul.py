@@ -82,10 +82,8 @@ def fused_allgather_matmul(
     accumulated, which depends on the device.
 
     Ranks are processes if ``a`` is a tensor, and the devices of this process if ``a`` is a list. Collective: every rank
-    makes the same calls in the same order.
-
-    Differentiable: the gradient of ``a`` is a :func:`fused_matmul_reducescatter`. For the gradient of ``w`` the rows
-    are gathered again, so that no rank has to keep them.
+    makes the same calls in the same order. Differentiable: the gradient of ``a`` is a
+    :func:`fused_matmul_reducescatter`. For the gradient of ``w`` the rows are gathered again.
 
     Args:
         a: this rank's rows [M_r, ..., K], bf16, fp16, fp32 or fp64, or with scales torch.float8_e4m3fn, or a list with

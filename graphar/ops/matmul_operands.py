@@ -23,13 +23,7 @@ PARTITIONS = ("auto", "tiles", "none", "split_m", "split_n", BATCH_INVARIANT)
 
 
 def check(
-    op: str,
-    a,
-    w,
-    bias,
-    scales: tuple[Any, Any, torch.dtype | None] = (None, None, None),
-    partition: object = "auto",
-    rows_differ: bool = False,
+    op: str, a, w, bias, scales: tuple = (None, None, None), partition: object = "auto", rows_differ: bool = False
 ) -> dict[str, Any]:
     """Raises TypeError or ValueError unless one rank's operands fit together, or lists with those of each rank.
 

@@ -141,35 +141,30 @@ def fused_matmul_reducescatter(
 ) -> T:
     """Returns this rank's rows of the sum over all ranks of ``a @ w.T``, plus ``bias``.
 
-    The result of :func:`fused_matmul_allreduce` is split along the first dimension of ``a`` as by torch.tensor_split:
-    lengths differ by at most one, and earlier ranks have the longer parts. The bits are the same.
-    ``graphar.reference.fused_matmul_reducescatter`` is the specification, except for the order in which a product is
-    accumulated, which depends on the device.
-
+    The bits are those of :func:`fused_matmul_allreduce`, split along the first dimension as by torch.tensor_split:
+    lengths differ by at most one, and earlier ranks have the longer parts. The specification is
+    ``graphar.reference.fused_matmul_reducescatter``, except for the order in which a product is accumulated.
     Ranks are processes if ``a`` is a tensor, and the devices of this process if ``a`` is a list. Collective: every rank
-    makes the same calls in the same order.
-
-    Differentiable: the gradients of all parts are gathered and multiplied by a :func:`fused_allgather_matmul`, and a
-    matmul gives the gradient of ``w``. The gradient of ``bias`` covers only this rank's part. If ``bias`` is one
+    makes the same calls in order. Differentiable: a :func:`fused_allgather_matmul` of the parts' gradients gives that
+    of ``a``, and a matmul that of ``w``. The gradient of ``bias`` covers only this rank's part. If ``bias`` is one
     parameter of all ranks, sum its gradients.
 
     Args:
-        a: this rank's [M, ..., K], bf16, fp16, fp32 or fp64, or with scales torch.float8_e4m3fn; or a list with one for
-            each device of this process. Shapes are equal on all ranks but for K.
+        a: this rank's [M, ..., K], bf16, fp16, fp32 or fp64, or with scales torch.float8_e4m3fn; for a list one per
+            device. Ranks may differ in K only.
         w: this rank's [N, K], as torch.nn.Linear stores its weight. The transpose of a [K, N] tensor is not copied.
         bias: [N], equal on all ranks; for lists a list, one per device. It is added to the sum once, not by each rank.
         partition: "none": multiply, then sum. "tiles": one kernel does both, for results of 16 bits on sm_90 and N a
-            multiple of 8; other calls run as "none". "split_m": each rank's part of the rows of ``a`` is split into
-            partitions, so that all ranks receive rows of each; "split_n": the rows of ``w`` are split. While one
-            partition is summed, the next is multiplied. "auto": "tiles" or "none", by the tuning table.
-            "batch_invariant": as "auto", but only with graphar's matmul, so that the bits of a row do not depend on the
-            number of rows; not with a codec.
-            "tp_invariant": leaves of K added in fp32 as a tree and rounded once, as by :func:`fused_matmul_allreduce`;
-            ``bias`` then gets the gradient of all ranks' rows, whose number must be a multiple of 8.
-        num_partitions: the number of partitions of "split_m" and "split_n". None: 4, if there are as many rows.
-        codec: the format on the wire, a :class:`graphar.Codec` or the name of one, such as "int8": fewer bits, less
-            precision. Each rank's product is rounded once, part by part; the sum is rounded only to the
-            dtype. Each partition is encoded separately, so partitions change bits. For bf16, fp16 and fp32.
+            multiple of 8; other calls run as "none". "split_m": each rank's part of the rows of ``a`` is split, so that
+            all ranks receive rows of each partition; "split_n": the rows of ``w`` are split. While one partition is
+            summed, the next is multiplied. "auto": "tiles" or "none", by the tuning table. "batch_invariant": as
+            "auto", but only with graphar's matmul, so that a row's bits do not depend on M; not with a codec.
+            "tp_invariant": as by :func:`fused_matmul_allreduce`; ``bias`` then gets the gradient of all ranks' rows,
+            whose number must be a multiple of 8.
+        num_partitions: of "split_m" and "split_n". None: 4, if there are as many rows.
+        codec: the format on the wire, a :class:`graphar.Codec` or its name, such as "int8". Each rank's product is
+            rounded once, part by part, and the sum only to the dtype. Each partition is encoded separately, so
+            partitions change bits. For bf16, fp16 and fp32.
         epilogue: elementwise work on this rank's part of the fp32 sum and ``bias`` before they are rounded: a
             :class:`graphar.Epilogue`, or an expression or a function without arguments, such as "gelu(v)". row, col and
             index are positions in that part, and tensors have its shape. With a bias, an epilogue has at most three

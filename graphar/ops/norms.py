@@ -49,9 +49,7 @@ def allreduce_residual_rmsnorm(
     ``graphar.reference.allreduce_residual_rmsnorm`` is the specification: every rank, size and device gives its bits.
 
     Ranks are processes if ``x`` is a tensor, and the devices of this process if ``x`` is a list. Collective: every rank
-    makes the same calls, with equal shapes and dtypes, in the same order.
-
-    Differentiable, except for FP8.
+    makes the same calls, with equal shapes and dtypes, in the same order. Differentiable, except for FP8.
 
     Args:
         x: [..., columns], bf16, fp16 or fp32: this rank's tensor, or a list with one for each device of this process.
@@ -105,9 +103,7 @@ def reducescatter_residual_rmsnorm(
     ``graphar.reference.reducescatter_residual_rmsnorm`` is the specification.
 
     Ranks are processes if ``x`` is a tensor, and the devices of this process if ``x`` is a list. Collective: every rank
-    makes the same calls, with equal shapes and dtypes, in the same order.
-
-    Differentiable, except for FP8.
+    makes the same calls, with equal shapes and dtypes, in the same order. Differentiable, except for FP8.
 
     Args:
         x: [M, ..., columns], bf16, fp16 or fp32: this rank's tensor, or a list with one per device of this process.
@@ -227,17 +223,14 @@ def fused_matmul_reducescatter_residual_rmsnorm(
 ) -> tuple[T, T]:
     """Returns the root-mean-square norm of this rank's rows of the sum of ``a @ w.T`` plus a residual, and that total.
 
-    The rows are split as by :func:`fused_matmul_reducescatter`: lengths differ by at most one, and earlier ranks have
-    the longer parts. Each rank's product is accumulated in fp32 and rounded to its dtype. The products are added in
-    fp32 in rank order, and their sum is rounded. residual_out and normed are then computed as by
-    :func:`reducescatter_residual_rmsnorm`.
+    The rows are split as by torch.tensor_split: lengths differ by at most one, and earlier ranks have the longer parts.
+    Each rank's product is accumulated in fp32 and rounded to its dtype. The products are added in fp32 in rank order,
+    and their sum is rounded. residual_out and normed are then computed as by :func:`reducescatter_residual_rmsnorm`.
     ``graphar.reference.fused_matmul_reducescatter_residual_rmsnorm`` is the specification, except for the order in
     which a product is accumulated, which depends on the device.
 
     Ranks are processes if ``a`` is a tensor, and the devices of this process if ``a`` is a list. Collective: every rank
-    makes the same calls in the same order.
-
-    Differentiable.
+    makes the same calls in the same order. Differentiable.
 
     Args:
         a: this rank's [M, ..., K], bf16, fp16 or fp32, or with scales torch.float8_e4m3fn, or a list with one for each

@@ -48,7 +48,6 @@ def allreduce(
 
     Ranks are processes if ``x`` is a tensor, and the devices of this process if ``x`` is a list. Collective: every rank
     makes the same calls, with equal shapes and dtypes, in the same order.
-
     Differentiable: the gradient of ``x`` is the sum of the ranks' gradients. If all ranks compute the same loss, as in
     tensor parallelism, that is the number of ranks times the gradient of the loss.
 
@@ -104,9 +103,8 @@ def reducescatter(
     The sum is split as by torch.tensor_split: lengths differ by at most one, and earlier ranks have the longer parts.
 
     Ranks are processes if ``x`` is a tensor, and the devices of this process if ``x`` is a list. Collective: every rank
-    makes the same calls, with equal shapes and dtypes, in the same order.
-
-    Differentiable: the gradient of ``x`` is the all-gather of the ranks' gradients.
+    makes the same calls, with equal shapes and dtypes, in the same order. Differentiable: the gradient of ``x`` is the
+    all-gather of the ranks' gradients.
 
     Args:
         x: this rank's tensor, or a list with one tensor for each device of this process, of at least one dimension, any
