@@ -7,7 +7,8 @@ CompilePass, or else an OrderPass.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,20 +16,19 @@ from torch._inductor import config, custom_graph_pass
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch.fx import Graph
 
-from graphar.graph import collectives, epilogue, norm, tp_invariance
-from graphar.graph.allgather_matmul import AllgatherMatmul
-from graphar.graph.collectives import ALLGATHER, ALLREDUCE, REDUCESCATTER
-from graphar.graph.matmul import Matmul
+from graphar.graph import allgather_matmul, collectives, epilogue, matmul, norm, tp_invariance
+from graphar.graph.collectives import ALLGATHER, ALLREDUCE, REDUCESCATTER, Collective
 from graphar.graph.places import Places
 from graphar.graph.report import Entry, Report
 from graphar.numerics.partitions import BATCH_INVARIANT, TP_INVARIANT
 
-REWRITES: dict[str, Any] = {  # by name; "matmul" is tried after these, on the ops of graphar's that they make
-    "norm": norm,
-    "epilogue": epilogue,
-    "allreduce": ALLREDUCE,
-    "reducescatter": REDUCESCATTER,
-    "allgather": ALLGATHER,
+Find = Callable[[Graph], Sequence[Collective]]  # returns what a rewrite may replace in a graph
+REWRITES: dict[str, Find] = {  # by name; "matmul" is tried after these, on the ops of graphar's that they make
+    "norm": norm.find,
+    "epilogue": epilogue.find,
+    "allreduce": partial(collectives.find, op=ALLREDUCE),
+    "reducescatter": partial(collectives.find, op=REDUCESCATTER),
+    "allgather": partial(collectives.find, op=ALLGATHER),
 }
 OPTIONAL = {"epilogue"}  # off by default: changes the bits of a model that already uses graphar's ops
 # A norm that is fused with a sum is not rounded between them, as it is in training and in a graph of one rank.
@@ -106,8 +106,9 @@ class CompilePass(CustomGraphPass):
                 f"compile_pass: tp_invariant=True needs the rewrites that off={sorted(needed)} switches off"
             )
         partition = TP_INVARIANT if tp_invariant else BATCH_INVARIANT if batch_invariant else "auto"
-        fused = Matmul(partition, constant_weights), AllgatherMatmul(partition)
-        self._rewrites = [*REWRITES.items(), *(("matmul", rewrite) for rewrite in fused)]
+        sums = partial(matmul.find, partition=partition, constant_weights=constant_weights)
+        gathers = partial(allgather_matmul.find, partition=partition)
+        self._rewrites: list[tuple[str, Find]] = [*REWRITES.items(), ("matmul", sums), ("matmul", gathers)]
         self.report = Report(breaks=[] if tp_invariant else None)
         self.replaced: CompilePass | None = None
         self._places = Places()
@@ -115,15 +116,15 @@ class CompilePass(CustomGraphPass):
     def __call__(self, graph: Graph) -> None:
         """Rewrites a graph in place; its nodes must have fake tensors in ``meta["val"]``."""
         collectives.simplify(graph)
-        for name, rewrite in self._rewrites:
-            for collective in rewrite.find(graph) if name not in self._optional - self.on else ():
-                why_left = "turned off" if name in self.off else rewrite.why_not(collective, self._places)
+        for name, find in self._rewrites:
+            for collective in find(graph) if name not in self._optional - self.on else ():
+                why_left = "turned off" if name in self.off else collective.why_not(self._places)
                 for x in collective.tensors():
                     shape = tuple(size if isinstance(size, int) else str(size) for size in x.shape)
                     where = (self.report.graphs, name, str(collective), str(collective.group))
                     self.report.entries.append(Entry(*where, shape, x.dtype, x.device.type, why_left or ""))
                 if not why_left:
-                    rewrite.replace(graph, collective, self._places)
+                    collective.replace(graph, self._places)
         if self.report.breaks is not None:
             self.report.breaks += tp_invariance.rewrite(graph, self._places, self.report.graphs)
         collectives.keep_order(graph)
