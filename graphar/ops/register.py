@@ -101,9 +101,9 @@ class Op:
     with_residuals: Callable[..., Arguments] | None = None
     # Returns the gradients of the tensors, as lists, and a dict with the gradients of other arguments by name:
     # backward(ctx, gradients, saved, tensors). ``gradients`` are those of the results, rank by rank. ``saved`` has a
-    # list of the ranks' tensors for each name in ``tensors``, empty if it was not saved, and one for ``saved_result``;
-    # ``tensors`` are those of the epilogue. ``ctx.given`` has the arguments by name, ``ctx.where`` those of them that
-    # say which ranks have which parts, and ``ctx.needs`` what needs a gradient.
+    # list of the ranks' tensors for each name in ``tensors``, of None if they are not needed, and one for
+    # ``saved_result``; ``tensors`` are those of the epilogue. ``ctx.given`` has the arguments by name, ``ctx.where``
+    # those of them that say which ranks have which parts, and ``ctx.needs`` what needs a gradient.
     backward: Callable[..., tuple] | None = None
     needed: tuple[str, ...] | None = None  # the names of the tensors that the backward pass needs; None: all
     # Which result of each rank the backward pass needs, counted from 0. The gradient of an unused result is None then,
@@ -303,21 +303,18 @@ class Op:
         ctx.in_list, ctx.ranks = in_list, len(lists[0])
         ctx.none = [_no_gradient(value) for value in values]
         ctx.wanted = [tensor.requires_grad for tensor in tensors]
-        needed, result = self.saved(ctx.given), self.saved_result
-        ctx.places = [at for at, name in enumerate(self.tensors) if name in needed]
-        saved = [x for at in ctx.places for x in lists[at]]
-        if result is not None:
-            saved += output[result :: len(output) // ctx.ranks]
-            ctx.places.append(len(self.tensors))
-        ctx.save_for_backward(*saved, *tensors)
+        needed, result, none = self.saved(ctx.given), self.saved_result, [None] * ctx.ranks
+        saved = [xs if name in needed else none for name, xs in zip(self.tensors, lists, strict=True)]
+        saved.append(none if result is None else output[result :: len(output) // ctx.ranks])
+        ctx.save_for_backward(*itertools.chain(*saved), *tensors)
         ctx.set_materialize_grads(result is None)
 
     def _rule(self, ctx, gradient, *, in_list: bool) -> tuple:
         assert self.backward
         ctx.needs = dict(zip((*self.tensors, *self._defaults), ctx.needs_input_grad, strict=True))
         ctx.where = {name: ctx.given[name] for name in _WHERE if name in ctx.given}
-        left, places = iter(ctx.saved_tensors), range(len(self.tensors) + 1)
-        saved = [[*itertools.islice(left, ctx.ranks)] if at in ctx.places else [] for at in places]
+        left = iter(ctx.saved_tensors)
+        saved = [[*itertools.islice(left, ctx.ranks)] for _ in (*self.tensors, "result")]
         gradients = list(gradient) if in_list or self.has_several else [gradient]
         *of_lists, of_named = self.backward(ctx, gradients, saved, [*left])
         of_lists = of_lists if in_list else [gradients[0] for gradients in of_lists]
