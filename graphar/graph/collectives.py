@@ -102,10 +102,18 @@ class Collective:
             return f"graphar has sums, not {self.reduction}"
         return places.why_not(self.group, self.tensors()[0].device.type)
 
+    def why_no_sum(self) -> Reason | None:
+        """Returns why graphar cannot sum the collective's tensors."""
+        for x in self.tensors():
+            summed: Container[torch.dtype] = TYPE_NAMES if x.is_cuda else ACCUMULATION_DTYPES
+            if x.dtype not in summed:
+                return f"no kernel adds {x.dtype}"
+        return None
+
     def why_not(self, places: Places) -> Reason | None:
         """Returns why the collective cannot be replaced."""
         if self.op != ALLGATHER:
-            return self.why_not_served(places) or why_no_sum(self)
+            return self.why_not_served(places) or self.why_no_sum()
         if any(x.ndim == 0 for x in self.tensors()):
             return "graphar joins tensors along an axis, and this one has none"
         return self.why_not_served(places)
@@ -186,7 +194,8 @@ def simplify(graph: Graph) -> None:
     """
     for node in graph.find_nodes(op="call_function", target=_aten.copy.default):
         place, result = node.args
-        if result.target is _wait and _layout(place) == _layout(result):
+        kinds = [(x.shape, x.stride(), x.dtype, x.device) for x in map(value, (place, result))]
+        if result.target is _wait and kinds[0] == kinds[1]:
             node.replace_all_uses_with(result)
             graph.erase_node(node)
     for node in [node for target in VIEWS for node in graph.find_nodes(op="call_function", target=target)]:
@@ -212,20 +221,6 @@ def are_same(sizes: Sequence, others: Sequence) -> bool:
     return len(sizes) == len(others) and all(
         statically_known_true(size == other) for size, other in zip(sizes, others, strict=True)
     )
-
-
-def _layout(node: Node) -> tuple:
-    x = node.meta["val"]
-    return x.shape, x.stride(), x.dtype, x.device
-
-
-def why_no_sum(collective: Collective) -> Reason | None:
-    """Returns why graphar cannot sum the collective's tensors."""
-    for x in collective.tensors():
-        summed: Container[torch.dtype] = TYPE_NAMES if x.is_cuda else ACCUMULATION_DTYPES
-        if x.dtype not in summed:
-            return f"no kernel adds {x.dtype}"
-    return None
 
 
 def _take_over(graph: Graph, result: Node, new: Node) -> None:

@@ -160,7 +160,7 @@ def _replace_bias_gradient(graph: Graph, total: Node) -> None:
 
 def _why(node: Node, places: Places, divided: bool) -> Reason | None:
     """Returns why an op may change bits; ``divided`` is whether ranks have parts of a tensor of the graph."""
-    name = _name(node)
+    name = getattr(node.target, "__name__", "").partition(".")[0]
     if "_attention" in name or name in _BATCHED:
         return _OF_HEADS
     if name in _PRODUCTS:
@@ -191,7 +191,7 @@ def _why_torchs(node: Node, places: Places) -> Reason | None:
         return None
     if all(map(_is_lookup, collective.inputs)):
         return None
-    return collective.why_not_served(places) or collectives.why_no_sum(collective) or _why_sum(node)
+    return collective.why_not_served(places) or collective.why_no_sum() or _why_sum(node)
 
 
 def _why_sum(node: Node) -> Reason | None:
@@ -218,13 +218,6 @@ def _is_lookup(node: Node, masked: bool = False) -> bool:
             mask = first(mask)
         return isinstance(mask, Node) and value(mask).dtype == torch.bool and _is_lookup(x, True)
     return masked and node.target in _LOOKUPS
-
-
-def _name(node: Node) -> str:
-    """Returns the name of a torch op or of a higher-order op."""
-    if isinstance(node.target, torch._ops.OpOverload):
-        return node.target._schema.name.split("::")[-1]
-    return getattr(node.target, "__name__", "") if isinstance(node.target, torch._ops.HigherOrderOperator) else ""
 
 
 def _module(node: Node) -> str:

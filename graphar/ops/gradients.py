@@ -28,11 +28,10 @@ def _epilogue_backward(v, gradient, tensors, scalars, epilogue, wanted) -> list[
     with torch.enable_grad():
         result = form.apply_whole(leaves[0], inputs._replace(tensors=leaves[1:]))
     needed = [leaf for leaf in leaves if leaf.requires_grad]
-    of_leaves = [None] * len(needed)
-    if result.requires_grad:
-        of_leaves = torch.autograd.grad(result, needed, gradient.to(torch.float32), allow_unused=True)
-    gradients = [torch.zeros_like(leaf) if x is None else x for leaf, x in zip(needed, of_leaves, strict=True)]
-    return [x.contiguous() for x in gradients]
+    if not result.requires_grad:
+        return [torch.zeros_like(leaf).contiguous() for leaf in needed]
+    of_leaves = torch.autograd.grad(result, needed, gradient.to(torch.float32), materialize_grads=True)
+    return [x.contiguous() for x in of_leaves]
 
 
 def _fake(v, gradient, tensors, scalars, epilogue, wanted) -> list[torch.Tensor]:

@@ -11,7 +11,7 @@ from graphar.numerics import leaf_tree
 from graphar.numerics.softmax import Terms
 from graphar.ops import options
 from graphar.ops.options import Arguments, T
-from graphar.ops.register import Op, define, without_derivative
+from graphar.ops.register import Op, define
 from graphar.ops.repeats import repeated
 from graphar.plan.call import Call
 from graphar.plan.work import Loss
@@ -234,6 +234,10 @@ def _gradient(logits, target, state, gradient, first: int, communicator: str, vo
     return out
 
 
+def _refuse(ctx, gradient):
+    raise NotImplementedError(f"{NAME}: it has no second derivatives")
+
+
 # ``first`` is the first column of these logits in a call with lists. Otherwise it is -1, and the communicator's rank
 # decides.
 define(
@@ -242,7 +246,7 @@ define(
     "-> Tensor",
     _gradient,
     lambda logits, *_: logits.new_empty(logits.shape),
-    without_derivative(f"{NAME}: it has no second derivatives"),
+    _refuse,
 )
 
 

@@ -338,15 +338,6 @@ def define(
         torch.library.register_autograd(f"graphar::{name}", backward, setup_context=keep, lib=library)
 
 
-def without_derivative(message: str) -> Callable:
-    """Returns the backward rule of an operator that has no derivative: it raises an error."""
-
-    def refuse(ctx, *gradients):
-        raise NotImplementedError(message)
-
-    return refuse
-
-
 def op_of(target: object) -> Op | None:
     """Returns the op whose first form is the target of a graph's node; None if there is none."""
     return next((op for op in _ops.values() if op.one is target), None)

@@ -166,22 +166,16 @@ def _call(op: Op, x, group: Group, asked: Asked, out=None, *, algorithm, codec, 
     how["codec"] = options.codec_option(name, codec, residual)
     if out is None and residual is None:
         return op(x, asked=asked, **how)
-    residuals = [] if residual is None else _destinations(name, x, residual, "residual")
+    written = {what: tensors for what, tensors in (("residual", residual), ("out", out)) if tensors is not None}
+    for what, tensors in written.items():
+        for like, tensor in options.by_rank(name, **{"x": x, what: tensors}):
+            tensor_checks.check_out(name, like, tensor, what)
     if out is None:
         made = op.fake(xs, Arguments(how))
         out = made if in_list else made[0]
-    else:
-        _destinations(name, x, out, "out")
+    residuals = [] if residual is None else residual if in_list else [residual]
     op.into(x, residuals, out, asked=asked, **how)
     return list(out) if in_list else out
-
-
-def _destinations(op: str, x, outs, name: str) -> list[torch.Tensor]:
-    """Returns the tensor of each rank that is written, and checks that it is like that rank's ``x``."""
-    ranks = options.by_rank(op, **{"x": x, name: outs})
-    for like, out in ranks:
-        tensor_checks.check_out(op, like, out, name)
-    return [out for _, out in ranks]
 
 
 class _Sums(Op):
