@@ -213,8 +213,8 @@ class _GatherMatmul(Op):
         of_products, of_rows = list(gradients[::2]), list(gradients[1::2])
         needs_a, needs_w = (ctx.in_list or need for need in ctx.needs_input_grad[:2])
         of_a, of_w, wholes, rest = [None] * len(a), [None] * len(w), None, {}
-        if ctx.given["epilogue"]:
-            again = {"gathered": needs_w, "partition": ctx.given["partition"], "after": in_backward(of_products)}
+        if ctx.arguments.epilogue:
+            again = {"gathered": needs_w, "partition": ctx.arguments.partition, "after": in_backward(of_products)}
             results = for_ranks(ctx, NAME, a, w, **again, **ctx.where)
             products, wholes = [product.float() for product in results[::2]], results[1::2]
             of_products, rest = before_epilogue(ctx, products, of_products, tensors, a[0].dtype)
@@ -222,15 +222,15 @@ class _GatherMatmul(Op):
             of_a = _of_rows(ctx, of_products, of_rows, w)
         if needs_w:
             wholes = wholes or for_ranks(ctx, "allgather", a, **ctx.where)
-            of_w = [linear.of_weight(ctx.given["partition"], *pair) for pair in zip(of_products, wholes, strict=True)]
+            of_w = [linear.of_weight(ctx.arguments.partition, *pair) for pair in zip(of_products, wholes, strict=True)]
         wanted = zip(of_products, ctx.needs["bias"], strict=False)
-        of_biases = [linear.of_bias(ctx.given["partition"], x) if need else None for x, need in wanted]
+        of_biases = [linear.of_bias(ctx.arguments.partition, x) if need else None for x, need in wanted]
         return of_a, of_w, {"bias": of_biases} | rest
 
 
 def _of_rows(ctx, of_products, of_rows, w) -> list[torch.Tensor]:
-    if not ctx.given["gathered"]:
-        cut = {"partition": partitions.in_backward(ctx.given["partition"])}
+    if not ctx.arguments.gathered:
+        cut = {"partition": partitions.in_backward(ctx.arguments.partition)}
         return for_ranks(ctx, "fused_matmul_reducescatter", of_products, [x.t() for x in w], **cut, **ctx.where)
     totals = [
         of_product @ weight + of_whole for of_product, of_whole, weight in zip(of_products, of_rows, w, strict=True)

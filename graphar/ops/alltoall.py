@@ -224,10 +224,10 @@ class _AllToAll(Op):
             tensor_checks.check_apart(NAME, out, x=x)
 
     def backward(self, ctx, gradients, *_):
-        back = {"scatter_dim": ctx.given["gather_dim"], "gather_dim": ctx.given["scatter_dim"], "sizes": []}
-        for _, sends, receives in _lengths(Arguments(ctx.given), ctx.ranks):
+        back = {"scatter_dim": ctx.arguments.gather_dim, "gather_dim": ctx.arguments.scatter_dim, "sizes": []}
+        for _, sends, receives in _lengths(ctx.arguments, ctx.ranks):
             back["sizes"] += [*receives, *sends]
-        return for_ranks(ctx, NAME, gradients, **ctx.given | back), {}
+        return for_ranks(ctx, NAME, gradients, **vars(ctx.arguments) | back), {}
 
 
 OP = _AllToAll(NAME, *options.IN_PARTS, "scatter_dim", "gather_dim", "known", "algorithm")

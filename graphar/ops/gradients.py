@@ -54,7 +54,7 @@ def of_sums_before_epilogue(
 
     The op ``summing`` with the arguments ``call`` computes the sums again from the ranks' ``summands``.
     """
-    if not ctx.given["epilogue"]:
+    if not ctx.arguments.epilogue:
         return gradients, {}
     vs = for_ranks(ctx, summing, [x.float() for x in summands], after=in_backward(gradients), **call)
     return before_epilogue(ctx, vs, gradients, tensors, gradients[0].dtype)
@@ -78,7 +78,7 @@ def before_epilogue(
     count, of_vs, of_tensors = len(tensors) // len(vs), [], []
     for rank, (v, gradient) in enumerate(zip(vs, gradients, strict=True)):
         places = slice(rank * count, (rank + 1) * count)
-        wanted, call = ctx.wanted[places], (ctx.given["scalars"], ctx.given["epilogue"])
+        wanted, call = ctx.wanted[places], (ctx.arguments.scalars, ctx.arguments.epilogue)
         results = torch.ops.graphar.epilogue_backward(v, gradient, tensors[places], *call, [True, *wanted])
         if torch.is_grad_enabled():  # the gradient itself may be differentiated
             results = _WithoutDerivative.apply(*results)
@@ -106,7 +106,7 @@ class _WithoutDerivative(torch.autograd.Function):
 
 def of_operands(ctx, gradients: Tensors, a: Tensors, w: Tensors) -> tuple[list, list]:
     """Returns the gradients of each rank's ``a`` and ``w`` from those of its sum, or part of it; None if not needed."""
-    partition, (needs_a, needs_w) = ctx.given["partition"], ctx.needs_input_grad[:2]
+    partition, (needs_a, needs_w) = ctx.arguments.partition, ctx.needs_input_grad[:2]
     of_a: list[Any] = [None] * len(a)
     of_w: list[Any] = [None] * len(w)
     if "sizes" not in ctx.where:
@@ -136,7 +136,7 @@ def _of_equal_sums(ctx, gradients: Tensors) -> Tensors:
     """
     if not ctx.in_list:
         return gradients
-    if ctx.given["partition"] != TP_INVARIANT:
+    if ctx.arguments.partition != TP_INVARIANT:
         return for_ranks(ctx, "allreduce", gradients, **ctx.where)
     return sums_as_tree(ctx, gradients, gradients[0].dtype)
 
@@ -147,27 +147,28 @@ def of_sums(ctx, gradients, a: Tensors, w: Tensors, tensors) -> tuple[Tensors, d
     The gradient of a bias that was added to the rows of this rank's part covers these rows only, unless a call of
     processes is to be invariant: then it is the sum over all ranks' rows.
     """
-    partition, of_biases, summing = ctx.given["partition"], [], "reducescatter" if "sizes" in ctx.where else "allreduce"
-    of_all_rows = summing == "reducescatter" and partition == TP_INVARIANT and not ctx.in_list
+    partition, of_biases, of_parts = ctx.arguments.partition, [], "sizes" in ctx.where
+    of_all_rows = of_parts and partition == TP_INVARIANT and not ctx.in_list
     for gradient, wanted in zip(gradients, ctx.needs["bias"], strict=False):
         if wanted and of_all_rows:
             of_biases += sums_as_tree(ctx, [linear.bias_partial(gradient, world_size(ctx))], gradient.dtype)
         else:
             of_biases.append(linear.of_bias(partition, gradient) if wanted else None)
     products, more = [], {}
-    if ctx.given["epilogue"] and partition == TP_INVARIANT:
+    if ctx.arguments.epilogue and partition == TP_INVARIANT:
         leaves, more = LEAVES // world_size(ctx), {"order": "tree"}
         products = [torch.ops.graphar.linear(*pair, None, leaves, torch.float32) for pair in zip(a, w, strict=True)]
-    elif ctx.given["epilogue"]:
+    elif ctx.arguments.epilogue:
         products = [torch.nn.functional.linear(*pair) for pair in zip(a, w, strict=True)]
+    summing = "reducescatter" if of_parts else "allreduce"
     before, rest = of_sums_before_epilogue(ctx, summing, ctx.where | more, gradients, products, tensors)
     return before, {"bias": of_biases} | rest
 
 
 def sums_as_tree(ctx, partials: Tensors, dtype: torch.dtype) -> list[torch.Tensor]:
-    how = {name: ctx.given[name] for name in ("communicator", "timeout_s")} | {"order": "tree", "out_dtype": dtype}
-    return for_ranks(ctx, "allreduce", [partial.float() for partial in partials], **how)
+    call = {"communicator": ctx.arguments.communicator, "timeout_s": ctx.arguments.timeout_s, "order": "tree"}
+    return for_ranks(ctx, "allreduce", [partial.float() for partial in partials], out_dtype=dtype, **call)
 
 
 def world_size(ctx) -> int:
-    return ctx.ranks if ctx.in_list else engine_of_group(ctx.given["communicator"]).world_size
+    return ctx.ranks if ctx.in_list else engine_of_group(ctx.arguments.communicator).world_size

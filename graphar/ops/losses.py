@@ -284,13 +284,13 @@ class _Losses(Op):
     def backward(self, ctx, gradients, saved, _):
         logits, targets, states = saved
         columns, results = logits[0].shape[-1], len(gradients) // ctx.ranks
-        how = [ctx.given[name] for name in ("communicator", *Terms._fields[:-2])]
+        how = [getattr(ctx.arguments, name) for name in ("communicator", *Terms._fields[:-2])]
         if ctx.in_list:
             how[1] = how[1] or columns * ctx.ranks  # vocab_size
         ranks, of_logits = zip(logits, targets, states, gradients[::results], strict=True), []
         for rank, (*tensors, gradient) in enumerate(ranks):
             call = *tensors, gradient, columns * rank if ctx.in_list else -1, *how
-            of_logits.append(None if gradient is None else _of_rank_backward(call, ctx.given["overwrite"]))
+            of_logits.append(None if gradient is None else _of_rank_backward(call, ctx.arguments.overwrite))
         return of_logits, [None] * ctx.ranks, {}
 
 

@@ -438,10 +438,10 @@ def _of_rows_and_weights(ctx, saved: Sequence, gradients: Sequence[torch.Tensor 
     """
     *tensors, weights, summed = saved
     wanted = ctx.needs_input_grad[len(tensors)]
-    is_invariant, dtype = ctx.given.get("partition") == TP_INVARIANT, weights[0].dtype
+    is_invariant, dtype = ctx.arguments.partition == TP_INVARIANT, weights[0].dtype
     of_all_rows = is_invariant and "sizes" in ctx.where and not ctx.in_list
     ranks = world_size(ctx) if of_all_rows else int(is_invariant)
-    numbers = ctx.given["eps"], ctx.given["weight_offset"], ranks
+    numbers = ctx.arguments.eps, ctx.arguments.weight_offset, ranks
     of_ranks = zip(gradients[::2], gradients[1::2], summed, weights, wanted if ctx.in_list else [wanted], strict=True)
     of_rows, of_weights = map(list, zip(*[_of_rank(*of_rank, *numbers) for of_rank in of_ranks], strict=True))
     if of_all_rows and of_weights[0] is not None:

@@ -102,8 +102,8 @@ class Op:
     # Returns the gradients of the tensors, as lists, and a dict with the gradients of other arguments by name:
     # backward(ctx, gradients, saved, tensors). ``gradients`` are those of the results, rank by rank. ``saved`` has a
     # list of the ranks' tensors for each name in ``tensors``, of None if they are not needed, and one for
-    # ``saved_result``; ``tensors`` are those of the epilogue. ``ctx.given`` has the arguments by name, ``ctx.where``
-    # those of them that say which ranks have which parts, and ``ctx.needs`` what needs a gradient.
+    # ``saved_result``; ``tensors`` are those of the epilogue. ``ctx.arguments`` has the arguments without tensors,
+    # ``ctx.where`` those of them that say which ranks have which parts, and ``ctx.needs`` what needs a gradient.
     backward: Callable[..., tuple] | None = None
     needed: tuple[str, ...] | None = None  # the names of the tensors that the backward pass needs; None: all
     # Which result of each rank the backward pass needs, counted from 0. The gradient of an unused result is None then,
@@ -125,7 +125,7 @@ class Op:
     def check(self, engine: Engine, *call: Any, **named: Any) -> None:
         """Raises if the arguments of a call, check(engine, *lists, arguments), are invalid."""
 
-    def saved(self, given: dict[str, Any]) -> tuple[str, ...]:
+    def saved(self, arguments: Arguments) -> tuple[str, ...]:
         """Returns the names of the tensors that the backward pass of a call with these arguments needs."""
         return self.tensors if self.needed is None else self.needed
 
@@ -299,11 +299,11 @@ class Op:
         lists, values = self._split(inputs, in_list)
         named = dict(zip(self._defaults, values, strict=True))
         tensors = named.get("tensors", ())
-        ctx.given = {name: value for name, value in named.items() if name not in self._lists}
+        ctx.arguments = Arguments({name: value for name, value in named.items() if name not in self._lists})
         ctx.in_list, ctx.ranks = in_list, len(lists[0])
         ctx.none = [_no_gradient(value) for value in values]
         ctx.wanted = [tensor.requires_grad for tensor in tensors]
-        needed, result, none = self.saved(ctx.given), self.saved_result, [None] * ctx.ranks
+        needed, result, none = self.saved(ctx.arguments), self.saved_result, [None] * ctx.ranks
         saved = [xs if name in needed else none for name, xs in zip(self.tensors, lists, strict=True)]
         saved.append(none if result is None else output[result :: len(output) // ctx.ranks])
         ctx.save_for_backward(*itertools.chain(*saved), *tensors)
@@ -312,7 +312,7 @@ class Op:
     def _rule(self, ctx, gradient, *, in_list: bool) -> tuple:
         assert self.backward
         ctx.needs = dict(zip((*self.tensors, *self._defaults), ctx.needs_input_grad, strict=True))
-        ctx.where = {name: ctx.given[name] for name in _WHERE if name in ctx.given}
+        ctx.where = {name: getattr(ctx.arguments, name) for name in _WHERE if self.takes(name)}
         left = iter(ctx.saved_tensors)
         saved = [[*itertools.islice(left, ctx.ranks)] for _ in (*self.tensors, "result")]
         gradients = list(gradient) if in_list or self.has_several else [gradient]

@@ -261,17 +261,17 @@ class _Sums(Op):
         tensor_checks.check_distinct(self.name, "residual", residuals)
         return Arguments(vars(arguments) | {"codec": replace(checked, feedback=True).text})
 
-    def saved(self, given: dict[str, Any]) -> tuple[str, ...]:
-        return ("x",) if given["epilogue"] else ()
+    def saved(self, arguments: Arguments) -> tuple[str, ...]:
+        return ("x",) if arguments.epilogue else ()
 
     def backward(self, ctx, gradients, saved, tensors):
         """Returns the gradients. Rounding is treated as the identity."""
         more = ("order", "algorithm", "codec") if self is SUM else ("order",)
-        again = ctx.where | {name: ctx.given[name] for name in more}
+        again = ctx.where | {name: getattr(ctx.arguments, name) for name in more}
         of_sums, rest = of_sums_before_epilogue(ctx, self.name, again, gradients, saved[0], tensors)
         if self is SCATTER:
             of_sums = for_ranks(ctx, "allgather", of_sums, **ctx.where)
-        if ctx.given["order"] == "tree":  # the summands were in fp32
+        if ctx.arguments.order == "tree":  # the summands were in fp32
             of_sums = [gradient.float() for gradient in of_sums]
         return for_ranks(ctx, ALLREDUCE, of_sums, **again) if self is SUM else of_sums, rest
 
