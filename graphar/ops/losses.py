@@ -261,7 +261,8 @@ class _Losses(Op):
         for target in targets:
             shape, fp32 = target.shape, partial(target.new_empty, dtype=torch.float32)
             results = [fp32(() if arguments.result in ("mean", "sum") else shape), fp32(2 * target.numel() + 1)]
-            results += [fp32(shape)] * arguments.entropy + [target.new_empty(shape)] * arguments.top1
+            results += [fp32(shape)] if arguments.entropy else []
+            results += [target.new_empty(shape)] if arguments.top1 else []
             outs.append(tuple(results))
         return outs
 
