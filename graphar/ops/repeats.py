@@ -133,10 +133,9 @@ def _repeat(
 
     The function returns None, and does nothing, unless everything that the earlier call has checked holds again: a
     guard finds tensors like the earlier ones, what is written is apart from them, and no mode of torch forbids the call
-    or wants to see it. ``out`` must be like the earlier result, or be the first tensor. Nothing may lie in symmetric
-    memory. ``select`` takes the launch's operands from the tensors; None: all, in order.
-    Callers look the function up in the engine's ``warm`` plans, which are dropped with what they depend on, and are out
-    of reach while a profiler watches. The launch looks for the current stream and for failures.
+    or wants to see it. ``out`` must be like the earlier result, or be the first tensor. ``select`` takes the launch's
+    operands from the tensors; None: all, in order. Callers look the function up in the engine's ``warm`` plans, which
+    are dropped with what they depend on, and not while a profiler watches. The launch finds the stream and failures.
     """
     device, alike = tensors[0].get_device(), _guard(tensors)
     new = _new_on_cpu if on_cpu else _new_on_current_device
@@ -162,9 +161,8 @@ def _repeat(
             or not (on_cpu or _current_device() == device)
             or (with_gradients and records_gradients())
             or (needs_seed and _is_deterministic())
+            or (feeds_back and -nbytes[1] < tensors[1].data_ptr() - tensors[0].data_ptr() < nbytes[0])
         ):
-            return None
-        if feeds_back and -nbytes[1] < tensors[1].data_ptr() - tensors[0].data_ptr() < nbytes[0]:
             return None
         if out is not None and out is not tensors[0]:
             begin = out.data_ptr()
