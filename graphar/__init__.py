@@ -41,12 +41,13 @@ from graphar.ops.empty import empty
 from graphar.ops.explain import explain
 from graphar.ops.linear import linear
 from graphar.ops.losses import LogProbs, cross_entropy, log_probs
-from graphar.ops.matmul_norms import (
+from graphar.ops.matmul_sums import fused_matmul_allreduce, fused_matmul_reducescatter
+from graphar.ops.norms import (
+    allreduce_residual_rmsnorm,
     fused_matmul_allreduce_residual_rmsnorm,
     fused_matmul_reducescatter_residual_rmsnorm,
+    reducescatter_residual_rmsnorm,
 )
-from graphar.ops.matmul_sums import fused_matmul_allreduce, fused_matmul_reducescatter
-from graphar.ops.norms import allreduce_residual_rmsnorm, reducescatter_residual_rmsnorm
 from graphar.ops.sums import allreduce, reducescatter
 from graphar.plan.algorithms import Algorithm
 from graphar.plan.config import Explanation

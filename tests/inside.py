@@ -28,11 +28,11 @@ def call(op: str, *tensors, group=None, out=None, residual=None, codec=None, epi
         given |= followed
     if bias is not None:
         given["bias"] = bias if in_list else [bias]
-    arguments = of_schema.given(communicator=engine_name(group, op), **given)
+    given["communicator"] = engine_name(group, op)
     if out is None:
-        return of_schema(*tensors, given=arguments)
+        return of_schema(*tensors, **given)
     residuals = [[]] if of_schema.takes("order") else []
-    of_schema.into(*tensors, *residuals, out, given=arguments)
+    of_schema.into(*tensors, *residuals, out, **given)
     return out
 
 

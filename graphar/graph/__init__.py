@@ -1,7 +1,7 @@
 """graphar in compiled graphs: an Inductor pass that replaces torch's collectives with graphar's ops.
 
-    passes.py       CompilePass: runs the rewrites over a graph, fills the report, gives Inductor's cache its key
-    hook.py         installs and removes a pass in Inductor's configuration, which may hold passes of others
+    passes.py       CompilePass: runs the rewrites over a graph, fills the report, gives Inductor's cache its key;
+                    and how it is installed in Inductor's configuration, which may hold passes of others
     places.py       which process groups graphar serves, found without calling a collective op
     collectives.py  what a collective looks like in a graph, the rewrites "allreduce", "reducescatter" and "allgather",
                     and how collectives stay in order, also in graphs of programs that do not call enable()
@@ -12,8 +12,8 @@
     rows.py         ops that move whole rows between a collective and a matmul
     report.py       which collectives were rewritten, and why the others were not
 
-To add a rewrite, write a module with ``find``, ``why_not`` and ``replace``, as norm.py has them, and add it to
-``passes.REWRITES``. Rewrites run in the order of that dict.
+To add a rewrite, write a subclass of Collective with ``why_not`` and ``replace``, and a function that finds it in a
+graph, as norm.py has them, and add that to ``passes.REWRITES``. Rewrites run in the order of that dict.
 """
 
 from __future__ import annotations
@@ -139,11 +139,11 @@ def enable(
             goes with ``batch_invariant=True`` or ``off`` of a rewrite that it needs.
         CommunicatorError: a rank did not arrive within 60 s.
     """
-    from graphar.graph import hook
+    from graphar.graph import passes
 
     how = {"batch_invariant": batch_invariant, "constant_weights": constant_weights, "tp_invariant": tp_invariant}
     made = compile_pass(on=on, off=off, **how)
-    hook.install(made)
+    passes.install(made)
     return made
 
 
@@ -152,17 +152,17 @@ def disable() -> None:
 
     Graphs that were compiled meanwhile keep graphar's ops.
     """
-    from graphar.graph import hook
+    from graphar.graph import passes
 
-    hook.remove_all()
+    passes.remove_all()
 
 
 def _keep_order() -> None:
     """Has Inductor keep the order of graphar's ops in the graph that torch is tracing."""
     if TracingContext.try_get() and "torch._inductor.config" in sys.modules:
-        from graphar.graph import hook
+        from graphar.graph import passes
 
-        hook.keep_order()
+        passes.keep_order()
 
 
 register.when_traced.append(_keep_order)

@@ -44,29 +44,13 @@ class Gathered(Collective):
     """A graphar all-gather whose rows are multiplied."""
 
     matmuls: list[Product]  # by two-dimensional weights, in the graph's order
+    # "auto": fused where the tuning table says that this is faster. BATCH_INVARIANT: nothing is, since no kernel
+    # promises that a row's bits are the same in every call. TP_INVARIANT: everything that the op can multiply.
+    partition: str
 
-
-@dataclass(frozen=True)
-class AllgatherMatmul:
-    """Fuses where the tuning table says that this is faster.
-
-    With the partition BATCH_INVARIANT nothing is fused: no kernel promises that a row's bits are the same in every
-    call. With TP_INVARIANT everything that the op can multiply is fused.
-    """
-
-    partition: str = "auto"
-
-    def find(self, graph: Graph) -> list[Gathered]:
-        by_gather: dict[Node, list[Product]] = {}
-        for node in graph.nodes:
-            product = products.read(node) if node.users else None
-            if product and _is_gather(gather := rows.origin(product.a)):
-                by_gather.setdefault(gather, []).append(product)
-        return [Gathered(**ours(gather, allgather.OP), matmuls=matmuls) for gather, matmuls in by_gather.items()]
-
-    def why_not(self, gathered: Gathered, places: Places) -> Reason | None:
-        (x,) = gathered.tensors()
-        arguments = allgather.OP.read(gathered.node.args)
+    def why_not(self, places: Places) -> Reason | None:
+        (x,) = self.tensors()
+        arguments = allgather.OP.read(self.node.args)
         if self.partition == BATCH_INVARIANT:
             return "gathered rows have no batch-invariant matmul"
         if x.dtype not in (TYPE_NAMES if self.partition == TP_INVARIANT else (*MATMUL_TYPES, FP8)):
@@ -75,24 +59,24 @@ class AllgatherMatmul:
             return "the gather names an algorithm"
         if arguments["axis"] != 0:
             return "the rows are not gathered along the first axis"
-        if x.device.type == "cuda" and (why := places.why_no_matmul(gathered.group)):
+        if x.device.type == "cuda" and (why := places.why_no_matmul(self.group)):
             return why
-        _, why = _choose(gathered)
+        _, why = _choose(self)
         if self.partition == TP_INVARIANT:
-            return why or why_no_kernel(x, gathered.group, places)
-        return why or _why_not_faster(gathered, places)
+            return why or why_no_kernel(x, self.group, places)
+        return why or _why_not_faster(self, places)
 
-    def replace(self, graph: Graph, gathered: Gathered, places: Places) -> None:
-        node, (product, _) = gathered.node, _choose(gathered)
+    def replace(self, graph: Graph, places: Places) -> None:
+        node, (product, _) = self.node, _choose(self)
         matmul, x, bias = product.node, product.a, product.bias
-        path, others, before = rows.path(x), _has_others(product), _place(gathered, product)
+        path, others, before = rows.path(x), _has_others(product), _place(self, product)
         scales = rows.path(product.scales[0]) if product.scales else []
-        for late in _late(gathered, product) or ():
+        for late in _late(self, product) or ():
             before.prepend(late)
         with graph.inserting_before(before):
             arguments = allgather.OP.read(node.args)
             arguments = {name: argument for name, argument in arguments.items() if allgather_matmul.OP.takes(name)}
-            arguments |= {"a": gathered.inputs[0], "w": product.stored_weight(graph), "bias": [bias] if bias else []}
+            arguments |= {"a": self.inputs[0], "w": product.stored_weight(graph), "bias": [bias] if bias else []}
             arguments |= {"gathered": others, "partition": self.partition}
             arguments |= product.scaling(graph, lambda scale: first(rows.origin(scale)))
             results = call(graph, allgather_matmul.OP.one, allgather_matmul.OP.write(arguments))
@@ -109,6 +93,15 @@ class AllgatherMatmul:
             if scales and scales[0].users:
                 _share_scales(graph, scales[0], results)
         graph.erase_node(node)
+
+
+def find(graph: Graph, partition: str) -> list[Gathered]:
+    by_gather: dict[Node, list[Product]] = {}
+    for node in graph.nodes:
+        product = products.read(node) if node.users else None
+        if product and _is_gather(gather := rows.origin(product.a)):
+            by_gather.setdefault(gather, []).append(product)
+    return [Gathered(**ours(gather, allgather.OP), matmuls=of, partition=partition) for gather, of in by_gather.items()]
 
 
 def _is_gather(node: Node) -> bool:

@@ -30,10 +30,10 @@ from graphar.ranks.groups import process_group
 
 _torch_ops = torch.ops._c10d_functional
 _wait = _torch_ops.wait_tensor.default
+ALLREDUCE, REDUCESCATTER, ALLGATHER = "all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor"
+_OPS = {ALLREDUCE: sums.SUM, REDUCESCATTER: sums.SCATTER, ALLGATHER: allgather.OP}  # by the names of torch's
 _NAMES: dict[Any, str] = {  # by torch's ops, without "_coalesced"
-    getattr(_torch_ops, f"{name}{form}").default: name
-    for name in ("all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor")
-    for form in ("", "_coalesced")
+    getattr(_torch_ops, f"{name}{form}").default: name for name in _OPS for form in ("", "_coalesced")
 }
 _aten = torch.ops.aten
 CASTS = (torch.ops.prims.convert_element_type.default, _aten._to_copy.default)
@@ -70,7 +70,7 @@ def arguments(node: Node) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Collective:
-    """A collective of a graph."""
+    """A collective of a graph. It is replaced with graphar's op; a subclass, with what is around it."""
 
     node: Node  # the collective's node
     op: str  # the name of torch's op, without "_coalesced"
@@ -96,6 +96,58 @@ class Collective:
         value = self.node.meta["val"]
         return list(value) if isinstance(value, (list, tuple)) else [value]
 
+    def why_not_served(self, places: Places) -> Reason | None:
+        """Returns why no op of graphar's can replace the collective."""
+        if self.reduction not in ("", "sum"):
+            return f"graphar has sums, not {self.reduction}"
+        return places.why_not(self.group, self.tensors()[0].device.type)
+
+    def why_no_sum(self) -> Reason | None:
+        """Returns why graphar cannot sum the collective's tensors."""
+        for x in self.tensors():
+            summed: Container[torch.dtype] = TYPE_NAMES if x.is_cuda else ACCUMULATION_DTYPES
+            if x.dtype not in summed:
+                return f"no kernel adds {x.dtype}"
+        return None
+
+    def why_not(self, places: Places) -> Reason | None:
+        """Returns why the collective cannot be replaced."""
+        if self.op != ALLGATHER:
+            return self.why_not_served(places) or self.why_no_sum()
+        if any(x.ndim == 0 for x in self.tensors()):
+            return "graphar joins tensors along an axis, and this one has none"
+        return self.why_not_served(places)
+
+    def replace(self, graph: Graph, places: Places) -> None:
+        """Replaces the collective and its waits with a call of graphar's op for each input."""
+        for x, results, value in zip(self.inputs, self.results, self.values(), strict=True):
+            with graph.inserting_before(self.node):
+                new = self.call(graph, x, places)
+            new.meta["val"], new.stack_trace = value, self.node.stack_trace
+            for result in results:
+                _take_over(graph, result, new)
+            if not new.users:
+                # Inductor drops unused ops but not waits. If another rank used its result, it would wait for this rank.
+                with graph.inserting_after(new):
+                    call(graph, _wait, (new,))
+        if self.results != [[self.node]]:
+            graph.erase_node(self.node)
+
+    def call(self, graph: Graph, x: Node, places: Places, **more) -> Node:
+        """Adds a call of graphar's op with ``x`` and the arguments ``more`` to the graph."""
+        op = _OPS[self.op]
+        return graph.call_function(op.one, op.write({"x": x} | self.place(graph, x, places) | more))
+
+    def place(self, graph: Graph, x: Node, places: Places) -> dict[str, object]:
+        """Returns the arguments that tell graphar's op for ``x`` the group, and each rank's part along axis 0."""
+        arguments: dict[str, object] = {"communicator": places.communicator_name(self.group)}
+        if self.op != ALLREDUCE:
+            group, part = resolve(self.group), first_size(graph, x)
+            if self.op == REDUCESCATTER:
+                part = part // group.size() if isinstance(part, int) else call(graph, floordiv, (part, group.size()))
+            arguments |= {"rank": group.rank(), "sizes": [part] * group.size()}
+        return arguments
+
 
 def read(node: Node) -> Collective | None:
     """Returns the collective of torch's that a node is; None if it is something else."""
@@ -110,10 +162,15 @@ def read(node: Node) -> Collective | None:
     return Collective(node, _NAMES[node.target], results, named["group_name"], named.get("reduce_op", "").lower())
 
 
+def find(graph: Graph, op: str = "") -> list[Collective]:
+    """Returns the collectives of a graph, of one of torch's ops if it is named, in the graph's order."""
+    collectives = [collective for node in graph.nodes if (collective := read(node))]
+    return [collective for collective in collectives if op in ("", collective.op)]
+
+
 def sums_of_one(graph: Graph) -> list[Collective]:
     """Returns the all-reduces and reduce-scatters of a graph that are not coalesced, in the graph's order."""
-    found = [collective for node in graph.nodes if (collective := read(node)) and collective.reduction]
-    return [collective for collective in found if collective.results == [[collective.node]]]
+    return [total for total in find(graph) if total.reduction and total.results == [[total.node]]]
 
 
 def ours(node: Node, op: Op) -> dict[str, Any]:
@@ -137,7 +194,8 @@ def simplify(graph: Graph) -> None:
     """
     for node in graph.find_nodes(op="call_function", target=_aten.copy.default):
         place, result = node.args
-        if result.target is _wait and _layout(place) == _layout(result):
+        kinds = [(x.shape, x.stride(), x.dtype, x.device) for x in map(value, (place, result))]
+        if result.target is _wait and kinds[0] == kinds[1]:
             node.replace_all_uses_with(result)
             graph.erase_node(node)
     for node in [node for target in VIEWS for node in graph.find_nodes(op="call_function", target=target)]:
@@ -163,82 +221,6 @@ def are_same(sizes: Sequence, others: Sequence) -> bool:
     return len(sizes) == len(others) and all(
         statically_known_true(size == other) for size, other in zip(sizes, others, strict=True)
     )
-
-
-def _layout(node: Node) -> tuple:
-    x = node.meta["val"]
-    return x.shape, x.stride(), x.dtype, x.device
-
-
-def why_not(collective: Collective, places: Places) -> Reason | None:
-    """Returns why no rewrite can replace the collective."""
-    if collective.reduction not in ("", "sum"):
-        return f"graphar has sums, not {collective.reduction}"
-    return places.why_not(collective.group, collective.tensors()[0].device.type)
-
-
-def why_no_sum(collective: Collective) -> Reason | None:
-    """Returns why graphar cannot sum the collective's tensors."""
-    for x in collective.tensors():
-        summed: Container[torch.dtype] = TYPE_NAMES if x.is_cuda else ACCUMULATION_DTYPES
-        if x.dtype not in summed:
-            return f"no kernel adds {x.dtype}"
-    return None
-
-
-@dataclass(frozen=True)
-class Single:
-    """The rewrite that replaces torch's collective ``name`` with ``op``."""
-
-    name: str
-    op: Op
-
-    def find(self, graph: Graph) -> list[Collective]:
-        found = [collective for node in graph.nodes if (collective := read(node))]
-        return [collective for collective in found if collective.op == self.name]
-
-    def why_not(self, collective: Collective, places: Places) -> Reason | None:
-        if self.op is not allgather.OP:
-            return why_not(collective, places) or why_no_sum(collective)
-        if any(x.ndim == 0 for x in collective.tensors()):
-            return "graphar joins tensors along an axis, and this one has none"
-        return why_not(collective, places)
-
-    def replace(self, graph: Graph, collective: Collective, places: Places) -> None:
-        """Replaces a collective and its waits with a call of the op for each input."""
-        for x, results, value in zip(collective.inputs, collective.results, collective.values(), strict=True):
-            with graph.inserting_before(collective.node):
-                new = self.call(graph, collective, x, places)
-            new.meta["val"], new.stack_trace = value, collective.node.stack_trace
-            for result in results:
-                _take_over(graph, result, new)
-            if not new.users:
-                # Inductor drops unused ops but not waits. If another rank used its result, it would wait for this rank.
-                with graph.inserting_after(new):
-                    call(graph, _wait, (new,))
-        if collective.results != [[collective.node]]:
-            graph.erase_node(collective.node)
-
-    def call(self, graph: Graph, collective: Collective, x: Node, places: Places, **more) -> Node:
-        """Adds a call of the op with ``x`` and the arguments ``more`` to the graph."""
-        arguments = {"x": x} | place(graph, collective, x, places) | more
-        return graph.call_function(self.op.one, self.op.write(arguments))
-
-
-ALLREDUCE = Single("all_reduce", sums.SUM)
-REDUCESCATTER = Single("reduce_scatter_tensor", sums.SCATTER)
-ALLGATHER = Single("all_gather_into_tensor", allgather.OP)
-
-
-def place(graph: Graph, collective: Collective, x: Node, places: Places) -> dict[str, object]:
-    """Returns the arguments that tell graphar's op for ``x`` the group, and each rank's part along axis 0."""
-    arguments: dict[str, object] = {"communicator": places.communicator_name(collective.group)}
-    if collective.op != ALLREDUCE.name:
-        group, part = resolve(collective.group), first_size(graph, x)
-        if collective.op == REDUCESCATTER.name:
-            part = part // group.size() if isinstance(part, int) else call(graph, floordiv, (part, group.size()))
-        arguments |= {"rank": group.rank(), "sizes": [part] * group.size()}
-    return arguments
 
 
 def _take_over(graph: Graph, result: Node, new: Node) -> None:

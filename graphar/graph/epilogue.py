@@ -18,13 +18,11 @@ from torch.fx import Graph, Node
 
 from graphar.errors import Reason
 from graphar.graph import collectives
-from graphar.graph.collectives import ALLREDUCE, CASTS, REDUCESCATTER, Collective, path_behind, reached
+from graphar.graph.collectives import CASTS, Collective, path_behind, reached
 from graphar.graph.places import Places
 from graphar.numerics.dtypes import TYPE_NAMES
 from graphar.numerics.epilogues import syntax
 from graphar.numerics.epilogues.tracer import IGNORED, RULES, as_stored
-
-_SUMS = {rewrite.name: rewrite for rewrite in (ALLREDUCE, REDUCESCATTER)}
 
 
 @dataclass(frozen=True)
@@ -37,29 +35,27 @@ class FollowedSum(Collective):
     nodes: list[Node]
     text: str  # the epilogue's expression; an empty string if there is none
 
+    def why_not(self, places: Places) -> Reason | None:
+        (x,) = self.tensors()
+        if x.dtype not in TYPE_NAMES:
+            return f"no epilogue for {x.dtype}"
+        if why := self.why_not_served(places):
+            return why
+        return None if self.nodes else "the sum, or what is computed of it, has further uses"
+
+    def replace(self, graph: Graph, places: Places) -> None:
+        (x,) = self.inputs
+        with graph.inserting_before(self.path[-1].next):
+            result = self.call(graph, x, places, epilogue=self.text)
+            result.meta["val"], result.stack_trace = self.values()[0], self.node.stack_trace
+            result = collectives.with_views(graph, self.path, result)
+        self.nodes[-1].replace_all_uses_with(result)
+        for node in reversed([*self.path, *self.nodes]):
+            graph.erase_node(node)
+
 
 def find(graph: Graph) -> list[FollowedSum]:
     return [followed for total in collectives.sums_of_one(graph) if (followed := _followed(total))]
-
-
-def why_not(collective: FollowedSum, places: Places) -> Reason | None:
-    (x,) = collective.tensors()
-    if x.dtype not in TYPE_NAMES:
-        return f"no epilogue for {x.dtype}"
-    if why := collectives.why_not(collective, places):
-        return why
-    return None if collective.nodes else "the sum, or what is computed of it, has further uses"
-
-
-def replace(graph: Graph, collective: FollowedSum, places: Places) -> None:
-    (x,) = collective.inputs
-    with graph.inserting_before(collective.path[-1].next):
-        result = _SUMS[collective.op].call(graph, collective, x, places, epilogue=collective.text)
-        result.meta["val"], result.stack_trace = collective.values()[0], collective.node.stack_trace
-        result = collectives.with_views(graph, collective.path, result)
-    collective.nodes[-1].replace_all_uses_with(result)
-    for node in reversed([*collective.path, *collective.nodes]):
-        graph.erase_node(node)
 
 
 def _followed(collective: Collective) -> FollowedSum | None:

@@ -19,6 +19,7 @@ a, w -- mm -- views -- allreduce -- add bias         as models write it
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.fx import Graph, Node
@@ -32,7 +33,7 @@ from graphar.graph.products import Product, is_constant
 from graphar.numerics.dtypes import TYPE_NAMES
 from graphar.numerics.leaf_tree import LEAVES
 from graphar.numerics.partitions import BATCH_INVARIANT, TP_INVARIANT
-from graphar.ops import matmul_norms, matmul_sums, norms, sums
+from graphar.ops import matmul_sums, norms, sums
 from graphar.ops.register import Op, op_of
 from graphar.plan.algorithms import MATMUL_TYPES
 from graphar.plan.matmuls import COLUMNS, prefers_tiles
@@ -41,9 +42,9 @@ from graphar.plan.work import Factors
 _aten = torch.ops.aten
 _FUSED = {  # by op: the op with the matmul, whose arguments have the same names
     sums.SUM: matmul_sums.SUM,
-    norms.NORM: matmul_norms.NORM,
+    norms.NORM: norms.MATMUL_NORM,
     sums.SCATTER: matmul_sums.SCATTER,
-    norms.SCATTERED_NORM: matmul_norms.SCATTERED_NORM,
+    norms.SCATTERED_NORM: norms.MATMUL_SCATTERED_NORM,
 }
 _SCATTERED = (sums.SCATTER, norms.SCATTERED_NORM)
 MANY_ROWS = 1 << 14  # assumed for a number of rows that varies; the op decides again at each call
@@ -57,38 +58,18 @@ class Summed(Collective):
 
     of: Op  # the op that sums: a key of _FUSED
     matmul: Product | None  # None: several are added before the sum
-
-    @property
-    def call(self) -> dict[str, object]:
-        """The op's arguments, by name."""
-        return self.of.read(self.node.args)
-
-
-@dataclass(frozen=True)
-class Matmul:
-    """Fuses where the tuning table says that this is faster, or wherever a partition can be taken."""
-
-    partition: str = "auto"  # BATCH_INVARIANT and TP_INVARIANT: fuse wherever graphar can, never with torch's matmul
+    # "auto": fused where the tuning table says that this is faster. BATCH_INVARIANT and TP_INVARIANT: wherever graphar
+    # can, and never with torch's matmul.
+    partition: str
     constant_weights: bool = False  # whether parameters that the graph only reads are constant weights
 
-    def find(self, graph: Graph) -> list[Summed]:
-        return [summed for node in graph.nodes if (summed := self.read(node))]
+    @property
+    def named(self) -> dict[str, Any]:
+        """The arguments of the op that sums, by name."""
+        return self.of.read(self.node.args)
 
-    def read(self, node: Node) -> Summed | None:
-        """Returns the op of ``node`` with the matmul before it; None if they cannot be fused."""
-        op = op_of(node.target)
-        if op is None or op not in _FUSED or node.kwargs:
-            return None
-        arguments = op.read(node.args)
-        if arguments.get("codec") or arguments.get("output", "like_input") != "like_input":
-            return None
-        matmul = _before(first(node))
-        if not _is_product(matmul, self.partition == TP_INVARIANT):
-            return None
-        return Summed(**ours(node, op), of=op, matmul=products.read(matmul))
-
-    def why_not(self, summed: Summed, places: Places) -> Reason | None:
-        (x,), (total,), product = summed.inputs, summed.tensors(), summed.matmul
+    def why_not(self, places: Places) -> Reason | None:
+        (x,), (total,), product = self.inputs, self.tensors(), self.matmul
         if total.dtype not in (TYPE_NAMES if self.partition == TP_INVARIANT else MATMUL_TYPES):
             return f"no matmul of {total.dtype} sums its tiles"
         if product is None:
@@ -104,36 +85,36 @@ class Matmul:
             return "the product is summed in another shape"
         path = rows.path(x)
         rest: list[Node] = []  # what else the sum takes, such as a residual
-        map_arg(summed.node.args[1:], rest.append)
-        users = (*path, summed.node, *_lengths(summed))
+        map_arg(self.node.args[1:], rest.append)
+        users = (*path, self.node, *_lengths(self))
         if not set(rest).isdisjoint(path) or any(user not in users for node in path for user in node.users):
             return "the product has further uses"
-        if summed.call.get("algorithm", "auto") != "auto" or summed.call.get("axis", 0) != 0:
+        if self.named.get("algorithm", "auto") != "auto" or self.named.get("axis", 0) != 0:
             return "the sum names an algorithm or an axis"
         if self.partition == TP_INVARIANT:
-            return _why_no_tree(summed, product, places)
+            return _why_no_tree(self, product, places)
         needs_own = self.partition == BATCH_INVARIANT
         if needs_own and not total.is_cuda:
             return "graphar's matmul needs a GPU"
         if needs_own and columns % COLUMNS:
             return f"graphar's matmul needs a multiple of {COLUMNS} columns, not {columns}"
-        if total.is_cuda and (needs_own or product.scales) and (why := places.why_no_matmul(summed.group)):
+        if total.is_cuda and (needs_own or product.scales) and (why := places.why_no_matmul(self.group)):
             return why
-        return None if needs_own else _why_not_faster(summed, product, places)
+        return None if needs_own else _why_not_faster(self, product, places)
 
-    def replace(self, graph: Graph, summed: Summed, places: Places) -> None:
-        node, op, path, product = summed.node, _FUSED[summed.of], rows.path(summed.inputs[0]), summed.matmul
+    def replace(self, graph: Graph, places: Places) -> None:
+        node, op, path, product = self.node, _FUSED[self.of], rows.path(self.inputs[0]), self.matmul
         assert product
         with graph.inserting_before(path[-1].next):
             a = _moved(graph, path[-1], product.a)
             scaling = product.scaling(graph, lambda x: x if products.is_number(x) else _moved(graph, path[-1], x))
-        for length in _lengths(summed):
+        for length in _lengths(self):
             length.replace_input_with(path[-1], a)
         with graph.inserting_before(node):
             w = product.stored_weight(graph)
             # Every product in e4m3 is batch-invariant.
             added = scaling | {"a": a, "w": w, "partition": "auto" if scaling else self.partition}
-            arguments = {name: argument for name, argument in (summed.call | added).items() if op.takes(name)}
+            arguments = {name: argument for name, argument in (self.named | added).items() if op.takes(name)}
             if product.bias and not scaling:
                 arguments["bias"] = [first(product.bias)]
             if self.constant_weights and op.takes("constant_weight") and is_constant(w):
@@ -147,10 +128,29 @@ class Matmul:
             _take_bias(graph, new, op)
 
 
+def find(graph: Graph, partition: str, constant_weights: bool) -> list[Summed]:
+    return [summed for node in graph.nodes if (summed := read(node, partition, constant_weights))]
+
+
+def read(node: Node, partition: str, constant_weights: bool = False) -> Summed | None:
+    """Returns the op of ``node`` with the matmul before it; None if they cannot be fused."""
+    op = op_of(node.target)
+    if op is None or op not in _FUSED or node.kwargs:
+        return None
+    arguments = op.read(node.args)
+    if arguments.get("codec") or arguments.get("output", "like_input") != "like_input":
+        return None
+    matmul = _before(first(node))
+    if not _is_product(matmul, partition == TP_INVARIANT):
+        return None
+    how = {"partition": partition, "constant_weights": constant_weights}
+    return Summed(**ours(node, op), **how, of=op, matmul=products.read(matmul))
+
+
 def _why_not_faster(summed: Summed, product: Product, places: Places) -> Reason | None:
     count, columns = value(product.node).shape
     count = count if isinstance(count, int) else MANY_ROWS
-    scattered = summed.of in _SCATTERED or bool(summed.call.get("epilogue"))
+    scattered = summed.of in _SCATTERED or bool(summed.named.get("epilogue"))
     world_size, policy = resolve(summed.group).size(), places.table.matmul
     factors = Factors(product.format())
     if not prefers_tiles(policy, places.chip, world_size, count, columns, scattered, factors=factors):
@@ -164,7 +164,7 @@ def _why_no_tree(summed: Summed, product: Product, places: Places) -> Reason | N
     is_divided = bias and bias.target in _QUOTIENTS and not bias.kwargs and bias.args[1:] == (ranks,)
     if bias and not (is_divided and value(bias).ndim == 1):
         return "each rank adds something else than its part of a bias to its product"
-    if product.node.kwargs or (bias and (summed.call.get("epilogue") or not _FUSED[summed.of].takes("bias"))):
+    if product.node.kwargs or (bias and (summed.named.get("epilogue") or not _FUSED[summed.of].takes("bias"))):
         return "the product is scaled, or an epilogue or a norm follows its bias"
     if ranks not in (1, 2, 4, 8):
         return f"a tree of {LEAVES} leaves is for 1, 2, 4 or 8 ranks, not {ranks}"

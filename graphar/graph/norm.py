@@ -30,16 +30,7 @@ from graphar.plan.select import has_norm_kernel
 
 _aten = torch.ops.aten
 _ADDS = (_aten.add.Tensor, _aten.add.Scalar)
-_OPS = {ALLREDUCE.name: norms.NORM, REDUCESCATTER.name: norms.SCATTERED_NORM}
-
-
-@dataclass(frozen=True)
-class NormedSum(Collective):
-    """An all-reduce or a reduce-scatter whose sum goes into a norm."""
-
-    # The nodes from the collective to the addition of the residual, both included; between them are the wait and views.
-    path: list[Node]
-    start: tuple[Node, Node, Node]  # the squared node, the square, and the mean of the square
+_OPS = {ALLREDUCE: norms.NORM, REDUCESCATTER: norms.SCATTERED_NORM}
 
 
 @dataclass(frozen=True)
@@ -62,60 +53,66 @@ def _expect(holds: bool, why: str) -> None:
         raise _OtherForm(why)
 
 
+@dataclass(frozen=True)
+class NormedSum(Collective):
+    """An all-reduce or a reduce-scatter whose sum goes into a norm."""
+
+    # The nodes from the collective to the addition of the residual, both included; between them are the wait and views.
+    path: list[Node]
+    start: tuple[Node, Node, Node]  # the squared node, the square, and the mean of the square
+
+    def why_not(self, places: Places) -> Reason | None:
+        x = self.path[-1].meta["val"]
+        if x.dtype not in TYPE_NAMES:
+            return f"no norm for {x.dtype}"
+        if why := self.why_not_served(places):
+            return why
+        try:
+            _read(self)
+        except _OtherForm as why:
+            return str(why)
+        if self.op == REDUCESCATTER and (why := self._why_other_rows()):
+            return why
+        columns = x.shape[-1]
+        if x.is_cuda and not (isinstance(columns, int) and has_norm_kernel(columns * x.element_size())):
+            return f"no kernel norms rows of {columns} columns"
+        return None
+
+    def replace(self, graph: Graph, places: Places) -> None:
+        norm, (*path, add), op = _read(self), self.path, _OPS[self.op]
+        arguments = {"weight": norm.weight, "eps": norm.eps, "weight_offset": norm.weight_offset}
+        with graph.inserting_before(add):
+            x, residual = self.inputs[0], norm.residual
+            if self.op == REDUCESCATTER:  # its first axis is divided between ranks, so its input stays as it is
+                residual = rows.reshape(graph, residual, self.node.meta["val"].shape[:-1])
+            else:
+                x = collectives.with_views(graph, path, x)
+            arguments |= {"x": x, "residual": residual} | self.place(graph, x, places)
+            pair = call(graph, op.one, op.write(arguments))
+            results = [call(graph, operator.getitem, (pair, i)) for i in range(2)]
+            normed, summed = [rows.reshape(graph, result, add.meta["val"].shape[:-1]) for result in results]
+        pair.stack_trace = self.node.stack_trace
+        norm.nodes[-1].replace_all_uses_with(normed)
+        add.replace_all_uses_with(summed)
+        for node in reversed([*self.path, *norm.nodes]):
+            graph.erase_node(node)
+
+    def _why_other_rows(self) -> Reason | None:
+        """Returns why the rows of the norm are not the rows of the reduce-scatter."""
+        (*_, total, _), scattered = self.path, self.node.meta["val"]
+        shapes = scattered.shape[:-1], total.meta["val"].shape[:-1]
+        if scattered.ndim < 2:
+            return "the scattered tensor has no rows"
+        # Its residual and results are reshaped.
+        fits = collectives.are_same(*shapes) or all(map(rows.can_reshape, shapes))
+        if rows.origin(total).target in collectives.VIEWS or not fits:
+            return "the sum is seen in another shape"
+        return None
+
+
 def find(graph: Graph) -> list[NormedSum]:
     sums = [normed for total in collectives.sums_of_one(graph) if (normed := _normed(total))]
     return list({normed.path[-1]: normed for normed in sums}.values())  # if two sums are added, keep the later
-
-
-def why_not(collective: NormedSum, places: Places) -> Reason | None:
-    x = collective.path[-1].meta["val"]
-    if x.dtype not in TYPE_NAMES:
-        return f"no norm for {x.dtype}"
-    if why := collectives.why_not(collective, places):
-        return why
-    try:
-        _read(collective)
-    except _OtherForm as why:
-        return str(why)
-    if collective.op == REDUCESCATTER.name and (why := _why_other_rows(collective)):
-        return why
-    columns = x.shape[-1]
-    if x.is_cuda and not (isinstance(columns, int) and has_norm_kernel(columns * x.element_size())):
-        return f"no kernel norms rows of {columns} columns"
-    return None
-
-
-def replace(graph: Graph, collective: NormedSum, places: Places) -> None:
-    norm, (*path, add), op = _read(collective), collective.path, _OPS[collective.op]
-    arguments = {"weight": norm.weight, "eps": norm.eps, "weight_offset": norm.weight_offset}
-    with graph.inserting_before(add):
-        x, residual = collective.inputs[0], norm.residual
-        if collective.op == REDUCESCATTER.name:  # its first axis is divided between ranks, so its input stays as it is
-            residual = rows.reshape(graph, residual, collective.node.meta["val"].shape[:-1])
-        else:
-            x = collectives.with_views(graph, path, x)
-        arguments |= {"x": x, "residual": residual} | collectives.place(graph, collective, x, places)
-        pair = call(graph, op.one, op.write(arguments))
-        results = [call(graph, operator.getitem, (pair, i)) for i in range(2)]
-        normed, summed = [rows.reshape(graph, result, add.meta["val"].shape[:-1]) for result in results]
-    pair.stack_trace = collective.node.stack_trace
-    norm.nodes[-1].replace_all_uses_with(normed)
-    add.replace_all_uses_with(summed)
-    for node in reversed([*collective.path, *norm.nodes]):
-        graph.erase_node(node)
-
-
-def _why_other_rows(collective: NormedSum) -> Reason | None:
-    """Returns why the rows of the norm are not the rows of the reduce-scatter."""
-    (*_, total, _), scattered = collective.path, collective.node.meta["val"]
-    shapes = scattered.shape[:-1], total.meta["val"].shape[:-1]
-    if scattered.ndim < 2:
-        return "the scattered tensor has no rows"
-    # Its residual and results are reshaped.
-    fits = collectives.are_same(*shapes) or all(map(rows.can_reshape, shapes))
-    if rows.origin(total).target in collectives.VIEWS or not fits:
-        return "the sum is seen in another shape"
-    return None
 
 
 def _normed(collective: Collective) -> NormedSum | None:

@@ -89,7 +89,16 @@ class Places:
             return f"graphar has no kernels for {device}"
         if len(ranks) > MAX_RANKS:
             return f"kernels serve at most {MAX_RANKS} ranks, not {len(ranks)}"
-        return self._why_no_kernel(ranks)
+        places = {rank: self._places[rank] for rank in ranks}
+        if problems := [f"rank {rank}: {place.problem}" for rank, place in places.items() if place.problem]:
+            return problems[0]
+        if problem := several_hosts(place.host for place in places.values()):
+            return problem
+        for rank, place in places.items():
+            for peer, other in places.items():
+                if rank != peer and other.gpu not in place.reaches:
+                    return f"rank {rank} sees no peer access to the GPU of rank {peer}"
+        return None
 
     def why_no_matmul(self, group: Any) -> Reason | None:
         """Returns which rank of ``group`` has a GPU without graphar's matmul."""
@@ -108,18 +117,6 @@ class Places:
         known = {name: (ranks, self.why_not(name, "cuda")) for name, ranks in sorted(groups.items())}
         archs = [place.arch for place in self._places.values()]
         return f"rank {dist.get_rank()} {known} {self.chip} {archs} {self.table}"
-
-    def _why_no_kernel(self, ranks: list[int]) -> Reason | None:
-        places = {rank: self._places[rank] for rank in ranks}
-        if problems := [f"rank {rank}: {place.problem}" for rank, place in places.items() if place.problem]:
-            return problems[0]
-        if problem := several_hosts(place.host for place in places.values()):
-            return problem
-        for rank, place in places.items():
-            for peer, other in places.items():
-                if rank != peer and other.gpu not in place.reaches:
-                    return f"rank {rank} sees no peer access to the GPU of rank {peer}"
-        return None
 
 
 def _find_place(group: dist.ProcessGroup) -> Place:

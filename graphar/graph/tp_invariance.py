@@ -20,9 +20,9 @@ from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from graphar.errors import Reason
-from graphar.graph import collectives
+from graphar.graph import collectives, matmul
 from graphar.graph.collectives import CASTS, VIEWS, arguments, call, first, reached, value
-from graphar.graph.matmul import TRANSPOSES, Matmul, why_no_kernel
+from graphar.graph.matmul import TRANSPOSES, why_no_kernel
 from graphar.graph.places import Places
 from graphar.graph.products import MATMULS, Product, stored
 from graphar.graph.report import Break
@@ -34,7 +34,6 @@ from graphar.ops.register import Op, op_of
 _aten = torch.ops.aten
 _LINEAR = torch.ops.graphar.linear.default
 _SUM = _aten.sum.dim_IntList
-_TREE = Matmul(TP_INVARIANT)
 _BATCHED = ("bmm", "baddbmm")
 _PRODUCTS = (  # torch's other ops that add products
     *("addbmm", "convolution", "convolution_backward", "dot", "matmul", "mkldnn_rnn_layer", "vdot"),
@@ -161,7 +160,7 @@ def _replace_bias_gradient(graph: Graph, total: Node) -> None:
 
 def _why(node: Node, places: Places, divided: bool) -> Reason | None:
     """Returns why an op may change bits; ``divided`` is whether ranks have parts of a tensor of the graph."""
-    name = _name(node)
+    name = getattr(node.target, "__name__", "").partition(".")[0]
     if "_attention" in name or name in _BATCHED:
         return _OF_HEADS
     if name in _PRODUCTS:
@@ -181,8 +180,8 @@ def _why_ours(op: Op, node: Node, places: Places) -> Reason | None:
         return None if options["partition"] == TP_INVARIANT else f"its partition is {options['partition']!r}"
     if op.name.startswith(("allgather", "cross_entropy")) or options.get("order") == "tree" or _is_lookup(first(node)):
         return None
-    summed = _TREE.read(node)
-    return (summed and _TREE.why_not(summed, places)) or _why_sum(node)
+    summed = matmul.read(node, TP_INVARIANT)
+    return (summed and summed.why_not(places)) or _why_sum(node)
 
 
 def _why_torchs(node: Node, places: Places) -> Reason | None:
@@ -192,7 +191,7 @@ def _why_torchs(node: Node, places: Places) -> Reason | None:
         return None
     if all(map(_is_lookup, collective.inputs)):
         return None
-    return collectives.why_not(collective, places) or collectives.why_no_sum(collective) or _why_sum(node)
+    return collective.why_not_served(places) or collective.why_no_sum() or _why_sum(node)
 
 
 def _why_sum(node: Node) -> Reason | None:
@@ -219,13 +218,6 @@ def _is_lookup(node: Node, masked: bool = False) -> bool:
             mask = first(mask)
         return isinstance(mask, Node) and value(mask).dtype == torch.bool and _is_lookup(x, True)
     return masked and node.target in _LOOKUPS
-
-
-def _name(node: Node) -> str:
-    """Returns the name of a torch op or of a higher-order op."""
-    if isinstance(node.target, torch._ops.OpOverload):
-        return node.target._schema.name.split("::")[-1]
-    return getattr(node.target, "__name__", "") if isinstance(node.target, torch._ops.HigherOrderOperator) else ""
 
 
 def _module(node: Node) -> str:

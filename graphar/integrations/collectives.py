@@ -40,8 +40,7 @@ class Calls(NamedTuple):
             sums.allreduce(x, self.communicator, out=x, timeout_s=self.timeout_s)
             return
         name, epilogue = self.communicator.engine.name, self._division(x)
-        arguments = sums.Arguments(communicator=name, timeout_s=self.timeout_s, epilogue=epilogue)
-        sums.SUM.into(x, [], x, given=arguments, plain=True)
+        sums.SUM.into(x, [], x, plain=True, communicator=name, timeout_s=self.timeout_s, epilogue=epilogue)
 
     def reducescatter(self, outputs: Tensors, inputs: Tensors) -> None:
         self._check_lengths("reduce_scatter", "input", inputs, "output", outputs)
@@ -57,9 +56,9 @@ class Calls(NamedTuple):
         if not self.average:
             self._run(Parts("reducescatter", counts), out, x)
             return
-        place = {"communicator": self.communicator.engine.name, "rank": self.communicator.engine.rank, "sizes": counts}
-        arguments = sums.ArgumentsOfParts(**place, timeout_s=self.timeout_s, epilogue=self._division(x))
-        _run_into(out, x, lambda out, x: sums.SCATTER.into(x, [], out, given=arguments, plain=True))
+        how = {"communicator": self.communicator.engine.name, "rank": self.communicator.engine.rank, "sizes": counts}
+        how |= {"timeout_s": self.timeout_s, "epilogue": self._division(x)}
+        _run_into(out, x, lambda out, x: sums.SCATTER.into(x, [], out, plain=True, **how))
 
     def allgather(self, outputs: Tensors, inputs: Tensors) -> None:
         self._check_lengths("all_gather", "output", outputs, "input", inputs)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Literal, overload
 
 import torch
 
 from graphar.numerics.dtypes import BYTE
 from graphar.ops import options, parts
-from graphar.ops.options import T
+from graphar.ops.options import Arguments, T
 from graphar.ops.register import Op, for_ranks
 from graphar.ops.repeats import repeated, typed
 from graphar.plan.algorithms import AllGatherAlgorithm
@@ -106,50 +105,8 @@ def allgather(x, group=None, *, axis=0, sizes=None, algorithm="auto", timeout_s=
         sizes = [length] * ranks if sizes is None else call_checks.check_sizes(NAME, sizes, ranks, rank, length)
     where = {"communicator": name, "timeout_s": timeout_s, "rank": rank, "sizes": sizes}
     if tensors is x:
-        return TUPLE_OP(first, given=ArgumentsOfTuple(more=more, **where), asked=(tensors, how, None))
-    arguments = parts.AlongAxis(axis=axis, algorithm=str(algorithm), **where)
-    return OP(x, given=arguments, asked=(tensors, how, None))
-
-
-# ---- one tensor of each rank ----------------------------------------------------------------------------------------
-
-
-def _fake(xs, arguments: parts.AlongAxis) -> list[torch.Tensor]:
-    return [parts.with_length(x, arguments.axis, sum(arguments.sizes)) for x in xs]
-
-
-def _run(engine: Engine, xs, outs, arguments: parts.AlongAxis):
-    """Writes the tensors of all ranks into every tensor of ``outs``, which are contiguous."""
-    axis = arguments.axis
-    rows, rooms = [parts.rows_of(x, axis) for x in xs], [parts.room_for(out, axis) for out in outs]
-    work = Parts(NAME, parts.counts_of(rows[0], arguments.sizes), axis=axis, row=tuple(rows[0].shape[1:]))
-    ranks = options.operands([rows], [(room,) for room in rooms])
-    plan = engine.run(Call.of(work, rows[0], algorithm=arguments.algorithm, timeout_s=arguments.timeout_s), ranks)
-    for room, out in zip(rooms, outs, strict=True):
-        parts.put_back(room, out, axis)
-    return None if axis else (plan, ranks)
-
-
-def _check(engine: Engine, xs, arguments: parts.AlongAxis) -> None:
-    parts.check(NAME, engine, arguments, [x.shape[arguments.axis] for x in xs])
-
-
-def _backward(ctx, gradients, *_):
-    if not gradients[0].is_complex():
-        return for_ranks(ctx, "reducescatter", gradients, **ctx.where), {}
-    reals = [torch.view_as_real(x.resolve_conj()) for x in gradients]  # the ops do not add complex numbers
-    return [torch.view_as_complex(x) for x in for_ranks(ctx, "reducescatter", reals, **ctx.where)], {}
-
-
-OP = Op(NAME, ["x"], parts.AlongAxis, _run, _fake, check=_check, backward=_backward, saved=lambda arguments: ())
-
-
-# ---- several tensors of each rank -----------------------------------------------------------------------------------
-
-
-@dataclass(eq=False)
-class ArgumentsOfTuple(options.InParts):
-    more: options.Tensors = ()  # rank by rank, those after the first
+        return TUPLE_OP(first, asked=(tensors, how, None), more=more, **where)
+    return OP(x, asked=(tensors, how, None), axis=axis, algorithm=str(algorithm), **where)
 
 
 def _check_tuple(xs: tuple, axis: object, sizes: object) -> None:
@@ -177,34 +134,69 @@ def _check_tuple(xs: tuple, axis: object, sizes: object) -> None:
                 )
 
 
+class _Gather(Op):
+    """An all-gather of one tensor of each rank."""
+
+    needed = ()
+
+    def fake(self, xs, arguments: Arguments) -> list[torch.Tensor]:
+        return [parts.with_length(x, arguments.axis, sum(arguments.sizes)) for x in xs]
+
+    def run(self, engine: Engine, xs, outs, arguments: Arguments):
+        """Writes the tensors of all ranks into every tensor of ``outs``, which are contiguous."""
+        axis = arguments.axis
+        rows, rooms = [parts.rows_of(x, axis) for x in xs], [parts.room_for(out, axis) for out in outs]
+        work = Parts(NAME, parts.counts_of(rows[0], arguments.sizes), axis=axis, row=tuple(rows[0].shape[1:]))
+        ranks = options.operands([rows], [(room,) for room in rooms])
+        plan = engine.run(Call.of(work, rows[0], algorithm=arguments.algorithm, timeout_s=arguments.timeout_s), ranks)
+        for room, out in zip(rooms, outs, strict=True):
+            parts.put_back(room, out, axis)
+        return None if axis else (plan, ranks)
+
+    def check(self, engine: Engine, xs, arguments: Arguments) -> None:
+        parts.check(NAME, engine, arguments, [x.shape[arguments.axis] for x in xs])
+
+    def backward(self, ctx, gradients, *_):
+        if not gradients[0].is_complex():
+            return for_ranks(ctx, "reducescatter", gradients, **ctx.where), {}
+        reals = [torch.view_as_real(x.resolve_conj()) for x in gradients]  # the ops do not add complex numbers
+        return [torch.view_as_complex(x) for x in for_ranks(ctx, "reducescatter", reals, **ctx.where)], {}
+
+
+OP = _Gather(NAME, *options.IN_PARTS, "axis", "algorithm")
+
+
 def work_of(xs: Sequence[torch.Tensor], sizes: Sequence[int]) -> TensorTuple:
     """Returns the work of a call with one rank's tensors; ``sizes`` are the rows of each rank."""
     return TensorTuple(tuple([x.dtype for x in xs]), tuple([tuple(x.shape[1:]) for x in xs]), tuple(sizes))
 
 
-def _lists(xs, arguments: ArgumentsOfTuple) -> list[Sequence[torch.Tensor]]:
+class _GatherOfTuple(Op):
+    """An all-gather of several tensors of each rank."""
+
+    has_several = True
+
+    def run(self, engine: Engine, xs, outs, arguments: Arguments):
+        """Writes the tensors of all ranks into the results of each rank of this process."""
+        ranks = options.operands([[x.contiguous() for x in of_ranks] for of_ranks in _lists(xs, arguments)], outs)
+        first = ranks[0].inputs
+        call = Call(work_of(first, arguments.sizes), BYTE, first[0].get_device(), timeout_s=arguments.timeout_s)
+        return engine.run(call, ranks), ranks
+
+    def fake(self, xs, arguments: Arguments) -> list[tuple[torch.Tensor, ...]]:
+        length = sum(arguments.sizes)
+        lists = [[x.new_empty((length, *x.shape[1:])) for x in of_ranks] for of_ranks in _lists(xs, arguments)]
+        return list(zip(*lists, strict=True))
+
+    def check(self, engine: Engine, xs, arguments: Arguments) -> None:
+        for of_ranks in _lists(xs, arguments):
+            parts.check(NAME, engine, arguments, [len(x) for x in of_ranks])
+
+
+def _lists(xs, arguments: Arguments) -> list[Sequence[torch.Tensor]]:
     """Returns a list for each tensor of the tuple, with those of this process's ranks."""
     each = len(arguments.more) // len(xs)
     return [xs, *[arguments.more[at::each] for at in range(each)]]
 
 
-def _run_tuple(engine: Engine, xs, outs, arguments: ArgumentsOfTuple):
-    """Writes the tensors of all ranks into the results of each rank of this process."""
-    ranks = options.operands([[x.contiguous() for x in of_ranks] for of_ranks in _lists(xs, arguments)], outs)
-    first = ranks[0].inputs
-    call = Call(work_of(first, arguments.sizes), BYTE, first[0].get_device(), timeout_s=arguments.timeout_s)
-    return engine.run(call, ranks), ranks
-
-
-def _fake_tuple(xs, arguments: ArgumentsOfTuple) -> list[tuple[torch.Tensor, ...]]:
-    length = sum(arguments.sizes)
-    lists = [[x.new_empty((length, *x.shape[1:])) for x in of_ranks] for of_ranks in _lists(xs, arguments)]
-    return list(zip(*lists, strict=True))
-
-
-def _check_tuples(engine: Engine, xs, arguments: ArgumentsOfTuple) -> None:
-    for of_ranks in _lists(xs, arguments):
-        parts.check(NAME, engine, arguments, [len(x) for x in of_ranks])
-
-
-TUPLE_OP = Op(TUPLE, ["x"], ArgumentsOfTuple, _run_tuple, _fake_tuple, check=_check_tuples, has_several=True)
+TUPLE_OP = _GatherOfTuple(TUPLE, *options.IN_PARTS, "more")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal, get_args, overload
 
 import torch
@@ -12,8 +12,8 @@ from graphar.numerics import partitions
 from graphar.numerics.epilogues.epilogue import Epilogue
 from graphar.numerics.partitions import TP_INVARIANT
 from graphar.ops import linear, matmul_operands, options, parts
-from graphar.ops.epilogue_gradients import before_epilogue, in_backward
-from graphar.ops.options import T
+from graphar.ops.gradients import before_epilogue, in_backward
+from graphar.ops.options import Arguments, T
 from graphar.ops.register import Op, for_ranks
 from graphar.ops.repeats import Asked, repeated, typed
 from graphar.plan.call import Call
@@ -25,13 +25,6 @@ from graphar.runtime.registry import Group, engine_name
 NAME = "fused_allgather_matmul"
 GatherPartition = Literal["auto", "tiles", "chunks", "none", "tp_invariant"]
 PARTITIONS = get_args(GatherPartition)
-
-
-@dataclass(eq=False)
-class Arguments(options.Followed, matmul_operands.Multiplied, options.InParts):
-    bias: options.Tensors = ()
-    gathered: bool = False
-    scaled_dtype: torch.dtype | None = None  # of the result, with scales
 
 
 @overload
@@ -89,10 +82,8 @@ def fused_allgather_matmul(
     accumulated, which depends on the device.
 
     Ranks are processes if ``a`` is a tensor, and the devices of this process if ``a`` is a list. Collective: every rank
-    makes the same calls in the same order.
-
-    Differentiable: the gradient of ``a`` is a :func:`fused_matmul_reducescatter`. For the gradient of ``w`` the rows
-    are gathered again, so that no rank has to keep them.
+    makes the same calls in the same order. Differentiable: the gradient of ``a`` is a
+    :func:`fused_matmul_reducescatter`. For the gradient of ``w`` the rows are gathered again.
 
     Args:
         a: this rank's rows [M_r, ..., K], bf16, fp16, fp32 or fp64, or with scales torch.float8_e4m3fn, or a list with
@@ -138,14 +129,14 @@ def fused_allgather_matmul(
     asked = (a, w, *scales, *(() if bias is None else (bias,))), how, epilogue
     if (result := repeated(NAME, group, *asked)) is not None:
         return result
-    arguments = Arguments(timeout_s=timeout_s, partition=partition, gathered=gathered)
-    return _gather(a, w, bias, (*(scales or (None, None)), out_dtype), sizes, epilogue, group, arguments, asked)
+    scaling = a_scale, w_scale, out_dtype
+    return _gather(a, w, bias, scaling, sizes, partition, group, asked, gathered=gathered, timeout_s=timeout_s)
 
 
-def _gather(a, w, bias, scales: tuple, sizes, epilogue, group: Group, arguments: Arguments, asked: Asked):
+def _gather(a, w, bias, scales: tuple, sizes, partition, group: Group, asked: Asked, *, gathered, timeout_s):
     """Checks a call's arguments, and makes it."""
-    partition, has_scales = arguments.partition, any(scale is not None for scale in scales[:2])
-    call_checks.check_call(NAME, "auto", arguments.timeout_s)
+    epilogue, has_scales = asked[2], any(scale is not None for scale in scales[:2])
+    call_checks.check_call(NAME, "auto", timeout_s)
     served = PARTITIONS[:-1] if has_scales else PARTITIONS
     if partition not in served:
         of = "with scales partition" if has_scales else "partition"
@@ -153,10 +144,11 @@ def _gather(a, w, bias, scales: tuple, sizes, epilogue, group: Group, arguments:
     in_list, alone = isinstance(a, (list, tuple)), partition == TP_INVARIANT
     name = engine_name(group, NAME, alone and not in_list)
     scaled = matmul_operands.check(NAME, a, w, bias, scales, rows_differ=True)
+    dtype = scaled.get("scaled_dtype")
     first, weight = (a[0], w[0]) if in_list else (a, w)
     parts.check_has_rows(NAME, "a", first)
     if partition == TP_INVARIANT:
-        _check_invariant(a, arguments.gathered)
+        _check_invariant(a, gathered)
     if in_list and sizes is not None:
         raise ValueError(f"{NAME}: sizes is for calls with one tensor; omit it for a list")
     rank, world_size = (-1, len(a)) if in_list else parts.place(group, alone)
@@ -164,10 +156,10 @@ def _gather(a, w, bias, scales: tuple, sizes, epilogue, group: Group, arguments:
         sizes = [len(x) for x in a] if in_list else [len(a)] * world_size
     else:
         sizes = call_checks.check_sizes(NAME, sizes, world_size, rank, len(a), "a")
-    added = matmul_operands.added(NAME, a, bias, epilogue, (sum(sizes), *first.shape[1:-1], len(weight)), scaled)
-    where = {"communicator": name, "rank": rank, "sizes": sizes, **scaled._asdict()}
-    results = OP(a, w, given=replace(arguments, **where, **added), asked=asked)
-    return results if arguments.gathered else results[0]
+    added = matmul_operands.added(NAME, a, bias, epilogue, (sum(sizes), *first.shape[1:-1], len(weight)), dtype)
+    how = {"communicator": name, "timeout_s": timeout_s, "rank": rank, "sizes": sizes, "partition": partition}
+    results = OP(a, w, asked=asked, gathered=gathered, **how, **added, **scaled)
+    return results if gathered else results[0]
 
 
 def _check_invariant(a, gathered: bool) -> None:
@@ -181,63 +173,64 @@ def _check_invariant(a, gathered: bool) -> None:
         )
 
 
-def _fake(a, w, arguments) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    rows, results = sum(arguments.sizes), []
-    for rank, (x, weight) in enumerate(zip(a, w, strict=True)):
-        made = [x.new_empty((rows, *x.shape[1:-1], weight.shape[0]), dtype=arguments.scaled_dtype)]
-        made.append(x.new_empty((rows, *x.shape[1:]) if arguments.gathered else (0,)))
-        if arguments.scales:
-            scale = arguments.scales[2 * rank]
-            of_row = scale.shape[-1] if scale.ndim > 1 else 1
-            shape = (rows, *x.shape[1:-1], of_row) if arguments.gathered else (0,)
-            made.append(x.new_empty(shape, dtype=torch.float32))
-        results.append(tuple(made))
-    return results
+class _GatherMatmul(Op):
+    tensors = ("a", "w")
+    has_several = True
 
+    def fake(self, a, w, arguments: Arguments) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        rows, results = sum(arguments.sizes), []
+        for rank, (x, weight) in enumerate(zip(a, w, strict=True)):
+            made = [x.new_empty((rows, *x.shape[1:-1], weight.shape[0]), dtype=arguments.scaled_dtype)]
+            made.append(x.new_empty((rows, *x.shape[1:]) if arguments.gathered else (0,)))
+            if arguments.scales:
+                scale = arguments.scales[2 * rank]
+                of_row = scale.shape[-1] if scale.ndim > 1 else 1
+                shape = (rows, *x.shape[1:-1], of_row) if arguments.gathered else (0,)
+                made.append(x.new_empty(shape, dtype=torch.float32))
+            results.append(tuple(made))
+        return results
 
-def _run(engine: Engine, a, w, outs, arguments):
-    """Writes for each rank the product, and the gathered rows if they are wanted."""
-    followed = options.applied(NAME, arguments, [product for product, *_ in outs])
-    in_one = a[0].shape[1:-1].numel()
-    if not sum(arguments.sizes) * in_one:
-        return None
-    counts = tuple([size * in_one for size in arguments.sizes])
-    form = followed and replace(followed.form, columns=1)  # ranks may differ in columns
-    how = {"gathered": arguments.gathered, **matmul_operands.multiplied(NAME, a, w, arguments)}
-    work = Product(NAME, counts, a[0].shape[-1], bool(arguments.bias), epilogue=form, **how)
-    wanted = outs if arguments.gathered else [results[:1] for results in outs]
-    ranks = options.operands(matmul_operands.lists(a, w, arguments, arguments.bias), wanted, followed)
-    return engine.run(Call.of(work, outs[0][0], timeout_s=arguments.timeout_s), ranks), ranks
+    def run(self, engine: Engine, a, w, outs, arguments: Arguments):
+        """Writes for each rank the product, and the gathered rows if they are wanted."""
+        followed = options.applied(NAME, arguments, [product for product, *_ in outs])
+        in_one = a[0].shape[1:-1].numel()
+        if not sum(arguments.sizes) * in_one:
+            return None
+        counts = tuple([size * in_one for size in arguments.sizes])
+        form = followed and replace(followed.form, columns=1)  # ranks may differ in columns
+        how = {"gathered": arguments.gathered, **matmul_operands.multiplied(NAME, a, w, arguments)}
+        work = Product(NAME, counts, a[0].shape[-1], bool(arguments.bias), epilogue=form, **how)
+        wanted = outs if arguments.gathered else [results[:1] for results in outs]
+        ranks = options.operands(matmul_operands.lists(a, w, arguments), wanted, followed)
+        return engine.run(Call.of(work, outs[0][0], timeout_s=arguments.timeout_s), ranks), ranks
 
+    def check(self, engine: Engine, a, w, arguments: Arguments) -> None:
+        parts.check(NAME, engine, arguments, [len(x) for x in a])
 
-def _check(engine: Engine, a, w, arguments) -> None:
-    parts.check(NAME, engine, arguments, [len(x) for x in a])
-
-
-def _backward(ctx, gradients, saved, tensors):
-    """Returns the gradients: of ``a`` by a reduce-scatter, and of ``w`` from rows that are gathered again."""
-    a, w, *_ = saved
-    of_products, of_rows = list(gradients[::2]), list(gradients[1::2])
-    needs_a, needs_w = (ctx.in_list or need for need in ctx.needs_input_grad[:2])
-    of_a, of_w, wholes, rest = [None] * len(a), [None] * len(w), None, {}
-    if ctx.given["epilogue"]:
-        again = {"gathered": needs_w, "partition": ctx.given["partition"], "after": in_backward(of_products)}
-        results = for_ranks(ctx, NAME, a, w, **again, **ctx.where)
-        products, wholes = [product.float() for product in results[::2]], results[1::2]
-        of_products, rest = before_epilogue(ctx, products, of_products, tensors, a[0].dtype)
-    if needs_a:
-        of_a = _of_rows(ctx, of_products, of_rows, w)
-    if needs_w:
-        wholes = wholes or for_ranks(ctx, "allgather", a, **ctx.where)
-        of_w = [linear.of_weight(ctx.given["partition"], *pair) for pair in zip(of_products, wholes, strict=True)]
-    wanted = zip(of_products, ctx.needs["bias"], strict=False)
-    of_biases = [linear.of_bias(ctx.given["partition"], x) if need else None for x, need in wanted]
-    return of_a, of_w, {"bias": of_biases} | rest
+    def backward(self, ctx, gradients, saved, tensors):
+        """Returns the gradients: of ``a`` by a reduce-scatter, and of ``w`` from rows that are gathered again."""
+        a, w, *_ = saved
+        of_products, of_rows = list(gradients[::2]), list(gradients[1::2])
+        needs_a, needs_w = (ctx.in_list or need for need in ctx.needs_input_grad[:2])
+        of_a, of_w, wholes, rest = [None] * len(a), [None] * len(w), None, {}
+        if ctx.arguments.epilogue:
+            again = {"gathered": needs_w, "partition": ctx.arguments.partition, "after": in_backward(of_products)}
+            results = for_ranks(ctx, NAME, a, w, **again, **ctx.where)
+            products, wholes = [product.float() for product in results[::2]], results[1::2]
+            of_products, rest = before_epilogue(ctx, products, of_products, tensors, a[0].dtype)
+        if needs_a:
+            of_a = _of_rows(ctx, of_products, of_rows, w)
+        if needs_w:
+            wholes = wholes or for_ranks(ctx, "allgather", a, **ctx.where)
+            of_w = [linear.of_weight(ctx.arguments.partition, *pair) for pair in zip(of_products, wholes, strict=True)]
+        wanted = zip(of_products, ctx.needs["bias"], strict=False)
+        of_biases = [linear.of_bias(ctx.arguments.partition, x) if need else None for x, need in wanted]
+        return of_a, of_w, {"bias": of_biases} | rest
 
 
 def _of_rows(ctx, of_products, of_rows, w) -> list[torch.Tensor]:
-    if not ctx.given["gathered"]:
-        cut = {"partition": partitions.in_backward(ctx.given["partition"])}
+    if not ctx.arguments.gathered:
+        cut = {"partition": partitions.in_backward(ctx.arguments.partition)}
         return for_ranks(ctx, "fused_matmul_reducescatter", of_products, [x.t() for x in w], **cut, **ctx.where)
     totals = [
         of_product @ weight + of_whole for of_product, of_whole, weight in zip(of_products, of_rows, w, strict=True)
@@ -245,4 +238,5 @@ def _of_rows(ctx, of_products, of_rows, w) -> list[torch.Tensor]:
     return for_ranks(ctx, "reducescatter", totals, **ctx.where)
 
 
-OP = Op(NAME, ["a", "w"], Arguments, _run, _fake, check=_check, backward=_backward, has_several=True)
+_OPTIONS = (*options.IN_PARTS, "partition", "scales", *options.FOLLOWED, "bias", "gathered", "scaled_dtype")
+OP = _GatherMatmul(NAME, *_OPTIONS)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from graphar.ops import options, parts
-from graphar.ops.options import T
+from graphar.ops.options import Arguments, T
 from graphar.ops.register import Op, for_ranks
 from graphar.ops.repeats import repeated
 from graphar.plan.algorithms import AllToAllAlgorithm
@@ -20,17 +19,7 @@ from graphar.runtime.engine import Engine
 from graphar.runtime.registry import Group, engine_name
 
 NAME = "alltoall"
-Lengths = list[list[int]]
-
-
-@dataclass(eq=False)
-class Arguments(options.InParts):
-    """``sizes`` are, for each rank of this process, the lengths of its parts to each rank, then from each rank."""
-
-    scatter_dim: int = 0
-    gather_dim: int = 0
-    known: bool = True  # as Exchange has it
-    algorithm: str = "auto"
+Lengths = tuple[int, ...]  # one for each rank
 
 
 def alltoall(
@@ -92,22 +81,22 @@ def alltoall(
         return result
     call_checks.check_call(NAME, algorithm, timeout_s, NAME)
     in_list, name = isinstance(x, list), engine_name(group, NAME)
-    known = {"communicator": name, "timeout_s": timeout_s, "algorithm": str(algorithm)}
-    arguments = (_arguments_of_list if in_list else _arguments_of_rank)(x, group, sizes, scatter_dim, gather_dim, known)
+    named = (_arguments_of_list if in_list else _arguments_of_rank)(x, group, sizes, scatter_dim, gather_dim)
+    named |= {"communicator": name, "timeout_s": timeout_s, "algorithm": str(algorithm)}
     asked = (x,), how, None
     if out is None:
-        return OP(x, given=arguments, asked=asked)
+        return OP(x, asked=asked, **named)
     of_ranks = options.by_rank(NAME, x=x, out=out)
-    shapes = _result_shapes([like for like, _ in of_ranks], arguments)
+    shapes = _result_shapes([like for like, _ in of_ranks], Arguments(named))
     for (like, to), shape in zip(of_ranks, shapes, strict=True):
         tensor_checks.check_strided(NAME, "out", to)
         wanted = {"shape": torch.Size(shape), "dtype": like.dtype, "device": like.device}
         tensor_checks.check_destination(NAME, "out", to, wanted, "result", (like,))
-    OP.into(x, out, given=arguments, asked=asked)
+    OP.into(x, out, asked=asked, **named)
     return out
 
 
-def _arguments_of_rank(x, group: Group, sizes, scatter_dim, gather_dim, how: dict[str, Any]) -> Arguments:
+def _arguments_of_rank(x, group: Group, sizes, scatter_dim, gather_dim) -> dict[str, Any]:
     tensor_checks.check_strided(NAME, "x", x)
     scatter = call_checks.check_axis(NAME, x, scatter_dim, "scatter_dim")
     gather = call_checks.check_axis(NAME, x, gather_dim, "gather_dim")
@@ -123,11 +112,11 @@ def _arguments_of_rank(x, group: Group, sizes, scatter_dim, gather_dim, how: dic
             raise ValueError(
                 f"{NAME}: sizes must have {sent} from rank {rank}, which is this one, got {list(receives)} as received"
             )
-    known = sizes is None or scatter != gather
-    return Arguments(rank=rank, sizes=[*sends, *receives], scatter_dim=scatter, gather_dim=gather, known=known, **how)
+    lengths = {"sizes": [*sends, *receives], "known": sizes is None or scatter != gather}
+    return {"rank": rank, "scatter_dim": scatter, "gather_dim": gather, **lengths}
 
 
-def _arguments_of_list(xs, group: Group, sizes, scatter_dim, gather_dim, how: dict[str, Any]) -> Arguments:
+def _arguments_of_list(xs, group: Group, sizes, scatter_dim, gather_dim) -> dict[str, Any]:
     gather, ranks = tensor_checks.check_list_to_join(NAME, xs, gather_dim), len(xs)
     scatter = call_checks.check_axis(NAME, xs[0], scatter_dim, "scatter_dim")
     if scatter != gather:
@@ -146,7 +135,7 @@ def _arguments_of_list(xs, group: Group, sizes, scatter_dim, gather_dim, how: di
     for x, (sends, _) in zip(xs, of_ranks, strict=True):
         _check_sum(x, scatter, sends)
     sizes = [length for pair in of_ranks for lengths in pair for length in lengths]
-    return Arguments(sizes=sizes, scatter_dim=scatter, gather_dim=gather, **how)
+    return {"sizes": sizes, "scatter_dim": scatter, "gather_dim": gather}
 
 
 # ---- checks ---------------------------------------------------------------------------------------------------------
@@ -183,78 +172,62 @@ def _check_sum(x: torch.Tensor, dim: int, sends: Sequence[int]) -> None:
         )
 
 
-def _check(engine: Engine, xs, arguments: Arguments) -> None:
-    """Raises ValueError if a compiled graph made a call for another rank, other ranks or other tensors."""
-    sends, receives = _lengths(arguments, len(xs))
-    parts.check_place(NAME, engine, arguments.rank, len(sends[0]))
-    for at, x in enumerate(xs):
-        rank = max(arguments.rank, 0) + at
-        kept = sends[at][rank] if arguments.scatter_dim == arguments.gather_dim else x.shape[arguments.gather_dim]
-        if min(arguments.sizes) < 0 or sum(sends[at]) != x.shape[arguments.scatter_dim] or receives[at][rank] != kept:
-            raise ValueError(f"{NAME}: sizes {list(arguments.sizes)} do not fit a tensor of shape {list(x.shape)}")
-
-
 # ---- the op ---------------------------------------------------------------------------------------------------------
 
 
-def _lengths(arguments: Arguments, tensors: int) -> tuple[Lengths, Lengths]:
-    """Returns what each rank of this process sends to each rank, and what it receives from each rank."""
-    ranks = len(arguments.sizes) // (2 * tensors)
-    pairs = []
-    for at in range(0, len(arguments.sizes), ranks):  # a comprehension is a further frame
-        pairs.append(list(arguments.sizes[at : at + ranks]))
-    return pairs[::2], pairs[1::2]
+def _lengths(arguments: Arguments, tensors: int) -> list[tuple[int, Lengths, Lengths]]:
+    """Returns, for each rank of this process, its number, what it sends to each rank, and what it gets from each."""
+    first, sizes = max(arguments.rank, 0), arguments.sizes
+    ranks = len(sizes) // (2 * tensors)
+    of_ranks = []
+    for at in range(tensors):  # a comprehension is a further frame
+        begin = 2 * ranks * at
+        of_ranks.append((first + at, tuple(sizes[begin:][:ranks]), tuple(sizes[begin + ranks :][:ranks])))
+    return of_ranks
 
 
 def _result_shapes(xs: Sequence[torch.Tensor], arguments: Arguments) -> list[list[int]]:
-    sends, receives = _lengths(arguments, len(xs))
     shapes = [list(x.shape) for x in xs]
-    for at, shape in enumerate(shapes):
-        shape[arguments.scatter_dim] = sends[at][max(arguments.rank, 0) + at]
-        shape[arguments.gather_dim] = sum(receives[at])
+    for shape, (rank, sends, receives) in zip(shapes, _lengths(arguments, len(xs)), strict=True):
+        shape[arguments.scatter_dim] = sends[rank]
+        shape[arguments.gather_dim] = sum(receives)
     return shapes
 
 
-def _fake(xs, arguments: Arguments) -> list[torch.Tensor]:
-    return [x.new_empty(shape) for x, shape in zip(xs, _result_shapes(xs, arguments), strict=True)]
+class _AllToAll(Op):
+    needed = ()
+
+    def check(self, engine: Engine, xs, arguments: Arguments) -> None:
+        """Raises ValueError if a compiled graph made a call for another rank, other ranks or other tensors."""
+        scatter, gather = arguments.scatter_dim, arguments.gather_dim
+        parts.check_place(NAME, engine, arguments.rank, len(arguments.sizes) // (2 * len(xs)))
+        for x, (rank, sends, receives) in zip(xs, _lengths(arguments, len(xs)), strict=True):
+            stays = sends[rank] if scatter == gather else x.shape[gather]
+            if min(arguments.sizes) < 0 or sum(sends) != x.shape[scatter] or receives[rank] != stays:
+                raise ValueError(f"{NAME}: sizes {list(arguments.sizes)} do not fit a tensor of shape {list(x.shape)}")
+
+    def fake(self, xs, arguments: Arguments) -> list[torch.Tensor]:
+        return [x.new_empty(shape) for x, shape in zip(xs, _result_shapes(xs, arguments), strict=True)]
+
+    def run(self, engine: Engine, xs, outs, arguments: Arguments):
+        """Writes each rank's parts into its tensor of ``outs``, which are contiguous."""
+        xs, (scatter, gather) = [x.contiguous() for x in xs], (arguments.scatter_dim, arguments.gather_dim)
+        row = tuple([1 if at in (scatter, gather) else length for at, length in enumerate(xs[0].shape)])
+        (first, *_), sends, receives = zip(*_lengths(arguments, len(xs)), strict=True)
+        work = Exchange(first, row, sends, receives, scatter, gather, arguments.known)
+        ranks, symmetric = options.operands([xs], [(out,) for out in outs]), engine.symmetric_sides(xs, outs)
+        call = Call.of(work, xs[0], algorithm=arguments.algorithm, timeout_s=arguments.timeout_s, symmetric=symmetric)
+        return engine.run(call, ranks), ranks
+
+    def check_out(self, xs, outs, arguments: Arguments) -> None:
+        for x, out in zip(xs, outs, strict=True):
+            tensor_checks.check_apart(NAME, out, x=x)
+
+    def backward(self, ctx, gradients, *_):
+        back = {"scatter_dim": ctx.arguments.gather_dim, "gather_dim": ctx.arguments.scatter_dim, "sizes": []}
+        for _, sends, receives in _lengths(ctx.arguments, ctx.ranks):
+            back["sizes"] += [*receives, *sends]
+        return for_ranks(ctx, NAME, gradients, **vars(ctx.arguments) | back), {}
 
 
-def _run(engine: Engine, xs, outs, arguments: Arguments):
-    """Writes each rank's parts into its tensor of ``outs``, which are contiguous."""
-    xs, (scatter, gather) = [x.contiguous() for x in xs], (arguments.scatter_dim, arguments.gather_dim)
-    row = tuple([1 if at in (scatter, gather) else length for at, length in enumerate(xs[0].shape)])
-    sends, receives = (tuple(map(tuple, lengths)) for lengths in _lengths(arguments, len(xs)))
-    work = Exchange(max(arguments.rank, 0), row, sends, receives, scatter, gather, arguments.known)
-    ranks, symmetric = options.operands([xs], [(out,) for out in outs]), engine.symmetric_sides(xs, outs)
-    call = Call.of(work, xs[0], algorithm=arguments.algorithm, timeout_s=arguments.timeout_s, symmetric=symmetric)
-    return engine.run(call, ranks), ranks
-
-
-def _check_out(xs, outs, arguments: Arguments) -> None:
-    for x, out in zip(xs, outs, strict=True):
-        tensor_checks.check_apart(NAME, out, x=x)
-
-
-def _backward(ctx, gradients, *_):
-    arguments = ctx.given
-    pairs = zip(*_lengths(Arguments(**arguments), ctx.ranks), strict=True)
-    back = {
-        "sizes": [length for sends, receives in pairs for length in (*receives, *sends)],
-        "scatter_dim": arguments["gather_dim"],
-        "gather_dim": arguments["scatter_dim"],
-    }
-    return for_ranks(ctx, NAME, gradients, **arguments | back), {}
-
-
-OP = Op(
-    NAME,
-    ["x"],
-    Arguments,
-    _run,
-    _fake,
-    check=_check,
-    check_out=_check_out,
-    with_out=False,
-    backward=_backward,
-    saved=lambda arguments: (),
-)
+OP = _AllToAll(NAME, *options.IN_PARTS, "scatter_dim", "gather_dim", "known", "algorithm")

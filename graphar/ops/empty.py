@@ -12,7 +12,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from graphar.ranks.capture import check_not_capturing
 from graphar.runtime.bind.launches import runner_of
 from graphar.runtime.checks import tensor_checks
-from graphar.runtime.engine import Engine
 from graphar.runtime.registry import Group, HasEngine, engine_of_either
 
 
@@ -54,12 +53,7 @@ def empty(*size, dtype: torch.dtype | None = None, group: Group = None):
         DriverError: a GPU has too little memory left; torch.cuda.empty_cache() frees what torch keeps.
     """
     engine = engine_of_either(group, "empty", "pass a Communicator with devices as the group")
-    tensors = _empty(engine, tensor_checks.blueprint("empty", size, dtype))
-    return tensors if engine.devices else tensors[0]
-
-
-def _empty(engine: Engine, like: torch.Tensor) -> list[torch.Tensor]:
-    """Returns an uninitialised symmetric tensor like ``like`` for each rank of this process."""
+    like = tensor_checks.blueprint("empty", size, dtype)
     with engine.keeping_failure("empty"):
         devices = engine.devices or (engine.first_device(),)
         check_not_capturing("empty", devices)
@@ -68,8 +62,9 @@ def _empty(engine: Engine, like: torch.Tensor) -> list[torch.Tensor]:
             words = engine.rendezvous().exchange("making a symmetric tensor", mine.encode())
             if len(set(asked := [word.decode() for word in words])) > 1:
                 raise ValueError(f"empty: ranks must ask for the same shape and dtype, got, in rank order, {asked}")
-        if not engine.find_runner(devices[0]):
-            return [torch.empty_like(like, device=device) for device in devices]
-        tensors = runner_of(engine).symmetric.empty(like)
-        engine.symmetric = runner_of(engine).symmetric
-        return tensors
+        if engine.find_runner(devices[0]):
+            tensors = runner_of(engine).symmetric.empty(like)
+            engine.symmetric = runner_of(engine).symmetric
+        else:
+            tensors = [torch.empty_like(like, device=device) for device in devices]
+    return tensors if engine.devices else tensors[0]

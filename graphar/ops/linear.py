@@ -9,7 +9,7 @@ from graphar.numerics.fp8_products import checked_scales
 from graphar.numerics.leaf_tree import LEAVES
 from graphar.numerics.partitions import TP_INVARIANT
 from graphar.ops import matmul_operands, options, parts
-from graphar.ops.register import define, library, op_named
+from graphar.ops.register import define, op_named
 from graphar.plan.work import MATMUL_ALLREDUCE
 from graphar.product import operands
 from graphar.product.multiply import Leaves, Scaled
@@ -68,8 +68,8 @@ def linear(
     ranks = 1 if group is None else parts.place(group)[1]
     leaf_tree.check_ranks(NAME, ranks)
     scaled = matmul_operands.check(NAME, a, w, bias, (a_scale, w_scale, out_dtype))
-    if scaled.scales:
-        return torch.ops.graphar.linear(a, w, bias, 1, scaled.scaled_dtype, "", *scaled.scales)
+    if scaled:
+        return torch.ops.graphar.linear(a, w, bias, 1, scaled["scaled_dtype"], "", *scaled["scales"])
     options.check_float(NAME, "a", a)
     if a.requires_grad and torch.is_grad_enabled():
         leaf_tree.check_columns(NAME, len(w), ranks, "features")
@@ -86,16 +86,6 @@ def _linear(
         multiply, scales = Scaled(), checked_scales(NAME, rows, w, operands.flat_scale(a_scale), w_scale)
     multiply.make(Step(rows, w, operands.flat(out), scales, bias))
     return out
-
-
-# ``leaves`` divide K, as in product/multiply.py. The rows of ``w`` are divided between the ranks of
-# ``communicator``; an empty string: they are not divided. The scales are those of operands in e4m3.
-define(
-    "linear(Tensor a, Tensor w, Tensor? bias, int leaves=1, ScalarType? out_dtype=None, str communicator='', "
-    "Tensor? a_scale=None, Tensor? w_scale=None) -> Tensor",
-    _linear,
-    lambda a, w, bias, leaves=1, out_dtype=None, *_, **__: a.new_empty((*a.shape[:-1], len(w)), dtype=out_dtype),
-)
 
 
 # ---- gradients ------------------------------------------------------------------------------------------------------
@@ -149,4 +139,13 @@ def _backward(ctx, dy):
     return of_a, of_w, bias_partial(dy).to(ctx.bias_dtype) if needs_bias else None, *[None] * 5
 
 
-torch.library.register_autograd("graphar::linear", _backward, setup_context=_keep, lib=library)
+# ``leaves`` divide K, as in product/multiply.py. The rows of ``w`` are divided between the ranks of
+# ``communicator``; an empty string: they are not divided. The scales are those of operands in e4m3.
+define(
+    "linear(Tensor a, Tensor w, Tensor? bias, int leaves=1, ScalarType? out_dtype=None, str communicator='', "
+    "Tensor? a_scale=None, Tensor? w_scale=None) -> Tensor",
+    _linear,
+    lambda a, w, bias, leaves=1, out_dtype=None, *_, **__: a.new_empty((*a.shape[:-1], len(w)), dtype=out_dtype),
+    _backward,
+    _keep,
+)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple, overload
 
@@ -11,8 +10,8 @@ import torch
 from graphar.numerics import leaf_tree
 from graphar.numerics.softmax import Terms
 from graphar.ops import options
-from graphar.ops.options import T
-from graphar.ops.register import Op, define, library
+from graphar.ops.options import Arguments, T
+from graphar.ops.register import Op, define
 from graphar.ops.repeats import repeated
 from graphar.plan.call import Call
 from graphar.plan.work import Loss
@@ -23,21 +22,6 @@ from graphar.runtime.registry import ALONE, Group, engine_name, engine_of_group
 
 NAME, LOG_PROBS = "cross_entropy", "log_probs"
 REDUCTIONS = ("mean", "sum", "none")
-
-
-@dataclass(eq=False)
-class Arguments(options.Given):
-    """The arguments of both functions. The fields up to ``top1`` are those of Terms. ``vocab_size`` may be None."""
-
-    vocab_size: int | None = None
-    result: str = "none"
-    ignore_index: int | None = None
-    label_smoothing: float = 0.0
-    lse_square_scale: float = 0.0
-    temperature: float = 1.0
-    entropy: bool = False
-    top1: bool = False
-    overwrite: bool = False  # whether the backward pass writes into the logits' memory
 
 
 class LogProbs(NamedTuple):
@@ -207,7 +191,7 @@ def _call(op: str, tensors: tuple, how: tuple, group: Any, terms: dict[str, Any]
     if communicator is None:
         alone = not isinstance(logits, (list, tuple))
         communicator = ALONE if group == ALONE else engine_name(group, op, alone=alone)
-    return OP(logits, target, given=Arguments(communicator, timeout_s, (), **terms), asked=(tensors, how, None))
+    return OP(logits, target, asked=(tensors, how, None), communicator=communicator, timeout_s=timeout_s, **terms)
 
 
 def _of_rank(op: str, logits: Any, group: Group) -> tuple[torch.Tensor, str]:
@@ -225,57 +209,8 @@ def _of_rank(op: str, logits: Any, group: Group) -> tuple[torch.Tensor, str]:
     )
 
 
-def _check(engine: Engine, logits, targets, arguments: Arguments) -> None:
-    op = LOG_PROBS if arguments.result == LOG_PROBS else NAME
-    columns, ranks = logits[0].shape[-1], engine.world_size
-    leaf_tree.check_ranks(op, ranks)
-    leaf_tree.check_columns(op, columns, ranks)
-    if arguments.vocab_size is not None and arguments.vocab_size > columns * ranks:
-        raise ValueError(f"{op}: vocab_size must be at most the {columns * ranks} columns, got {arguments.vocab_size}")
-
-
 def _work(logits: torch.Tensor, terms: Terms) -> Loss:
     return Loss(NAME if terms.is_loss else LOG_PROBS, logits.shape[:-1].numel(), logits.shape[-1], terms)
-
-
-def _fake(logits, targets, arguments: Arguments) -> list[tuple[torch.Tensor, ...]]:
-    """Returns uninitialised tensors for each rank's results: losses, state, entropies if asked, columns if asked."""
-    return [_empty(target, arguments) for target in targets]
-
-
-def _empty(target: torch.Tensor, arguments: Arguments) -> tuple[torch.Tensor, ...]:
-    shape, fp32 = target.shape, partial(target.new_empty, dtype=torch.float32)
-    results = [fp32(() if arguments.result in ("mean", "sum") else shape), fp32(2 * target.numel() + 1)]
-    if arguments.entropy:
-        results.append(fp32(shape))
-    if arguments.top1:
-        results.append(target.new_empty(shape))
-    return tuple(results)
-
-
-def _run(engine: Engine, logits, targets, outs, arguments: Arguments):
-    """Writes each rank's results."""
-    ranks = options.operands([[x.contiguous() for x in logits], [target.contiguous() for target in targets]], outs)
-    x = ranks[0].inputs[0]
-    size = arguments.vocab_size or x.shape[-1] * engine.world_size
-    terms = Terms(size, *[getattr(arguments, name) for name in Terms._fields[1:]])
-    return engine.run(Call.of(_work(x, terms), x, timeout_s=arguments.timeout_s), ranks), ranks
-
-
-# ---- gradients ------------------------------------------------------------------------------------------------------
-
-
-def _backward(ctx, gradients, saved, _):
-    logits, targets, states = saved
-    columns, results = logits[0].shape[-1], len(gradients) // ctx.ranks
-    how = [ctx.given[name] for name in ("communicator", *Terms._fields[:-2])]
-    if ctx.in_list:
-        how[1] = how[1] or columns * ctx.ranks  # vocab_size
-    ranks, of_logits = zip(logits, targets, states, gradients[::results], strict=True), []
-    for rank, (*tensors, gradient) in enumerate(ranks):
-        call = *tensors, gradient, columns * rank if ctx.in_list else -1, *how
-        of_logits.append(None if gradient is None else _of_rank_backward(call, ctx.given["overwrite"]))
-    return of_logits, [None] * ctx.ranks, {}
 
 
 def _of_rank_backward(call: tuple, overwrites: bool) -> torch.Tensor:
@@ -299,6 +234,10 @@ def _gradient(logits, target, state, gradient, first: int, communicator: str, vo
     return out
 
 
+def _refuse(ctx, gradient):
+    raise NotImplementedError(f"{NAME}: it has no second derivatives")
+
+
 # ``first`` is the first column of these logits in a call with lists. Otherwise it is -1, and the communicator's rank
 # decides.
 define(
@@ -307,23 +246,53 @@ define(
     "-> Tensor",
     _gradient,
     lambda logits, *_: logits.new_empty(logits.shape),
+    _refuse,
 )
 
 
-def _refuse(ctx, gradient):
-    raise NotImplementedError(f"{NAME}: it has no second derivatives")
+class _Losses(Op):
+    tensors = ("logits", "target")
+    has_several = True
+    saved_result = 1
+
+    def fake(self, logits, targets, arguments: Arguments) -> list[tuple[torch.Tensor, ...]]:
+        """Returns uninitialised tensors for each rank's losses, its state, and entropies and columns if asked for."""
+        outs = []
+        for target in targets:
+            shape, fp32 = target.shape, partial(target.new_empty, dtype=torch.float32)
+            results = [fp32(() if arguments.result in ("mean", "sum") else shape), fp32(2 * target.numel() + 1)]
+            results += [fp32(shape)] if arguments.entropy else []
+            results += [target.new_empty(shape)] if arguments.top1 else []
+            outs.append(tuple(results))
+        return outs
+
+    def run(self, engine: Engine, logits, targets, outs, arguments: Arguments):
+        """Writes each rank's results."""
+        ranks = options.operands([[x.contiguous() for x in logits], [target.contiguous() for target in targets]], outs)
+        x = ranks[0].inputs[0]
+        size = arguments.vocab_size or x.shape[-1] * engine.world_size
+        terms = Terms(size, *[getattr(arguments, name) for name in Terms._fields[1:]])
+        return engine.run(Call.of(_work(x, terms), x, timeout_s=arguments.timeout_s), ranks), ranks
+
+    def check(self, engine: Engine, logits, targets, arguments: Arguments) -> None:
+        op = LOG_PROBS if arguments.result == LOG_PROBS else NAME
+        columns, ranks, size = logits[0].shape[-1], engine.world_size, arguments.vocab_size
+        leaf_tree.check_ranks(op, ranks)
+        leaf_tree.check_columns(op, columns, ranks)
+        if size is not None and size > columns * ranks:
+            raise ValueError(f"{op}: vocab_size must be at most the {columns * ranks} columns, got {size}")
+
+    def backward(self, ctx, gradients, saved, _):
+        logits, targets, states = saved
+        columns, results = logits[0].shape[-1], len(gradients) // ctx.ranks
+        how = [getattr(ctx.arguments, name) for name in ("communicator", *Terms._fields[:-2])]
+        if ctx.in_list:
+            how[1] = how[1] or columns * ctx.ranks  # vocab_size
+        ranks, of_logits = zip(logits, targets, states, gradients[::results], strict=True), []
+        for rank, (*tensors, gradient) in enumerate(ranks):
+            call = *tensors, gradient, columns * rank if ctx.in_list else -1, *how
+            of_logits.append(None if gradient is None else _of_rank_backward(call, ctx.arguments.overwrite))
+        return of_logits, [None] * ctx.ranks, {}
 
 
-torch.library.register_autograd("graphar::cross_entropy_backward", _refuse, lib=library)
-
-OP = Op(
-    NAME,
-    ["logits", "target"],
-    Arguments,
-    _run,
-    _fake,
-    check=_check,
-    backward=_backward,
-    saved_result=1,
-    has_several=True,
-)
+OP = _Losses(NAME, *Terms._fields, "overwrite")

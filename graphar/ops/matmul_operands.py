@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -12,14 +11,10 @@ from graphar.numerics import fp8_products
 from graphar.numerics.fp8_products import FP8
 from graphar.numerics.partitions import BATCH_INVARIANT
 from graphar.ops import options
+from graphar.ops.options import Arguments
 from graphar.plan.matmuls import owned_rows
 from graphar.product.operands import flat, flat_scale
-from graphar.runtime.checks.tensor_checks import (
-    check_destination,
-    check_devices,
-    check_same_kind,
-    check_strided,
-)
+from graphar.runtime.checks.tensor_checks import check_destination, check_devices, check_same_kind, check_strided
 from graphar.runtime.engine import Engine
 
 RESULT_DTYPES = (torch.bfloat16, torch.float16)
@@ -27,35 +22,14 @@ _DTYPES = (*RESULT_DTYPES, torch.float32, torch.float64)  # of operands without 
 PARTITIONS = ("auto", "tiles", "none", "split_m", "split_n", BATCH_INVARIANT)
 
 
-@dataclass(eq=False)
-class Multiplied(options.Given):
-    """The arguments of an op that multiplies. ``scales`` are those of e4m3 operands, rank by rank: of a, and of w."""
-
-    partition: str = "auto"
-    scales: options.Tensors = ()
-
-
-class Scaled(NamedTuple):
-    """The scales of a call's operands, in the form that schemas have."""
-
-    scales: Sequence[torch.Tensor] = ()  # rank by rank: of a, and of w
-    scaled_dtype: torch.dtype | None = None  # of products and results; None: that of ``a``
-
-
 def check(
-    op: str,
-    a,
-    w,
-    bias,
-    scales: tuple[Any, Any, torch.dtype | None] = (None, None, None),
-    partition: object = "auto",
-    rows_differ: bool = False,
-) -> Scaled:
+    op: str, a, w, bias, scales: tuple = (None, None, None), partition: object = "auto", rows_differ: bool = False
+) -> dict[str, Any]:
     """Raises TypeError or ValueError unless one rank's operands fit together, or lists with those of each rank.
 
-    ``scales`` are a_scale, w_scale and out_dtype, as users give them. Returns them in the form that schemas have.
-    Ranks may differ in K only; if ``rows_differ``, in the rows of ``a`` and of ``w`` only. Each rank's operands are on
-    a device of its own, or all are on the CPU.
+    ``scales`` are a_scale, w_scale and out_dtype, as users give them. With scales, returns ``scales`` and
+    ``scaled_dtype`` as schemas have them. Ranks may differ in K only; if ``rows_differ``, in the rows of ``a`` and of
+    ``w`` only. Each rank's operands are on a device of its own, or all are on the CPU.
     """
     dtype = _result_dtype(op, *scales)
     if dtype and partition not in PARTITIONS:
@@ -76,12 +50,12 @@ def check(
     if in_list:
         check_devices(op, [x.device for x in a])
     if not dtype:
-        return Scaled()
-    scaled = Scaled([of_rank[name] for of_rank in ranks for name in ("a_scale", "w_scale")], dtype)
+        return {}
+    of_operands = [of_rank[name] for of_rank in ranks for name in ("a_scale", "w_scale")]
     every_a, every_w = ([of_rank[name] for of_rank in ranks] for name in ("a", "w"))
-    if format_of(op, every_a, every_w, scaled.scales) == "blocks" and partition == "split_n":
+    if format_of(op, every_a, every_w, of_operands) == "blocks" and partition == "split_n":
         raise ValueError(f"{op}: partition 'split_n' would cut blocks of w; scales of blocks go with the others")
-    return scaled
+    return {"scales": of_operands, "scaled_dtype": dtype}
 
 
 def _result_dtype(op: str, a_scale: object, w_scale: object, out_dtype: torch.dtype | None) -> torch.dtype | None:
@@ -159,36 +133,39 @@ def format_of(op: str, a: Sequence[torch.Tensor], w: Sequence[torch.Tensor], sca
     return "blocks" if checked[0].in_blocks else "rows"
 
 
-def multiplied(op: str, a, w, arguments: Multiplied) -> dict[str, Any]:
+def multiplied(op: str, a, w, arguments: Arguments) -> dict[str, Any]:
     """Returns what a Product has of the factors of a call."""
     of = {"format": format_of(op, a, w, arguments.scales)} if arguments.scales else {}
-    return of | {"partition": arguments.partition, "constant_weight": getattr(arguments, "constant_weight", False)}
+    return of | {"partition": arguments.partition, "constant_weight": arguments.constant_weight}
 
 
-def summed_rows(engine: Engine, a, arguments: options.Given) -> list[int]:
+def summed_rows(engine: Engine, a, arguments: Arguments) -> list[int]:
     """Returns how many rows of a sum each rank adds: those of its part, or its share of an all-reduce's."""
-    if isinstance(arguments, options.InParts):
+    if arguments.sizes:
         in_one = a[0].shape[1:-1].numel()
         return [size * in_one for size in arguments.sizes]
     return list(owned_rows(a[0].shape[:-1].numel(), engine.world_size))
 
 
-def lists(a, w, arguments: Multiplied, bias: Sequence[torch.Tensor] = ()) -> list[Sequence[torch.Tensor]]:
+def lists(a, w, arguments: Arguments) -> list[Sequence[torch.Tensor]]:
     """Returns the lists of the ranks' factors: a, w, perhaps their scales, and perhaps a bias."""
     scales = [arguments.scales[::2], arguments.scales[1::2]] if arguments.scales else []
     # Kernels read the raw memory of a bias.
-    return [a, w, *scales, *([[x.resolve_neg().contiguous() for x in bias]] if bias else [])]
+    return [a, w, *scales, *([[x.resolve_neg().contiguous() for x in arguments.bias]] if arguments.bias else [])]
 
 
-def added(op: str, a, bias, epilogue, shape: Sequence[int], scaled: Scaled, whole: int | None = None) -> dict[str, Any]:
+def added(
+    op: str, a, bias, epilogue, shape: Sequence[int], dtype: torch.dtype | None, whole: int | None = None
+) -> dict[str, Any]:
     """Returns the arguments in a schema of what is added to products of this shape: a bias, and an epilogue.
 
-    ``whole`` is as options.epilogue_option takes it. An epilogue adds the bias itself.
+    ``dtype`` is that of products with scales. ``whole`` is as options.epilogue_option takes it. An epilogue adds the
+    bias itself.
     """
     in_list = isinstance(a, (list, tuple))
     if epilogue is None:
         return {"bias": [] if bias is None else list(bias) if in_list else [bias]}
-    like = torch.empty(shape, dtype=scaled.scaled_dtype or (a[0] if in_list else a).dtype, device="meta")
+    like = torch.empty(shape, dtype=dtype or (a[0] if in_list else a).dtype, device="meta")
     return options.epilogue_option(op, epilogue, like, len(a) if in_list else None, whole, bias)
 
 

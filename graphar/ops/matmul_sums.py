@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Never
 
 import torch
@@ -13,8 +11,9 @@ from graphar.numerics import leaf_tree, partitions
 from graphar.numerics.codecs import Codec, CodecName
 from graphar.numerics.epilogues.epilogue import Epilogue
 from graphar.numerics.partitions import BATCH_INVARIANT, TP_INVARIANT, Partition
-from graphar.ops import matmul_gradients, matmul_operands, options, parts
-from graphar.ops.options import T
+from graphar.ops import matmul_operands, options, parts
+from graphar.ops.gradients import of_operands, of_sums
+from graphar.ops.options import Arguments, T
 from graphar.ops.register import Op
 from graphar.ops.repeats import Asked, repeated
 from graphar.plan.call import Call
@@ -22,24 +21,6 @@ from graphar.plan.work import MATMUL_ALLREDUCE, MATMUL_REDUCESCATTER, Product
 from graphar.runtime.checks import call_checks, tensor_checks
 from graphar.runtime.engine import Engine
 from graphar.runtime.registry import Group, engine_name
-
-
-@dataclass(eq=False)
-class _Summed(options.Coded, matmul_operands.Multiplied):
-    bias: options.Tensors = ()
-    num_partitions: int | None = None
-    scaled_dtype: torch.dtype | None = None  # of the result, with scales
-
-
-@dataclass(eq=False)
-class Arguments(_Summed):
-    # Whether skinny kernels may load w while the kernel before runs: (26) in cuda_src/device/sync/kernel_order.cuh.
-    constant_weight: bool = False
-
-
-@dataclass(eq=False)
-class ArgumentsOfParts(_Summed, options.InParts):
-    """Those of a reduce-scatter."""
 
 
 def fused_matmul_allreduce(
@@ -114,8 +95,8 @@ def fused_matmul_allreduce(
     result = repeated(MATMUL_ALLREDUCE, group, *asked, out)
     if result is not None:
         return result
-    arguments = Arguments(timeout_s=timeout_s, partition=partition, num_partitions=num_partitions)
-    return _call(SUM, a, w, bias, (a_scale, w_scale, out_dtype), codec, epilogue, group, arguments, asked, out)
+    numbers = {"num_partitions": num_partitions, "timeout_s": timeout_s}
+    return _call(SUM, a, w, bias, (a_scale, w_scale, out_dtype), partition, codec, group, asked, out, **numbers)
 
 
 def with_constant_weight(
@@ -139,8 +120,8 @@ def with_constant_weight(
     result = repeated(MATMUL_ALLREDUCE, group, *asked)
     if result is not None:
         return result
-    arguments = Arguments(partition=partition, constant_weight=True)
-    return _call(SUM, a, w, bias, (a_scale, w_scale, out_dtype), None, None, group, arguments, asked)
+    scaling = a_scale, w_scale, out_dtype
+    return _call(SUM, a, w, bias, scaling, partition, None, group, asked, constant_weight=True)
 
 
 def fused_matmul_reducescatter(
@@ -160,35 +141,30 @@ def fused_matmul_reducescatter(
 ) -> T:
     """Returns this rank's rows of the sum over all ranks of ``a @ w.T``, plus ``bias``.
 
-    The result of :func:`fused_matmul_allreduce` is split along the first dimension of ``a`` as by torch.tensor_split:
-    lengths differ by at most one, and earlier ranks have the longer parts. The bits are the same.
-    ``graphar.reference.fused_matmul_reducescatter`` is the specification, except for the order in which a product is
-    accumulated, which depends on the device.
-
+    The bits are those of :func:`fused_matmul_allreduce`, split along the first dimension as by torch.tensor_split:
+    lengths differ by at most one, and earlier ranks have the longer parts. The specification is
+    ``graphar.reference.fused_matmul_reducescatter``, except for the order in which a product is accumulated.
     Ranks are processes if ``a`` is a tensor, and the devices of this process if ``a`` is a list. Collective: every rank
-    makes the same calls in the same order.
-
-    Differentiable: the gradients of all parts are gathered and multiplied by a :func:`fused_allgather_matmul`, and a
-    matmul gives the gradient of ``w``. The gradient of ``bias`` covers only this rank's part. If ``bias`` is one
+    makes the same calls in order. Differentiable: a :func:`fused_allgather_matmul` of the parts' gradients gives that
+    of ``a``, and a matmul that of ``w``. The gradient of ``bias`` covers only this rank's part. If ``bias`` is one
     parameter of all ranks, sum its gradients.
 
     Args:
-        a: this rank's [M, ..., K], bf16, fp16, fp32 or fp64, or with scales torch.float8_e4m3fn; or a list with one for
-            each device of this process. Shapes are equal on all ranks but for K.
+        a: this rank's [M, ..., K], bf16, fp16, fp32 or fp64, or with scales torch.float8_e4m3fn; for a list one per
+            device. Ranks may differ in K only.
         w: this rank's [N, K], as torch.nn.Linear stores its weight. The transpose of a [K, N] tensor is not copied.
         bias: [N], equal on all ranks; for lists a list, one per device. It is added to the sum once, not by each rank.
         partition: "none": multiply, then sum. "tiles": one kernel does both, for results of 16 bits on sm_90 and N a
-            multiple of 8; other calls run as "none". "split_m": each rank's part of the rows of ``a`` is split into
-            partitions, so that all ranks receive rows of each; "split_n": the rows of ``w`` are split. While one
-            partition is summed, the next is multiplied. "auto": "tiles" or "none", by the tuning table.
-            "batch_invariant": as "auto", but only with graphar's matmul, so that the bits of a row do not depend on the
-            number of rows; not with a codec.
-            "tp_invariant": leaves of K added in fp32 as a tree and rounded once, as by :func:`fused_matmul_allreduce`;
-            ``bias`` then gets the gradient of all ranks' rows, whose number must be a multiple of 8.
-        num_partitions: the number of partitions of "split_m" and "split_n". None: 4, if there are as many rows.
-        codec: the format on the wire, a :class:`graphar.Codec` or the name of one, such as "int8": fewer bits, less
-            precision. Each rank's product is rounded once, part by part; the sum is rounded only to the
-            dtype. Each partition is encoded separately, so partitions change bits. For bf16, fp16 and fp32.
+            multiple of 8; other calls run as "none". "split_m": each rank's part of the rows of ``a`` is split, so that
+            all ranks receive rows of each partition; "split_n": the rows of ``w`` are split. While one partition is
+            summed, the next is multiplied. "auto": "tiles" or "none", by the tuning table. "batch_invariant": as
+            "auto", but only with graphar's matmul, so that a row's bits do not depend on M; not with a codec.
+            "tp_invariant": as by :func:`fused_matmul_allreduce`; ``bias`` then gets the gradient of all ranks' rows,
+            whose number must be a multiple of 8.
+        num_partitions: of "split_m" and "split_n". None: 4, if there are as many rows.
+        codec: the format on the wire, a :class:`graphar.Codec` or its name, such as "int8". Each rank's product is
+            rounded once, part by part, and the sum only to the dtype. Each partition is encoded separately, so
+            partitions change bits. For bf16, fp16 and fp32.
         epilogue: elementwise work on this rank's part of the fp32 sum and ``bias`` before they are rounded: a
             :class:`graphar.Epilogue`, or an expression or a function without arguments, such as "gelu(v)". row, col and
             index are positions in that part, and tensors have its shape. With a bias, an epilogue has at most three
@@ -218,91 +194,90 @@ def fused_matmul_reducescatter(
     asked = (a, w, *scales, *(() if bias is None else (bias,))), how, epilogue
     if (result := repeated(MATMUL_REDUCESCATTER, group, *asked)) is not None:
         return result
-    arguments = ArgumentsOfParts(timeout_s=timeout_s, partition=partition, num_partitions=num_partitions)
-    return _call(SCATTER, a, w, bias, (a_scale, w_scale, out_dtype), codec, epilogue, group, arguments, asked)
+    numbers = {"num_partitions": num_partitions, "timeout_s": timeout_s}
+    return _call(SCATTER, a, w, bias, (a_scale, w_scale, out_dtype), partition, codec, group, asked, **numbers)
 
 
 def _call(
-    op: Op, a, w, bias, scales: tuple, codec, epilogue, group: Group, arguments: _Summed, asked: Asked, out=None
+    op: Op, a, w, bias, scales: tuple, partition, codec, group: Group, asked: Asked, out=None, timeout_s=None, **how
 ) -> Any:
     """Checks a call's arguments, and makes it."""
-    name, partition, in_list = op.name, arguments.partition, isinstance(a, (list, tuple))
-    call_checks.check_call(name, "auto", arguments.timeout_s)
+    name, epilogue, in_list = op.name, asked[2], isinstance(a, (list, tuple))
+    call_checks.check_call(name, "auto", timeout_s)
     communicator = engine_name(group, name, alone=partition == TP_INVARIANT and not in_list)
     options.check_together(name, codec, epilogue)
     if partition in (BATCH_INVARIANT, TP_INVARIANT) and codec is not None:
         raise ValueError(f"{name}: takes a codec or partition={partition!r}, not both")
     scaled = matmul_operands.check(name, a, w, bias, scales, partition)
+    dtype = scaled.get("scaled_dtype")
     rows, weight = (a[0], w[0]) if in_list else (a, w)
-    where, whole = {}, None
-    if isinstance(arguments, ArgumentsOfParts):
+    whole = None
+    if op is SCATTER:
         (where, lengths), whole = parts.of_rows(name, "a", a, group, partition == TP_INVARIANT), 0
-        rows = rows.narrow(0, 0, lengths[0]) if epilogue is not None else rows
-    added = matmul_operands.added(name, a, bias, epilogue, (*rows.shape[:-1], weight.shape[0]), scaled, whole)
-    where |= {"communicator": communicator, "codec": options.codec_option(name, codec)}
-    arguments = replace(arguments, **where, **added, **scaled._asdict())
+        rows, how = rows.narrow(0, 0, lengths[0]) if epilogue is not None else rows, how | where
+    how |= matmul_operands.added(name, a, bias, epilogue, (*rows.shape[:-1], weight.shape[0]), dtype, whole)
+    how |= {"communicator": communicator, "timeout_s": timeout_s, "partition": partition, **scaled}
+    how["codec"] = options.codec_option(name, codec)
     if out is None:
-        return op(a, w, given=arguments, asked=asked)
-    matmul_operands.check_results(name, a, w, bias, out, arguments.scaled_dtype)
-    op.into(a, w, out, given=arguments, asked=asked)
+        return op(a, w, asked=asked, **how)
+    matmul_operands.check_results(name, a, w, bias, out, dtype)
+    op.into(a, w, out, asked=asked, **how)
     return list(out) if in_list else out
 
 
-def _fake(a, w, arguments: _Summed) -> list[torch.Tensor]:
-    shapes = [x.shape[:-1] for x in a]
-    if isinstance(arguments, ArgumentsOfParts):
-        shapes = [(size, *shape[1:]) for size, shape in zip(parts.own_sizes(arguments), shapes, strict=True)]
-    each = zip(a, w, shapes, strict=True)
-    return [x.new_empty((*shape, weight.shape[0]), dtype=arguments.scaled_dtype) for x, weight, shape in each]
-
-
-def _run(op: str, engine: Engine, a, w, outs, arguments: _Summed):
-    """Writes each rank's sum, or its part of it, into its tensor of ``outs``, which are contiguous."""
-    columns, counts = w[0].shape[0], matmul_operands.summed_rows(engine, a, arguments)
-    cut = counts if isinstance(arguments, ArgumentsOfParts) else [sum(counts)]
-    partitions.panels(op, arguments.partition, arguments.num_partitions, cut, columns)  # raises
-    followed = options.applied(op, arguments, outs)
-    if arguments.codec:
-        call_checks.check_quantized_call(op, arguments.codec, "auto", outs[0])
-    if not sum(counts) or not columns:
-        return None
-    how = {"num_partitions": arguments.num_partitions, **matmul_operands.multiplied(op, a, w, arguments)}
-    work = Product(op, tuple(counts), columns, bool(arguments.bias), arguments.codec, followed and followed.form, **how)
-    lists = matmul_operands.lists(a, w, arguments, arguments.bias)
-    ranks = options.operands(lists, [(out,) for out in outs], followed)
-    return engine.run(Call.of(work, outs[0], timeout_s=arguments.timeout_s), ranks), ranks
-
-
-def _check_out(a, w, outs, arguments: Arguments) -> None:
-    tensor_checks.check_distinct(MATMUL_ALLREDUCE, "out", outs)
-    for rank, out in enumerate(outs):
-        bias = {"bias": arguments.bias[rank]} if arguments.bias else {}
-        tensor_checks.check_apart(MATMUL_ALLREDUCE, out, a=a[rank], w=w[rank], **bias)
-    options.check_apart_from_epilogue(MATMUL_ALLREDUCE, outs, arguments.tensors)
-
-
-def check_summed(op: str, engine: Engine, a: Sequence[torch.Tensor], *rest) -> None:
-    """Raises ValueError if the sizes of a call do not fit, or it is to be invariant without whole leaves of K."""
-    arguments: Any = rest[-1]
-    if isinstance(arguments, options.InParts):
-        parts.check(op, engine, arguments, [len(x) for x in a], whole=True)
-    if rest[-1].partition == TP_INVARIANT:
+def check_leaves(op: str, engine: Engine, a: Sequence[torch.Tensor], arguments: Arguments) -> None:
+    """Raises ValueError if a call is to be invariant without whole leaves of K."""
+    if arguments.partition == TP_INVARIANT:
         leaf_tree.check_ranks(op, engine.world_size)
         # Processes compare their columns when they sum.
         leaf_tree.check_operands(op, a if engine.devices else list(a) * engine.world_size)
 
 
-def _backward(ctx, gradients, saved, tensors):
-    """Returns the gradients. The rounding of a codec is treated as the identity."""
-    a, w, *_ = saved
-    of_sums, rest = matmul_gradients.of_sums(ctx, gradients, a, w, tensors)
-    return *matmul_gradients.of_operands(ctx, of_sums, a, w), rest
+class _Summed(Op):
+    tensors = ("a", "w")
+
+    def fake(self, a, w, arguments: Arguments) -> list[torch.Tensor]:
+        shapes = [x.shape[:-1] for x in a]
+        if arguments.sizes:
+            shapes = [(size, *shape[1:]) for size, shape in zip(parts.own_sizes(arguments), shapes, strict=True)]
+        each = zip(a, w, shapes, strict=True)
+        return [x.new_empty((*shape, weight.shape[0]), dtype=arguments.scaled_dtype) for x, weight, shape in each]
+
+    def run(self, engine: Engine, a, w, outs, arguments: Arguments):
+        """Writes each rank's sum, or its part of it, into its tensor of ``outs``, which are contiguous."""
+        op, columns, counts = self.name, w[0].shape[0], matmul_operands.summed_rows(engine, a, arguments)
+        cut = counts if arguments.sizes else [sum(counts)]
+        partitions.panels(op, arguments.partition, arguments.num_partitions, cut, columns)  # raises
+        followed = options.applied(op, arguments, outs)
+        if arguments.codec:
+            call_checks.check_quantized_call(op, arguments.codec, "auto", outs[0])
+        if not sum(counts) or not columns:
+            return None
+        how = {"num_partitions": arguments.num_partitions, **matmul_operands.multiplied(op, a, w, arguments)}
+        form = followed and followed.form
+        work = Product(op, tuple(counts), columns, bool(arguments.bias), arguments.codec, form, **how)
+        ranks = options.operands(matmul_operands.lists(a, w, arguments), [(out,) for out in outs], followed)
+        return engine.run(Call.of(work, outs[0], timeout_s=arguments.timeout_s), ranks), ranks
+
+    def check_out(self, a, w, outs, arguments: Arguments) -> None:
+        tensor_checks.check_distinct(self.name, "out", outs)
+        for rank, out in enumerate(outs):
+            bias = {"bias": arguments.bias[rank]} if arguments.bias else {}
+            tensor_checks.check_apart(self.name, out, a=a[rank], w=w[rank], **bias)
+        options.check_apart_from_epilogue(self.name, outs, arguments.tensors)
+
+    def check(self, engine: Engine, a, w, arguments: Arguments) -> None:
+        if self is SCATTER:
+            parts.check(self.name, engine, arguments, [len(x) for x in a], whole=True)
+        check_leaves(self.name, engine, a, arguments)
+
+    def backward(self, ctx, gradients, saved, tensors):
+        """Returns the gradients. The rounding of a codec is treated as the identity."""
+        a, w, *_ = saved
+        before, rest = of_sums(ctx, gradients, a, w, tensors)
+        return *of_operands(ctx, before, a, w), rest
 
 
-def _op(name: str, arguments: type[_Summed], check_out: Callable | None = None) -> Op:
-    check = partial(check_summed, name)
-    how = {"check": check, "check_out": check_out, "backward": _backward}
-    return Op(name, ["a", "w"], arguments, partial(_run, name), _fake, **how)
-
-
-SUM, SCATTER = _op(MATMUL_ALLREDUCE, Arguments, _check_out), _op(MATMUL_REDUCESCATTER, ArgumentsOfParts)
+_OPTIONS = ("partition", "scales", *options.FOLLOWED, "codec", "bias", "num_partitions", "scaled_dtype")
+SUM = _Summed(MATMUL_ALLREDUCE, *_OPTIONS, "constant_weight", with_out=True)
+SCATTER = _Summed(MATMUL_REDUCESCATTER, *options.IN_PARTS, *_OPTIONS)

@@ -1,16 +1,13 @@
-"""The options that ops share: their arguments in a schema, and their checks.
+"""The arguments that ops have in their schemas, and the checks of options that ops share.
 
-An op's arguments after its tensors are a dataclass. Its fields, with their defaults, are a part of the op's schema. The
-op's functions take an instance, ``arguments``. Codecs and epilogues are texts in a schema: a graph can hold texts, and
-no compiler traces them. The inputs of an epilogue are in the order of their names; in a call with a list, rank by rank.
-An option that is not used is an empty string or list.
+Codecs and epilogues are texts in a schema: a graph can hold texts, and no compiler traces them. The inputs of an
+epilogue are in the order of their names; in a call with a list, rank by rank.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -39,61 +36,58 @@ _KINDS = {
 }
 
 
-# ---- arguments of schemas -------------------------------------------------------------------------------------------
+class Arguments:
+    """The arguments of a call after its tensors: each that an op can have, with its value if it is not used.
 
-
-@dataclass(eq=False)  # never changed; a frozen one takes 5 us to make
-class Given:
-    """The arguments that every op has."""
+    An op has those that it names, which are its schema's; see register.py. Those of losses are numerics.softmax.Terms.
+    """
 
     communicator: str = ""
     timeout_s: float | None = None
     after: Tensors = ()  # results of earlier collectives, so that a compiled graph keeps the order; not read
-
-
-@dataclass(eq=False)
-class InParts(Given):
-    """The arguments of an op whose ranks have parts along a dimension: see parts.py."""
-
-    rank: int = -1
+    rank: int = -1  # where ranks have parts along a dimension: see parts.py
     sizes: Lengths = ()
-
-
-@dataclass(eq=False)
-class Followed(Given):
-    """The arguments of an op that takes an epilogue."""
-
+    axis: int = 0
+    scatter_dim: int = 0
+    gather_dim: int = 0
+    known: bool = True  # as plan.work.Exchange has it
+    algorithm: str = "auto"
     epilogue: str = ""
     tensors: Tensors = ()
     scalars: Numbers = ()
-
-
-@dataclass(eq=False)
-class Coded(Followed):
-    """The arguments of an op that takes a codec or an epilogue."""
-
     codec: str = ""
-
-
-@dataclass(eq=False)
-class Ordered(Coded):
-    """The arguments of a sum. If its ``order`` is "tree", its result may have another dtype."""
-
-    order: str = "rank"
+    order: str = "rank"  # of a sum; with "tree" its result may have another dtype
     out_dtype: torch.dtype | None = None
-
-
-@dataclass(eq=False)
-class Normed(Given):
-    """The arguments of an op that ends with residual and RMSNorm."""
-
+    more: Tensors = ()  # rank by rank, the tensors of a tuple after the first
     eps: float = 1e-6
     weight_offset: float = 0.0
+    output: str = "like_input"  # one of numerics.norms.NORM_OUTPUTS
+    scales: Tensors = ()  # rank by rank: of a and of w in e4m3; or of the normed rows, for "static_fp8"
+    partition: str = "auto"
+    bias: Tensors = ()
+    num_partitions: int | None = None
+    scaled_dtype: torch.dtype | None = None  # of the result of a matmul with scales
+    # Whether skinny kernels may load w while the kernel before runs: (26) in cuda_src/device/sync/kernel_order.cuh.
+    constant_weight: bool = False
+    gathered: bool = False
+    vocab_size: int | None = None  # None: all columns count
+    result: str = "none"
+    ignore_index: int | None = None
+    label_smoothing: float = 0.0
+    lse_square_scale: float = 0.0
+    temperature: float = 1.0
+    entropy: bool = False
+    top1: bool = False
+    overwrite: bool = False  # whether the backward pass writes into the logits' memory
+
+    def __init__(self, named: Mapping[str, Any]) -> None:
+        vars(self).update(named)
 
 
-def kinds(arguments: type[Given]) -> dict[str, str]:
-    """Returns the types of arguments in a schema, by name."""
-    return {argument.name: _KINDS[str(argument.type).removeprefix("options.")] for argument in fields(arguments)}
+EVERY = ("communicator", "timeout_s", "after")  # what every op has
+IN_PARTS = ("rank", "sizes")  # of an op whose ranks have parts along a dimension
+FOLLOWED = ("epilogue", "tensors", "scalars")  # of an op that takes an epilogue
+KINDS = {name: _KINDS[str(kind)] for name, kind in Arguments.__annotations__.items()}  # the types in a schema
 
 
 # ---- checks ---------------------------------------------------------------------------------------------------------
@@ -226,7 +220,7 @@ def _tensors(op: str, inputs: list, ranks: int | None) -> list[torch.Tensor]:
     return tensors
 
 
-def applied(op: str, arguments, outs: Tensors) -> AppliedEpilogue | None:
+def applied(op: str, arguments: Arguments, outs: Tensors) -> AppliedEpilogue | None:
     """Returns the epilogue of a call for the ranks' results ``outs``; None if the call has no epilogue."""
     if not arguments.epilogue:
         return None

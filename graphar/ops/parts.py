@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,18 +16,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from graphar.numerics.partitions import split
-from graphar.ops.options import InParts
+from graphar.ops.options import Arguments
 from graphar.ranks.groups import group_of_mesh
 from graphar.runtime.engine import Engine
 from graphar.runtime.registry import ALONE, Group, check_takes_tensors, engine_name, engine_of_either
-
-
-@dataclass(eq=False)
-class AlongAxis(InParts):
-    """The arguments of an op whose ranks have parts along an axis."""
-
-    axis: int = 0
-    algorithm: str = "auto"
 
 
 def place(group: Group, alone: bool = False) -> tuple[int, int]:
@@ -87,7 +78,7 @@ def counts_of(rows: torch.Tensor, sizes: Sequence[int]) -> tuple[int, ...]:
     return tuple([size * in_a_row for size in sizes])
 
 
-def own_sizes(arguments: InParts) -> list[int]:
+def own_sizes(arguments: Arguments) -> list[int]:
     """Returns the lengths of the parts of this process's ranks."""
     return list(arguments.sizes) if arguments.rank < 0 else [arguments.sizes[arguments.rank]]
 
@@ -97,7 +88,7 @@ def with_length(x: torch.Tensor, axis: int, length: int, dtype: torch.dtype | No
     return x.new_empty((*x.shape[:axis], length, *x.shape[axis + 1 :]), dtype=dtype)
 
 
-def check(op: str, engine: Engine, arguments: InParts, lengths: list[int], whole: bool = False) -> None:
+def check(op: str, engine: Engine, arguments: Arguments, lengths: list[int], whole: bool = False) -> None:
     """Raises ValueError if a call was made for another rank or other ranks, or its sizes do not fit the tensors.
 
     ``lengths`` are those of this process's tensors, which have its ranks' parts, or all parts if they are ``whole``.

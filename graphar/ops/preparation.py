@@ -62,32 +62,28 @@ def prepare(
         if not engine.find_runner(engine.first_device()):
             for device, sources in of_losses.items():
                 compiler.compile_at_once(sources, launcher.architecture(device), threads_for_compiling(1))
-            _load_losses(of_losses)
-            return
-        facts = select.Facts(engine.world_size, engine.table, runner_of(engine).chip, lossless=engine.lossless)
-        symmetric = engine.symmetric is not None
-        kernels = list(select.needed_kernels(facts, ops, added, max_nbytes, codecs, epilogues, symmetric, tp_invariant))
-        tiles = list(_needed_tiles(engine, ops, dtypes, codecs, epilogues, tp_invariant))
-        of_tiles = [sources_of_tile(engine.world_size, *tile).values() for tile in tiles]
-        least = {op: engine.table.copies.least(op, engine.world_size) for op in ops if op in COPYING}
-        copied = [op for op, size in least.items() if size and (max_nbytes is None or max_nbytes >= size)]
-        calls = [(COPYING[op], dtype) for op in copied for dtype in added]
-        loaded = runner_of(engine).kernels
-        of_copies = [by_copies.sources(loaded, engine.world_size, *call) for call in calls]
-        loaded.compile(itertools.chain(map(loaded.source_of, kernels), *of_tiles, *of_copies, *of_losses.values()))
-        _load_losses(of_losses)
-        for kernel in kernels:
-            loaded.prepare(kernel)
-        for tile in tiles:
-            load_tile(runner_of(engine), *tile)
-        for call in calls:
-            by_copies.load(runner_of(engine), *call)
-
-
-def _load_losses(of_losses: dict[int, list[KernelSource]]) -> None:
-    for device, sources in of_losses.items():
-        for source in sources:
-            loss.load(source, device)
+        else:
+            runner = runner_of(engine)
+            facts = select.Facts(engine.world_size, engine.table, runner.chip, lossless=engine.lossless)
+            wanted = ops, added, max_nbytes, codecs, epilogues, engine.symmetric is not None, tp_invariant
+            kernels = list(select.needed_kernels(facts, *wanted))
+            tiles = list(_needed_tiles(engine, ops, dtypes, codecs, epilogues, tp_invariant))
+            of_tiles = [sources_of_tile(engine.world_size, *tile).values() for tile in tiles]
+            least = {op: engine.table.copies.least(op, engine.world_size) for op in ops if op in COPYING}
+            copied = [op for op, size in least.items() if size and (max_nbytes is None or max_nbytes >= size)]
+            calls = [(COPYING[op], dtype) for op in copied for dtype in added]
+            of_copies = [by_copies.sources(runner.kernels, engine.world_size, *call) for call in calls]
+            of_kernels = map(runner.kernels.source_of, kernels)
+            runner.kernels.compile(itertools.chain(of_kernels, *of_tiles, *of_copies, *of_losses.values()))
+            for kernel in kernels:
+                runner.kernels.prepare(kernel)
+            for tile in tiles:
+                load_tile(runner, *tile)
+            for call in calls:
+                by_copies.load(runner, *call)
+        for device, sources in of_losses.items():
+            for source in sources:
+                loss.load(source, device)
 
 
 def _needed_tiles(

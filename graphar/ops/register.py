@@ -7,46 +7,35 @@ process's ranks. :class:`Op` registers it as
     name(Tensor x, ...) -> Tensor            name_out(Tensor x, ..., Tensor(a!) out, ...) -> ()
     name_list(Tensor[] x, ...) -> Tensor[]   name_list_out(Tensor[] x, ..., Tensor(a!)[] out, ...) -> ()
 
-The arguments after the tensors are the same in all forms: the fields of a dataclass, see options.py. In a schema they
-have no defaults, because torch's autograd of lists does not allow them.
+The arguments after the tensors are the same in all forms: fields of options.Arguments. In a schema they have no
+defaults, because torch's autograd of lists does not allow them.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-import operator
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import torch
 from torch.autograd import forward_ad
 from torch.utils._pytree import tree_leaves
 
-from graphar.ops.options import Given, kinds
-from graphar.ops.repeats import Asked, keep
+from graphar.ops.options import EVERY, KINDS, Arguments
+from graphar.ops.repeats import Asked, dispatch_modes, function_modes, is_profiling, keep, records_gradients
 from graphar.plan.work import Exchange, Loss, Norm, Parts, Product, Sum, TensorTuple
 from graphar.product import products
 from graphar.runtime.bind import collective, loss
 from graphar.runtime.engine import Engine, binders
 from graphar.runtime.registry import engine_of_devices, engine_of_group
 
-binders.update(
-    {
-        Sum: collective.bind,
-        Parts: collective.bind,
-        Norm: collective.bind_norm,
-        TensorTuple: collective.bind_tuple,
-        Exchange: collective.bind,
-        Product: products.bind,
-        Loss: loss.bind,
-    }
-)
+binders |= dict.fromkeys((Sum, Parts, Exchange), collective.bind)
+binders |= {Norm: collective.bind_norm, TensorTuple: collective.bind_tuple, Product: products.bind, Loss: loss.bind}
 library = torch.library.Library("graphar", "DEF")
 _ops: dict[str, Op] = {}  # by name
 when_traced: list[Callable[[], None]] = []  # functions to call when an op is given tensors without data
 
-G = TypeVar("G", bound=Given)
 Lists = list[list[torch.Tensor]]  # of each of an op's tensors, those of this process's ranks
 _WHERE = ("communicator", "rank", "axis", "sizes", "timeout_s")
 
@@ -54,10 +43,6 @@ _WHERE = ("communicator", "rank", "axis", "sizes", "timeout_s")
 _is_compiling = torch.compiler.is_compiling
 _strided = torch.strided
 _contiguous = torch.contiguous_format
-_dispatch_modes = torch._C._len_torch_dispatch_stack
-_function_modes = torch._C._len_torch_function_stack
-_is_profiling = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
-_records_gradients = torch.is_grad_enabled
 _functorch = torch._C._functorch  # type: ignore[attr-defined]
 _transforms = _functorch.peek_interpreter_stack
 _DENSE = (torch.Tensor, torch.nn.Parameter)
@@ -70,18 +55,18 @@ def _is_plain(values: Sequence) -> bool:
     repeats no earlier one.
     """
     if (
-        _dispatch_modes()
-        or _function_modes()
+        dispatch_modes()
+        or function_modes()
         or _transforms() is not None
         or forward_ad._current_level >= 0
-        or _is_profiling()
+        or is_profiling()
     ):
         return False
     for value in values:
         for x in value if isinstance(value, (list, tuple)) else (value,):
             if (
                 type(x) not in _DENSE
-                or (x.requires_grad and _records_gradients())
+                or (x.requires_grad and records_gradients())
                 or x.layout is not _strided
                 or x.is_neg()
                 or x.is_conj()
@@ -91,77 +76,72 @@ def _is_plain(values: Sequence) -> bool:
     return True
 
 
-class Op(Generic[G]):
-    """One op. Its functions take, for each name in ``tensors``, a list of the ranks' tensors; then ``arguments``.
+class Op:
+    """One op. A family of ops is a subclass, which says what its ops do.
+
+    Its functions take a list of the ranks' tensors for each name in ``tensors``; then the Arguments.
 
     Args:
-        tensors: the names of each rank's tensors. The list form has a list for each name.
-        arguments: the dataclass of the arguments after the tensors; its fields are the schema's.
-        run: ``run(engine, *lists, outs, arguments)`` makes the call, and writes the results. Residuals come last. It
-            returns the plan and the ranks' operands, if it did no more than run the plan; otherwise None.
-        fake: ``fake(*lists, arguments)`` returns new tensors like the results: one for each rank, or a tuple for each
-            rank if it ``has_several``.
-        check: ``check(engine, *lists, arguments)`` raises if the arguments are invalid.
-        check_out: ``check_out(*lists, outs, arguments)`` raises if the memory of ``outs`` does not fit. None: the op
-            has no ``out=`` forms. Without ``with_out`` they have no schemas, and a compiler sees a copy.
-        residual: ``residual(xs, residuals, outs, arguments)`` raises if residuals do not fit. It returns the arguments
-            of a call that overwrites them with its rounding errors. None: the op takes no residual.
-        backward: ``backward(ctx, gradients, saved, tensors)`` returns the gradients of the tensors, as lists, and a
-            dict with the gradients of other arguments by name. ``gradients`` are those of the results, rank by rank.
-            ``saved`` has a list of the ranks' tensors for each name in ``tensors``, empty if it was not saved, and one
-            for ``saved_result``; ``tensors`` are those of the epilogue. ``ctx.given`` has the arguments by name,
-            ``ctx.where`` those of them that say which ranks have which parts, and ``ctx.needs`` what needs a gradient.
-        saved: ``saved(arguments by name)`` returns the names of the tensors that the backward pass needs. None: all.
-        saved_result: which result of each rank it needs, counted from 0. The gradient of an unused result is None then,
-            and zeros otherwise. None: no result.
+        name: the op's name.
+        arguments: the names of its arguments after the tensors, without those that every op has.
+        with_out: whether the ``out=`` forms have schemas. Otherwise a compiler sees a copy.
     """
 
-    def __init__(
-        self,
-        name: str,
-        tensors: Sequence[str],
-        arguments: type[G],
-        run: Callable,
-        fake: Callable,
-        *,
-        check: Callable = lambda *_: None,
-        check_out: Callable | None = None,
-        with_out: bool = True,
-        residual: Callable | None = None,
-        backward: Callable | None = None,
-        saved: Callable[[dict[str, Any]], Sequence[str]] | None = None,
-        saved_result: int | None = None,
-        has_several: bool = False,
-    ) -> None:
-        self.name, self.tensors, self.has_several = name, tuple(tensors), has_several
+    tensors: tuple[str, ...] = ("x",)  # the names of each rank's tensors
+    has_several = False  # whether each rank has several results
+    # Makes a call, run(engine, *lists, outs, arguments), and writes the results. Residuals come last. It returns the
+    # plan and the ranks' operands, if it did no more than run the plan; otherwise None.
+    run: Callable[..., Any]
+    # Returns new tensors like the results, fake(*lists, arguments): one for each rank, or a tuple if it has several.
+    fake: Callable[..., list]
+    # Raises if the memory of results does not fit, check_out(*lists, outs, arguments).
+    check_out: Callable[..., None]
+    # Raises if residuals do not fit, with_residuals(xs, residuals, outs, arguments). Returns the arguments of a call
+    # that overwrites them with its rounding errors. None: the op takes no residuals.
+    with_residuals: Callable[..., Arguments] | None = None
+    # Returns the gradients of the tensors, as lists, and a dict with the gradients of other arguments by name:
+    # backward(ctx, gradients, saved, tensors). ``gradients`` are those of the results, rank by rank. ``saved`` has a
+    # list of the ranks' tensors for each name in ``tensors``, of None if they are not needed, and one for
+    # ``saved_result``; ``tensors`` are those of the epilogue. ``ctx.arguments`` has the arguments without tensors,
+    # ``ctx.where`` those of them that say which ranks have which parts, and ``ctx.needs`` what needs a gradient.
+    backward: Callable[..., tuple] | None = None
+    needed: tuple[str, ...] | None = None  # the names of the tensors that the backward pass needs; None: all
+    # Which result of each rank the backward pass needs, counted from 0. The gradient of an unused result is None then,
+    # and zeros otherwise.
+    saved_result: int | None = None
+
+    def __init__(self, name: str, *arguments: str, with_out: bool = False) -> None:
+        self.name, self._with_out = name, with_out
+        self._defaults = {name: getattr(Arguments, name) for name in (*EVERY, *arguments)}
+        self._lists = [name for name in self._defaults if KINDS[name] == "Tensor[]"]
         _ops[name] = self
-        self.given, self._kinds = arguments, kinds(arguments)
-        lists = [name for name, kind in self._kinds.items() if kind == "Tensor[]"]
-        self._lists_of = operator.attrgetter("after", *lists)  # "after" twice: one name alone gives no tuple
-        self._run, self._fake, self._check = run, fake, check
-        self._check_out, self._with_out, self._residual = check_out, with_out, residual
-        self._backward, self._saved_result = backward, saved_result
-        self._names_saved = saved or (lambda _: self.tensors)
         for in_list in (False, True):
             self._register(in_list)
         ops = torch.ops.graphar
         self.one, self.list = getattr(ops, name).default, getattr(ops, f"{name}_list").default
-        if check_out and with_out:
+        if with_out:
             self.one_out, self.list_out = getattr(ops, f"{name}_out").default, getattr(ops, f"{name}_list_out").default
+
+    def check(self, engine: Engine, *call: Any, **named: Any) -> None:
+        """Raises if the arguments of a call, check(engine, *lists, arguments), are invalid."""
+
+    def saved(self, arguments: Arguments) -> tuple[str, ...]:
+        """Returns the names of the tensors that the backward pass of a call with these arguments needs."""
+        return self.tensors if self.needed is None else self.needed
 
     # ---- calls ------------------------------------------------------------------------------------------------------
 
-    def __call__(self, *tensors, given: G, asked: Asked | None = None) -> Any:
+    def __call__(self, *tensors, asked: Asked | None = None, **named) -> Any:
         """Makes a call, of the list form if the first argument is a list, and returns its results as users get them.
 
         ``asked`` has what the user asked for, so that later calls can repeat this one: see repeats.py.
         """
-        in_list = isinstance(tensors[0], (list, tuple))
-        if not _is_compiling() and _is_plain((*tensors, *self._lists_of(given))):
+        in_list, arguments = isinstance(tensors[0], (list, tuple)), self._values(named)
+        if not _is_compiling() and _is_plain((*tensors, *[named.get(name, ()) for name in self._lists])):
             lists = [list(xs) if in_list else [xs] for xs in tensors]
-            results = self._results(lists, given, in_list, asked)
+            results = self._results(lists, Arguments(named), in_list, asked)
         else:
-            values = (*tensors, *self._values(given))
+            values = (*tensors, *arguments)
             _check_transform(self.name, values)
             results = self.list(*map(_with_own_nodes, values)) if in_list else self.one(*values)
         if not self.has_several:
@@ -171,36 +151,41 @@ class Op(Generic[G]):
         each = len(results) // len(tensors[0])
         return tuple([list(results[at::each]) for at in range(each)])
 
-    def into(self, *tensors, given: G, plain: bool = False, asked: Asked | None = None) -> None:
+    def into(self, *tensors, plain: bool = False, asked: Asked | None = None, **named) -> None:
         """Calls the ``out=`` form in the same way. The last tensor, or list of tensors, takes the results.
 
         A ``plain`` call goes past torch's dispatcher whatever its modes are.
         """
-        in_list, values = isinstance(tensors[0], (list, tuple)), (*tensors, *self._values(given))
-        if plain or (not _is_compiling() and _is_plain((*tensors, *self._lists_of(given)))):
+        in_list, values = isinstance(tensors[0], (list, tuple)), (*tensors, *self._values(named))
+        of_lists = [named.get(name, ()) for name in self._lists]
+        if plain or (not _is_compiling() and _is_plain((*tensors, *of_lists))):
             self._implement_out(*values, in_list=in_list, asked=asked)
         elif self._with_out:
             (self.list_out if in_list else self.one_out)(*values)
         else:
             *tensors, outs = tensors
-            results = self(*tensors, given=given)
+            results = self(*tensors, **named)
             for out, result in zip(outs, results, strict=True) if in_list else [(outs, results)]:
                 out.copy_(result)  # a compiler sees what is written to
 
-    def _values(self, arguments: G) -> list:
-        return [getattr(arguments, name) for name in self._kinds]
+    def _values(self, named: dict[str, Any]) -> list:
+        """Returns the arguments after the tensors, in order; those that are missing have their defaults."""
+        values = self._defaults | named
+        if len(values) > len(self._defaults):
+            raise TypeError(f"{self.name} has no argument {[*values][-1]!r}")
+        return [*values.values()]
 
     def arguments(self, **named: Any) -> tuple:
-        """Returns the arguments after the tensors, in order; those that are missing have their defaults."""
-        return tuple([[] if value == () else value for value in self._values(self.given(**named))])
+        """Returns the arguments after the tensors, as a graph's node has them."""
+        return tuple([[] if value == () else value for value in self._values(named)])
 
     def takes(self, name: str) -> bool:
         """Whether the op has a tensor or an argument of that name."""
-        return name in self.tensors or name in self._kinds
+        return name in self.tensors or name in self._defaults
 
     def read(self, values: Sequence) -> dict[str, Any]:
         """Returns by name the tensors and arguments of a call of the first form."""
-        return dict(zip((*self.tensors, *self._kinds), values, strict=True))
+        return dict(zip((*self.tensors, *self._defaults), values, strict=True))
 
     def write(self, named: Mapping[str, Any]) -> tuple:
         """Returns tensors and arguments in order: the inverse of :meth:`read`, with defaults for missing ones."""
@@ -217,63 +202,64 @@ class Op(Generic[G]):
         """Registers a form of the op, its form with ``out=``, if it has one, vmap and the backward pass."""
         name, kind = (f"{self.name}_list", "Tensor[]") if in_list else (self.name, "Tensor")
         tensors = ", ".join(f"{kind} {tensor}" for tensor in self.tensors)
-        arguments = ", ".join(f"{kind} {name}" for name, kind in self._kinds.items())
+        arguments = ", ".join(f"{KINDS[name]} {name}" for name in self._defaults)
         in_form = functools.partial(functools.partial, in_list=in_list)
-        schema = f"{name}({tensors}, {arguments}) -> {'Tensor[]' if self.has_several else kind}"
-        define(schema, in_form(self._implement), in_form(self._meta))
-        if self._check_out and self._with_out:
-            rest = "Tensor(a!)[] residual, " if self._residual else ""
+        schema, rule = f"{name}({tensors}, {arguments}) -> {'Tensor[]' if self.has_several else kind}", None
+        if self.backward:
+            rule = _in_stream_order(in_form(self._rule)) if in_list else in_form(self._rule)
+        define(schema, in_form(self._implement), in_form(self._meta), rule, in_form(self._keep_context))
+        if self._with_out:
+            rest = "Tensor(a!)[] residual, " if self.with_residuals else ""
             out = kind.replace("Tensor", "Tensor(b!)")
             schema = f"{name}_out({tensors}, {rest}{out} out, {arguments}) -> ()"
             define(schema, in_form(self._implement_out), lambda *_: None)
         torch.library.register_vmap(f"graphar::{name}", in_form(self._vmap), lib=library)
-        if self._backward:
-            rule, keep_context = in_form(self._rule), in_form(self._keep_context)
-            rule = _in_stream_order(rule) if in_list else rule
-            torch.library.register_autograd(f"graphar::{name}", rule, setup_context=keep_context, lib=library)
 
     # ---- implementations --------------------------------------------------------------------------------------------
 
-    def _split(self, values: Sequence, in_list: bool) -> tuple[Lists, Sequence]:
-        """Returns the tensors, as lists of this process's ranks, and the arguments after them."""
+    def _split(self, call: Sequence, in_list: bool) -> tuple[Lists, Sequence]:
+        """Returns the tensors, as lists of this process's ranks, and what follows them."""
         count = len(self.tensors)
-        return [list(value) if in_list else [value] for value in values[:count]], values[count:]
+        return [list(value) if in_list else [value] for value in call[:count]], call[count:]
 
-    def _engine(self, lists: Lists, arguments: G, in_list: bool) -> Engine:
+    def _of_schema(self, values: Sequence) -> Arguments:
+        return Arguments(dict(zip(self._defaults, values, strict=True)))
+
+    def _engine(self, lists: Lists, arguments: Arguments, in_list: bool) -> Engine:
         """Checks a call, and returns its engine."""
         name = arguments.communicator
         if in_list:
             engine = engine_of_devices(name, tuple([x.device for x in lists[0]]), self.name)
         else:
             engine = engine_of_group(name, self.name)
-        self._check(engine, *lists, arguments)
+        self.check(engine, *lists, arguments)
         return engine
 
-    def _results(self, lists: Lists, arguments: G, in_list: bool, asked: Asked | None = None) -> Any:
+    def _results(self, lists: Lists, arguments: Arguments, in_list: bool, asked: Asked | None = None) -> Any:
         """Makes a call, and returns new results as the schema has them."""
         engine = self._engine(lists, arguments, in_list)
-        outs = self._fake(*lists, arguments)
+        outs = self.fake(*lists, arguments)
         self._make(engine, lists, outs, arguments, None if in_list else asked)
+        return self._as_schema(outs, in_list)
+
+    def _as_schema(self, outs: list, in_list: bool) -> Any:
+        """Returns each rank's results as the schema has them."""
         if self.has_several:
             return [result for of_rank in outs for result in of_rank]
         return outs if in_list else outs[0]
 
     def _implement(self, *call, in_list: bool) -> Any:
         lists, values = self._split(call, in_list)
-        return self._results(lists, self.given(*values), in_list)
+        return self._results(lists, self._of_schema(values), in_list)
 
     def _implement_out(self, *call, in_list: bool, asked: Asked | None = None) -> None:
         lists, rest = self._split(call, in_list)
-        residuals: Sequence[torch.Tensor] = ()
-        if self._residual:
-            residuals, *rest = rest
-        out, *values = rest
-        arguments, outs = self.given(*values), list(out) if in_list else [out]
+        residuals, (out, *values) = (rest[0], rest[1:]) if self.with_residuals else ((), rest)
+        arguments, outs = self._of_schema(values), list(out) if in_list else [out]
         engine = self._engine(lists, arguments, in_list)
-        assert self._check_out
-        self._check_out(*lists, outs, arguments)
-        if residuals and self._residual:
-            arguments = self._residual(*lists, residuals, outs, arguments)
+        self.check_out(*lists, outs, arguments)
+        if residuals and self.with_residuals:
+            arguments = self.with_residuals(*lists, residuals, outs, arguments)
         targets = [out if out.is_contiguous() else torch.empty_like(out, memory_format=_contiguous) for out in outs]
         asked = None if in_list or targets[0] is not outs[0] else asked
         self._make(engine, lists, targets, arguments, asked, *([residuals] if residuals else []))
@@ -283,22 +269,19 @@ class Op(Generic[G]):
             else:  # torch does not see that kernels wrote: a backward pass that needs the old content must raise
                 torch.autograd.graph.increment_version(destination)
 
-    def _make(self, engine: Engine, lists: Lists, outs: list, arguments: G, asked: Asked | None, *residuals) -> None:
+    def _make(self, engine: Engine, lists: Lists, outs: list, arguments: Arguments, asked: Asked | None, *residuals):
         """Makes a call, and keeps it if calls like it can repeat it."""
         repeats = engine.warm.repeats
-        made = self._run(engine, *lists, outs, arguments, *residuals)
+        made = self.run(engine, *lists, outs, arguments, *residuals)
         if asked is not None and made is not None and made[0] is not None:
             plan, (operands,) = made
-            keep(engine, repeats, self.name, asked, plan, operands, getattr(arguments, "codec", ""))
+            keep(engine, repeats, self.name, asked, plan, operands, arguments.codec)
 
     def _meta(self, *call, in_list: bool) -> Any:
         for callback in when_traced:
             callback()
         lists, values = self._split(call, in_list)
-        results = self._fake(*lists, self.given(*values))
-        if self.has_several:
-            return [result for of_rank in results for result in of_rank]
-        return results if in_list else results[0]
+        return self._as_schema(self.fake(*lists, self._of_schema(values)), in_list)
 
     def _vmap(self, info, dims: Sequence, *values, in_list: bool) -> tuple:
         """Makes a call for each slice in order, so that every rank makes the same calls."""
@@ -314,40 +297,45 @@ class Op(Generic[G]):
 
     def _keep_context(self, ctx, inputs, output, *, in_list: bool) -> None:
         lists, values = self._split(inputs, in_list)
-        named = dict(zip(self._kinds, values, strict=True))
+        named = dict(zip(self._defaults, values, strict=True))
         tensors = named.get("tensors", ())
-        ctx.given = {name: value for name, value in named.items() if self._kinds[name] != "Tensor[]"}
+        ctx.arguments = Arguments({name: value for name, value in named.items() if name not in self._lists})
         ctx.in_list, ctx.ranks = in_list, len(lists[0])
         ctx.none = [_no_gradient(value) for value in values]
         ctx.wanted = [tensor.requires_grad for tensor in tensors]
-        needed, result = self._names_saved(ctx.given), self._saved_result
-        ctx.places = [at for at, name in enumerate(self.tensors) if name in needed]
-        saved = [x for at in ctx.places for x in lists[at]]
-        if result is not None:
-            saved += output[result :: len(output) // ctx.ranks]
-            ctx.places.append(len(self.tensors))
-        ctx.save_for_backward(*saved, *tensors)
+        needed, result, none = self.saved(ctx.arguments), self.saved_result, [None] * ctx.ranks
+        saved = [xs if name in needed else none for name, xs in zip(self.tensors, lists, strict=True)]
+        saved.append(none if result is None else output[result :: len(output) // ctx.ranks])
+        ctx.save_for_backward(*itertools.chain(*saved), *tensors)
         ctx.set_materialize_grads(result is None)
 
     def _rule(self, ctx, gradient, *, in_list: bool) -> tuple:
-        assert self._backward
-        ctx.needs = dict(zip((*self.tensors, *self._kinds), ctx.needs_input_grad, strict=True))
-        ctx.where = {name: ctx.given[name] for name in _WHERE if name in ctx.given}
-        left, places = iter(ctx.saved_tensors), range(len(self.tensors) + 1)
-        saved = [[*itertools.islice(left, ctx.ranks)] if at in ctx.places else [] for at in places]
+        assert self.backward
+        ctx.needs = dict(zip((*self.tensors, *self._defaults), ctx.needs_input_grad, strict=True))
+        ctx.where = {name: getattr(ctx.arguments, name) for name in _WHERE if self.takes(name)}
+        left = iter(ctx.saved_tensors)
+        saved = [[*itertools.islice(left, ctx.ranks)] for _ in (*self.tensors, "result")]
         gradients = list(gradient) if in_list or self.has_several else [gradient]
-        *of_lists, of_named = self._backward(ctx, gradients, saved, [*left])
+        *of_lists, of_named = self.backward(ctx, gradients, saved, [*left])
         of_lists = of_lists if in_list else [gradients[0] for gradients in of_lists]
-        return *of_lists, *[of_named.get(name, none) for name, none in zip(self._kinds, ctx.none, strict=True)]
+        return *of_lists, *[of_named.get(name, none) for name, none in zip(self._defaults, ctx.none, strict=True)]
 
 
-def define(schema: str, implement: Callable, fake: Callable) -> None:
-    """Defines an operator of torch.ops.graphar for CPUs and GPUs. ``fake`` returns tensors like its results."""
+def define(
+    schema: str, implement: Callable, fake: Callable, backward: Callable | None = None, keep: Callable | None = None
+) -> None:
+    """Defines an operator of torch.ops.graphar for CPUs and GPUs.
+
+    ``fake`` returns tensors like its results. ``backward`` and ``keep`` are its rule and what prepares the context,
+    as torch.library.register_autograd takes them.
+    """
     library.define(schema)
     name = schema.partition("(")[0]
     for key in ("CPU", "CUDA"):
         library.impl(name, implement, key)
     torch.library.register_fake(f"graphar::{name}", fake, lib=library)
+    if backward:
+        torch.library.register_autograd(f"graphar::{name}", backward, setup_context=keep, lib=library)
 
 
 def op_of(target: object) -> Op | None:

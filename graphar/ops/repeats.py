@@ -27,7 +27,7 @@ Asked = tuple[tuple, tuple, object]  # the tensors, options and epilogue of a ca
 
 _REPLACED_EACH = 64  # calls, where unlike calls of one key alternate: making a repeat takes as long as a call
 _is_compiling = torch.compiler.is_dynamo_compiling  # other compilers have dispatch modes, or tensors of a subclass
-_records_gradients = torch.is_grad_enabled
+records_gradients = torch.is_grad_enabled
 _Tensor = torch.Tensor
 
 
@@ -43,9 +43,9 @@ try:
     _new_on_current_device = torch._C._dynamo.guards._empty_strided_cuda  # type: ignore
     _new_on_cpu = torch._C._dynamo.guards._empty_strided_cpu  # type: ignore
     _current_device: Any = getattr(torch._C, "_cuda_getDevice", None)  # None in a build of torch for the CPU
-    _dispatch_modes = torch._C._len_torch_dispatch_stack
-    _function_modes = torch._C._len_torch_function_stack
-    _is_profiling = torch.autograd._profiler_enabled  # type: ignore
+    dispatch_modes = torch._C._len_torch_dispatch_stack
+    function_modes = torch._C._len_torch_function_stack
+    is_profiling = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
     _is_deterministic = torch._C._get_deterministic_algorithms
     _tell_of_change = torch._C._increment_version  # the function of torch.autograd.graph takes twice as long
     _guard([torch.empty(0)])
@@ -133,17 +133,17 @@ def _repeat(
 
     The function returns None, and does nothing, unless everything that the earlier call has checked holds again: a
     guard finds tensors like the earlier ones, what is written is apart from them, and no mode of torch forbids the call
-    or wants to see it. ``out`` must be like the earlier result, or be the first tensor. Nothing may lie in symmetric
-    memory. ``select`` takes the launch's operands from the tensors; None: all, in order.
-    Callers look the function up in the engine's ``warm`` plans, which are dropped with what they depend on, and are out
-    of reach while a profiler watches. The launch looks for the current stream and for failures.
+    or wants to see it. ``out`` must be like the earlier result, or be the first tensor. ``select`` takes the launch's
+    operands from the tensors; None: all, in order. Callers look the function up in the engine's ``warm`` plans, which
+    are dropped with what they depend on, and not while a profiler watches. The launch finds the stream and failures.
     """
     device, alike = tensors[0].get_device(), _guard(tensors)
     new = _new_on_cpu if on_cpu else _new_on_current_device
     result_like, *others = map(_layout, outputs)
     alike_with_out = _guard([*tensors, outputs[0]])
     in_place, feeds_back = result_like == _layout(tensors[0]), wire is not None and wire.feedback
-    forbidden = _forbidden(tensors, wire)
+    with_gradients = any(tensor.requires_grad for tensor in tensors)
+    needs_seed = wire is not None and wire.rounding == "stochastic" and wire.seed is None
     *nbytes, out_nbytes = map(_spanned_nbytes, (*tensors, outputs[0]))
     places = range(len(nbytes))
 
@@ -154,15 +154,15 @@ def _repeat(
         elif not alike_with_out(*tensors, out):
             return None
         if (
-            _dispatch_modes()
-            or _function_modes()
+            dispatch_modes()
+            or function_modes()
             or forward_ad._current_level >= 0
-            or _is_profiling()
+            or is_profiling()
             or not (on_cpu or _current_device() == device)
-            or (forbidden is not None and forbidden())
+            or (with_gradients and records_gradients())
+            or (needs_seed and _is_deterministic())
+            or (feeds_back and -nbytes[1] < tensors[1].data_ptr() - tensors[0].data_ptr() < nbytes[0])
         ):
-            return None
-        if feeds_back and -nbytes[1] < tensors[1].data_ptr() - tensors[0].data_ptr() < nbytes[0]:
             return None
         if out is not None and out is not tensors[0]:
             begin = out.data_ptr()
@@ -180,15 +180,6 @@ def _repeat(
         return results if others else result
 
     return repeat
-
-
-def _forbidden(tensors: Tensors, wire: Codec | None) -> Callable[[], bool] | None:
-    """Returns a function that says whether torch's state forbids a call with such tensors; None: it cannot."""
-    with_gradients = any(tensor.requires_grad for tensor in tensors)
-    needs_seed = wire is not None and wire.rounding == "stochastic" and wire.seed is None
-    if not (with_gradients or needs_seed):
-        return None
-    return lambda: (with_gradients and _records_gradients()) or (needs_seed and _is_deterministic())
 
 
 def _layout(x: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype]:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 from typing import Any, Never
 
 import torch
@@ -16,8 +15,8 @@ from graphar.numerics.epilogues.epilogue import AppliedEpilogue, Epilogue
 from graphar.numerics.epilogues.syntax import parse
 from graphar.numerics.partitions import split
 from graphar.ops import options, parts
-from graphar.ops.epilogue_gradients import of_sums_before_epilogue
-from graphar.ops.options import T
+from graphar.ops.gradients import of_sums_before_epilogue
+from graphar.ops.options import Arguments, T
 from graphar.ops.register import Op, for_ranks
 from graphar.ops.repeats import Asked, repeated
 from graphar.plan.algorithms import AllReduceAlgorithm, ReduceScatterAlgorithm
@@ -28,16 +27,6 @@ from graphar.runtime.engine import Engine
 from graphar.runtime.registry import Group, engine_name
 
 ALLREDUCE, REDUCESCATTER = "allreduce", "reducescatter"
-
-
-@dataclass(eq=False)
-class Arguments(options.Ordered):
-    algorithm: str = "auto"
-
-
-@dataclass(eq=False)
-class ArgumentsOfParts(options.Ordered, parts.AlongAxis):
-    """Those of a reduce-scatter."""
 
 
 def allreduce(
@@ -59,7 +48,6 @@ def allreduce(
 
     Ranks are processes if ``x`` is a tensor, and the devices of this process if ``x`` is a list. Collective: every rank
     makes the same calls, with equal shapes and dtypes, in the same order.
-
     Differentiable: the gradient of ``x`` is the sum of the ranks' gradients. If all ranks compute the same loss, as in
     tensor parallelism, that is the number of ranks times the gradient of the loss.
 
@@ -94,8 +82,8 @@ def allreduce(
     how = algorithm, timeout_s, type(timeout_s), codec
     if (result := repeated(ALLREDUCE, group, tensors, how, epilogue, out)) is not None:
         return result
-    arguments = Arguments(algorithm=algorithm, timeout_s=timeout_s)
-    return _call(SUM, x, group, arguments, codec, residual, epilogue, (tensors, how, epilogue), out)
+    asked = tensors, how, epilogue
+    return _call(SUM, x, group, asked, out, algorithm=algorithm, codec=codec, residual=residual, timeout_s=timeout_s)
 
 
 def reducescatter(
@@ -115,9 +103,8 @@ def reducescatter(
     The sum is split as by torch.tensor_split: lengths differ by at most one, and earlier ranks have the longer parts.
 
     Ranks are processes if ``x`` is a tensor, and the devices of this process if ``x`` is a list. Collective: every rank
-    makes the same calls, with equal shapes and dtypes, in the same order.
-
-    Differentiable: the gradient of ``x`` is the all-gather of the ranks' gradients.
+    makes the same calls, with equal shapes and dtypes, in the same order. Differentiable: the gradient of ``x`` is the
+    all-gather of the ranks' gradients.
 
     Args:
         x: this rank's tensor, or a list with one tensor for each device of this process, of at least one dimension, any
@@ -154,166 +141,141 @@ def reducescatter(
     how = axis, type(axis), algorithm, codec, timeout_s, type(timeout_s)
     if (result := repeated(REDUCESCATTER, group, tensors, how, epilogue)) is not None:
         return result
-    arguments = ArgumentsOfParts(axis=axis, algorithm=algorithm, timeout_s=timeout_s)
-    return _call(SCATTER, x, group, arguments, codec, residual, epilogue, (tensors, how, epilogue))
+    options_of_sum = {"algorithm": algorithm, "codec": codec, "residual": residual, "timeout_s": timeout_s}
+    return _call(SCATTER, x, group, (tensors, how, epilogue), axis=axis, **options_of_sum)
 
 
-def _call(
-    op: Op, x, group: Group, arguments: Arguments | ArgumentsOfParts, codec, residual, epilogue, asked: Asked, out=None
-) -> Any:
+def _call(op: Op, x, group: Group, asked: Asked, out=None, *, algorithm, codec, residual, timeout_s, axis=0) -> Any:
     """Checks a call's arguments, and makes it."""
-    name, algorithm, in_list = op.name, arguments.algorithm, isinstance(x, (list, tuple))
+    name, epilogue, in_list = op.name, asked[2], isinstance(x, (list, tuple))
     options.check_together(name, codec, epilogue, residual)
     if op is SCATTER and codec is not None and algorithm != "auto":
         raise ValueError(f"{name}: takes a codec or an algorithm, not both")
-    call_checks.check_call(name, "auto" if codec is not None else algorithm, arguments.timeout_s, name)
+    call_checks.check_call(name, "auto" if codec is not None else algorithm, timeout_s, name)
     communicator = engine_name(group, name)
     options.check_input(name, x)
     xs = list(x) if in_list else [x]
     part, where = xs[0], {}
-    if isinstance(arguments, ArgumentsOfParts):
-        axis = call_checks.check_axis(name, part, arguments.axis)
+    if op is SCATTER:
+        axis = call_checks.check_axis(name, part, axis)
         rank, world_size = (-1, len(xs)) if in_list else parts.place(group)
         where = {"rank": rank, "axis": axis, "sizes": split(part.shape[axis], world_size)}
         part = part.narrow(axis, 0, where["sizes"][max(rank, 0)]) if epilogue is not None else part
-    followed = options.epilogue_option(name, epilogue, part, len(xs) if in_list else None, where.get("axis"))
-    how = {"communicator": communicator, "algorithm": str(algorithm), **where, **followed}
-    arguments = replace(arguments, codec=options.codec_option(name, codec, residual), **how)
+    how = options.epilogue_option(name, epilogue, part, len(xs) if in_list else None, where.get("axis"))
+    how |= {"communicator": communicator, "algorithm": str(algorithm), "timeout_s": timeout_s, **where}
+    how["codec"] = options.codec_option(name, codec, residual)
     if out is None and residual is None:
-        return op(x, given=arguments, asked=asked)
-    residuals = [] if residual is None else _destinations(name, x, residual, "residual")
+        return op(x, asked=asked, **how)
+    written = {what: tensors for what, tensors in (("residual", residual), ("out", out)) if tensors is not None}
+    for what, tensors in written.items():
+        for like, tensor in options.by_rank(name, **{"x": x, what: tensors}):
+            tensor_checks.check_out(name, like, tensor, what)
     if out is None:
-        made = _fake(xs, arguments)
+        made = op.fake(xs, Arguments(how))
         out = made if in_list else made[0]
-    else:
-        _destinations(name, x, out, "out")
-    op.into(x, residuals, out, given=arguments, asked=asked)
+    residuals = [] if residual is None else residual if in_list else [residual]
+    op.into(x, residuals, out, asked=asked, **how)
     return list(out) if in_list else out
 
 
-def _destinations(op: str, x, outs, name: str) -> list[torch.Tensor]:
-    """Returns the tensor of each rank that is written, and checks that it is like that rank's ``x``."""
-    ranks = options.by_rank(op, **{"x": x, name: outs})
-    for like, out in ranks:
-        tensor_checks.check_out(op, like, out, name)
-    return [out for _, out in ranks]
+class _Sums(Op):
+    def fake(self, xs, arguments: Arguments) -> list[torch.Tensor]:
+        dtype = arguments.out_dtype
+        if self is SUM:
+            return [torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format) for x in xs]
+        sizes = zip(xs, parts.own_sizes(arguments), strict=True)
+        return [parts.with_length(x, arguments.axis, size, dtype) for x, size in sizes]
 
-
-def _fake(xs, arguments: Arguments | ArgumentsOfParts) -> list[torch.Tensor]:
-    if isinstance(arguments, ArgumentsOfParts):
-        axis, pairs = arguments.axis, zip(xs, parts.own_sizes(arguments), strict=True)
-        return [parts.with_length(x, axis, size, arguments.out_dtype) for x, size in pairs]
-    return [torch.empty_like(x, dtype=arguments.out_dtype, memory_format=torch.contiguous_format) for x in xs]
-
-
-def _run(op: str, engine: Engine, xs, outs, arguments: Arguments | ArgumentsOfParts, residuals=()):
-    """Writes each rank's sum, or its part of it, into its tensor of ``outs``, which are contiguous."""
-    codec, order, axis = arguments.codec, (arguments.order, arguments.out_dtype), 0
-    if codec:
-        call_checks.check_quantized_call(op, codec, arguments.algorithm, xs[0])
-    if isinstance(arguments, ArgumentsOfParts):
-        axis = arguments.axis
-        rows, rooms = [parts.rows_of(x, axis) for x in xs], [parts.room_for(out, axis) for out in outs]
-        errors, followed, symmetric = [parts.rows_of(x, axis) for x in residuals], _applied(arguments, rooms), ()
-        counts, row = parts.counts_of(rows[0], arguments.sizes), tuple(rows[0].shape[1:])
-        work = Parts(op, counts, codec, followed and followed.form, axis, "", row, *order)
-    else:
-        rows, rooms, errors = [x.contiguous() for x in xs], outs, residuals
-        followed, symmetric = options.applied(op, arguments, rows), () if codec else engine.symmetric_sides(rows, rooms)
-        work = Sum(rows[0].numel(), codec, followed and followed.form, tuple(rows[0].shape), *order)
-    how = {"algorithm": arguments.algorithm, "timeout_s": arguments.timeout_s, "symmetric": symmetric}
-    ranks = options.operands([rows, *([errors] if errors else [])], [(room,) for room in rooms], followed)
-    plan = engine.run(Call.of(work, rows[0], **how), ranks)
-    if not axis:
-        return plan, ranks
-    for written, to in zip((*rooms, *errors), (*outs, *residuals), strict=True):
-        parts.put_back(written, to, axis)
-    return None
-
-
-def _applied(arguments: ArgumentsOfParts, rooms: list[torch.Tensor]) -> AppliedEpilogue | None:
-    """Returns the epilogue for parts that have the axis first. Its form is equal on all ranks."""
-    if not arguments.epilogue:
-        return None
-    axis = arguments.axis
-    known = {"row", "col", "index"} if axis == 0 else {"col"} if axis < rooms[0].ndim - 1 else set()
-    if unknown := parse(arguments.epilogue).places - known:
-        raise ValueError(
-            f"{REDUCESCATTER}: along axis {axis} an epilogue cannot use {min(unknown)}; move axis to the front"
-        )
-
-    followed = options.applied(REDUCESCATTER, arguments, rooms)
-    if followed and rooms[0].ndim == 1:  # any number of columns is right for a row, but ranks must have the same
-        return followed._replace(form=replace(followed.form, columns=max(1, *arguments.sizes)))
-    return followed
-
-
-def _check(op: str, engine: Engine, xs, arguments: Arguments | ArgumentsOfParts) -> None:
-    """Raises ValueError unless ``xs`` can be added in the order of the call: a tree adds partials in fp32."""
-    if isinstance(arguments, ArgumentsOfParts):
-        parts.check(op, engine, arguments, [x.shape[arguments.axis] for x in xs], whole=True)
-    order, out_dtype = arguments.order, arguments.out_dtype
-    if order == "rank" and out_dtype is None:
-        return
-    if order not in ("rank", "tree"):
-        raise ValueError(f"{op}: order must be 'rank' or 'tree', got {order!r}")
-    if order == "rank":
-        raise ValueError(f"{op}: out_dtype needs order='tree'; in the order of ranks the result has the dtype of x")
-    if arguments.codec:
-        raise ValueError(f"{op}: takes a codec or order='tree', not both")
-    if xs[0].dtype != torch.float32:
-        raise ValueError(f"{op}: order='tree' adds partials in float32, got {xs[0].dtype}")
-    if out_dtype not in (None, *TYPE_NAMES):
-        raise ValueError(f"{op}: out_dtype must be bfloat16, float16 or float32, got {out_dtype}")
-    leaf_tree.check_ranks(op, engine.world_size)
-
-
-def _check_out(op: str, xs, outs, arguments: Arguments | ArgumentsOfParts) -> None:
-    for x, out in zip(xs, outs, strict=True):
-        if op == ALLREDUCE and arguments.out_dtype is None:
-            tensor_checks.check_memory(op, x, out)
+    def run(self, engine: Engine, xs, outs, arguments: Arguments, residuals=()):
+        """Writes each rank's sum, or its part of it, into its tensor of ``outs``, which are contiguous."""
+        codec, order, axis = arguments.codec, (arguments.order, arguments.out_dtype), arguments.axis
+        if codec:
+            call_checks.check_quantized_call(self.name, codec, arguments.algorithm, xs[0])
+        if self is SCATTER:
+            rows, rooms = [parts.rows_of(x, axis) for x in xs], [parts.room_for(out, axis) for out in outs]
+            errors, symmetric = [parts.rows_of(x, axis) for x in residuals], ()
+            followed = self._applied_to_parts(arguments, rooms)
+            counts, row = parts.counts_of(rows[0], arguments.sizes), tuple(rows[0].shape[1:])
+            work = Parts(self.name, counts, codec, followed and followed.form, axis, "", row, *order)
         else:
-            tensor_checks.check_apart(op, out, x=x)
-    options.check_apart_from_epilogue(op, outs, arguments.tensors)
+            rows, rooms, errors = [x.contiguous() for x in xs], outs, residuals
+            followed = options.applied(self.name, arguments, rows)
+            symmetric = () if codec else engine.symmetric_sides(rows, rooms)
+            work = Sum(rows[0].numel(), codec, followed and followed.form, tuple(rows[0].shape), *order)
+        how = {"algorithm": arguments.algorithm, "timeout_s": arguments.timeout_s, "symmetric": symmetric}
+        ranks = options.operands([rows, *([errors] if errors else [])], [(room,) for room in rooms], followed)
+        plan = engine.run(Call.of(work, rows[0], **how), ranks)
+        if not axis:
+            return plan, ranks
+        for written, to in zip((*rooms, *errors), (*outs, *residuals), strict=True):
+            parts.put_back(written, to, axis)
+        return None
+
+    def _applied_to_parts(self, arguments: Arguments, rooms: list[torch.Tensor]) -> AppliedEpilogue | None:
+        """Returns the epilogue for parts that have the axis first. Its form is equal on all ranks."""
+        if not arguments.epilogue:
+            return None
+        axis = arguments.axis
+        known = {"row", "col", "index"} if axis == 0 else {"col"} if axis < rooms[0].ndim - 1 else set()
+        if unknown := parse(arguments.epilogue).places - known:
+            raise ValueError(
+                f"{self.name}: along axis {axis} an epilogue cannot use {min(unknown)}; move axis to the front"
+            )
+        followed = options.applied(self.name, arguments, rooms)
+        if followed and rooms[0].ndim == 1:  # any number of columns is right for a row, but ranks must have the same
+            return followed._replace(form=replace(followed.form, columns=max(1, *arguments.sizes)))
+        return followed
+
+    def check(self, engine: Engine, xs, arguments: Arguments) -> None:
+        """Raises ValueError unless ``xs`` can be added in the order of the call: a tree adds partials in fp32."""
+        op, order, out_dtype = self.name, arguments.order, arguments.out_dtype
+        if self is SCATTER:
+            parts.check(op, engine, arguments, [x.shape[arguments.axis] for x in xs], whole=True)
+        if order == "rank" and out_dtype is None:
+            return
+        if order not in ("rank", "tree"):
+            raise ValueError(f"{op}: order must be 'rank' or 'tree', got {order!r}")
+        if order == "rank":
+            raise ValueError(f"{op}: out_dtype needs order='tree'; in the order of ranks the result has the dtype of x")
+        if arguments.codec:
+            raise ValueError(f"{op}: takes a codec or order='tree', not both")
+        if xs[0].dtype != torch.float32:
+            raise ValueError(f"{op}: order='tree' adds partials in float32, got {xs[0].dtype}")
+        if out_dtype not in (None, *TYPE_NAMES):
+            raise ValueError(f"{op}: out_dtype must be bfloat16, float16 or float32, got {out_dtype}")
+        leaf_tree.check_ranks(op, engine.world_size)
+
+    def check_out(self, xs, outs, arguments: Arguments) -> None:
+        for x, out in zip(xs, outs, strict=True):
+            if self is SUM and arguments.out_dtype is None:
+                tensor_checks.check_memory(self.name, x, out)
+            else:
+                tensor_checks.check_apart(self.name, out, x=x)
+        options.check_apart_from_epilogue(self.name, outs, arguments.tensors)
+
+    def with_residuals(self, xs, residuals, outs, arguments: Arguments) -> Arguments:
+        """Checks a call's residuals, and returns its arguments with a codec that stores rounding errors in them."""
+        checked = call_checks.check_quantized_call(self.name, arguments.codec, arguments.algorithm, xs[0])
+        for x, residual, out in zip(xs, residuals, outs, strict=True):
+            tensor_checks.check_residual(self.name, residual, x=x, out=out)
+        tensor_checks.check_distinct(self.name, "residual", residuals)
+        return Arguments(vars(arguments) | {"codec": replace(checked, feedback=True).text})
+
+    def saved(self, arguments: Arguments) -> tuple[str, ...]:
+        return ("x",) if arguments.epilogue else ()
+
+    def backward(self, ctx, gradients, saved, tensors):
+        """Returns the gradients. Rounding is treated as the identity."""
+        more = ("order", "algorithm", "codec") if self is SUM else ("order",)
+        again = ctx.where | {name: getattr(ctx.arguments, name) for name in more}
+        of_sums, rest = of_sums_before_epilogue(ctx, self.name, again, gradients, saved[0], tensors)
+        if self is SCATTER:
+            of_sums = for_ranks(ctx, "allgather", of_sums, **ctx.where)
+        if ctx.arguments.order == "tree":  # the summands were in fp32
+            of_sums = [gradient.float() for gradient in of_sums]
+        return for_ranks(ctx, ALLREDUCE, of_sums, **again) if self is SUM else of_sums, rest
 
 
-def _with_feedback(op: str, xs, residuals, outs, arguments):
-    """Checks a call's residuals, and returns its arguments with a codec that stores rounding errors in them."""
-    checked = call_checks.check_quantized_call(op, arguments.codec, arguments.algorithm, xs[0])
-    for x, residual, out in zip(xs, residuals, outs, strict=True):
-        tensor_checks.check_residual(op, residual, x=x, out=out)
-    tensor_checks.check_distinct(op, "residual", residuals)
-    return replace(arguments, codec=replace(checked, feedback=True).text)
-
-
-# ---- gradients ------------------------------------------------------------------------------------------------------
-
-
-def _backward(op: str, ctx, gradients, saved, tensors):
-    """Returns the gradients. Rounding is treated as the identity."""
-    order, call = ctx.given["order"], ctx.where
-    again = call | {name: ctx.given[name] for name in ("order", *(("algorithm", "codec") if op == ALLREDUCE else ()))}
-    of_sums, rest = of_sums_before_epilogue(ctx, op, again, gradients, saved[0], tensors)
-    if op == REDUCESCATTER:
-        of_sums = for_ranks(ctx, "allgather", of_sums, **call)
-    if order == "tree":  # the summands were in fp32
-        of_sums = [gradient.float() for gradient in of_sums]
-    return for_ranks(ctx, op, of_sums, **again) if op == ALLREDUCE else of_sums, rest
-
-
-def _op(name: str, arguments: type[Arguments] | type[ArgumentsOfParts]) -> Op:
-    return Op(
-        name,
-        ["x"],
-        arguments,
-        partial(_run, name),
-        _fake,
-        check=partial(_check, name),
-        check_out=partial(_check_out, name),
-        residual=partial(_with_feedback, name),
-        backward=partial(_backward, name),
-        saved=lambda given: ("x",) if given["epilogue"] else (),
-    )
-
-
-SUM, SCATTER = _op(ALLREDUCE, Arguments), _op(REDUCESCATTER, ArgumentsOfParts)
+_OPTIONS = (*options.FOLLOWED, "codec", "order", "out_dtype")
+SUM = _Sums(ALLREDUCE, *_OPTIONS, "algorithm", with_out=True)
+SCATTER = _Sums(REDUCESCATTER, *options.IN_PARTS, "axis", "algorithm", *_OPTIONS, with_out=True)

@@ -353,7 +353,7 @@ def test_beside_a_pass_without_a_key_nothing_is_cached(installed, inductor):
 
 
 def test_without_enable_a_traced_op_installs_a_pass_behind_those_of_others(installed, inductor):
-    hook = importlib.import_module("graphar.graph.hook")
+    passes = importlib.import_module("graphar.graph.passes")
     inductor.post_grad_custom_pre_pass = theirs = lambda graph: None
 
     for rows in (2, 3):
@@ -362,15 +362,15 @@ def test_without_enable_a_traced_op_installs_a_pass_behind_those_of_others(insta
 
     first, second = installed().passes
     assert first is theirs
-    assert isinstance(second, hook.OrderPass)
+    assert isinstance(second, passes.OrderPass)
 
 
 def test_the_pass_for_the_order_goes_where_enable_brings_its_own(installed):
-    hook = importlib.import_module("graphar.graph.hook")
-    hook.keep_order()
+    passes = importlib.import_module("graphar.graph.passes")
+    passes.keep_order()
 
     with graphar.enable() as mine:
-        hook.keep_order()
+        passes.keep_order()
         assert installed() is mine
 
 

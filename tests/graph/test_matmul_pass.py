@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 import graphar
 from graphar.graph import places
-from graphar.ops import matmul_norms, matmul_sums, sums
+from graphar.ops import matmul_sums, norms, sums
 from graphar.ops.register import op_of
 from tests import inside
 from tests.cases import integers, normal, same_bits
@@ -57,8 +57,8 @@ FUSED = {  # the function, what it takes beside a and w, its rows, the fused op,
     "an epilogue": (lambda a, w: summed(functional.linear(a, w)).relu(), [], (ROWS,), SUM, RELU),
     "parts": (lambda a, w: scattered(functional.linear(a, w)), [], (ROWS,), SCATTER, PARTS),
     "parts and an epilogue": (lambda a, w: scattered(a @ w.t()).relu(), [], (ROWS,), SCATTER, PARTS | RELU),
-    "a norm": (normed(summed), [RESIDUAL, WEIGHT], (ROWS,), matmul_norms.NORM, NORM),
-    "a norm of parts": (normed(scattered), [(2, COLUMNS), WEIGHT], (ROWS,), matmul_norms.SCATTERED_NORM, NORM | PARTS),
+    "a norm": (normed(summed), [RESIDUAL, WEIGHT], (ROWS,), norms.MATMUL_NORM, NORM),
+    "a norm of parts": (normed(scattered), [(2, COLUMNS), WEIGHT], (ROWS,), norms.MATMUL_SCATTERED_NORM, NORM | PARTS),
 }
 
 
