@@ -258,9 +258,12 @@ void make_fiber(Launch& launch, unsigned block, unsigned thread) {
   fiber->previous = launch.at ? &launch - 1 : nullptr;
   fiber->home = &launch.blocks[block];
   fiber->stack = find_stack();
-  char name[64];
-  std::snprintf(name, sizeof name, "rank %d, block %u, thread %u", fiber->rank, block, thread);
-  fiber->views = make_views(launch.kernel->call >= 0 ? name : nullptr);
+  fiber->views = make_views();
+  if (launch.kernel->call >= 0) {
+    char name[64];
+    std::snprintf(name, sizeof name, "rank %d, block %u, thread %u", fiber->rank, block, thread);
+    name_views(fiber->views, name);
+  }
   fiber->context.begin(fiber->stack, stack_nbytes, enter_fiber);
   all_fibers.push_back(fiber);
   runnable.push_back(fiber);

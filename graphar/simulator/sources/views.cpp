@@ -59,15 +59,17 @@ void for_each_other_view(const void* address, Visit visit) {
 
 }  // namespace
 
-Views make_views(const char* name) {
+Views make_views() {
   Views views;
   if (__tsan_get_current_fiber) maker = __tsan_get_current_fiber();
-  for (int v = 0; v < view_count; ++v) {
-    if (!has_view[v] || !__tsan_create_fiber) continue;
-    views.of[v] = make_observer();
-    if (name) __tsan_set_fiber_name(views.of[v], name);
-  }
+  for (int v = 0; v < view_count; ++v)
+    if (has_view[v] && __tsan_create_fiber) views.of[v] = make_observer();
   return views;
+}
+
+void name_views(const Views& views, const char* name) {
+  for (Observer observer : views.of)
+    if (observer) __tsan_set_fiber_name(observer, name);
 }
 
 void forget(const Views& views) {

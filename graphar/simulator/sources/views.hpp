@@ -30,7 +30,8 @@ struct Views {
   Observer of[view_count] = {};
 };
 
-Views make_views(const char* name);  // by which reports call them; null: none
+Views make_views();
+void name_views(const Views& views, const char* name);  // in reports
 void forget(const Views& views);
 
 // Attributes later accesses to this observer.
