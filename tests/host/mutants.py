@@ -152,8 +152,8 @@ MUTANTS = mutants_of(
             "one slot instead of two, with flags": (SLOTS, NO_SLOTS),
             "half a pack taken for whole": (
                 FLAGGED,
-                "difference |= u32(word >> 32) ^ a.fingerprint;",
-                "difference |= w > 1 ? 0 : u32(word >> 32) ^ a.fingerprint;",
+                "found.difference |= flag ^ a.fingerprint;",
+                "found.difference |= h == 1 ? 0 : flag ^ a.fingerprint;",
             ),
             "half a place that is not armed again": (FLAGGED, "    store_relaxed_sys(from[i].half(1), Pair{});\n", ""),
             "an empty part that nobody hears of": (

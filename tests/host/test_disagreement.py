@@ -181,8 +181,8 @@ LATER = {
     Algorithm.ONE_SHOT: (PAD, "u32(seen) == a.fingerprint) return true;", "true) return true;"),
     Algorithm.ALLGATHER_FLAGGED: (
         "device/sync/flagged.cuh",
-        "|= u32(word >> 32) ^ a.fingerprint;",
-        "|= word >> 32 == 0 ? a.fingerprint : 0;",
+        "|= flag ^ a.fingerprint;",
+        "|= flag == 0 ? a.fingerprint : 0;",
     ),
 }
 # Calls that are alike, and are told apart.

@@ -31,6 +31,28 @@ __device__ __forceinline__ void push_flagged(const Arguments& a, const FlaggedPl
   for (int h = 0; h < 2; ++h) store_relaxed_sys(to.half(h), Pair{{p.word[2 * h] | here, p.word[2 * h + 1] | here}});
 }
 
+// Internal: a pack as read, its first flag, and the bits in which its flags differ from this call's: 0 once all have
+// arrived.
+struct Arrival {
+  Pack pack;
+  u32 flag, difference;
+};
+
+// Internal: loads a place.
+__device__ __forceinline__ Arrival look(const Arguments& a, const FlaggedPlace& at) {
+  Arrival found{{}, 0, 0};
+  for (int h = 0; h < 2; ++h) {
+    const Pair pair = load_relaxed_sys(at.half(h));
+    for (int i = 0; i < 2; ++i) {
+      found.pack.word[2 * h + i] = u32(pair.half[i]);
+      const u32 flag = pair.half[i] >> 32;
+      if (h == 0 && i == 0) found.flag = flag;
+      found.difference |= flag ^ a.fingerprint;
+    }
+  }
+  return found;
+}
+
 // By one thread for each place, after read_epoch: receives pack j from each other rank that sends more than j packs,
 // polled in one loop, and arms the places again: part[hop - 1] from the rank `hop` after this one, which sends
 // packs[hop - 1]. `slots` is the offset of the slots of this parity, of `capacity` packs each, a multiple of 64.
@@ -47,16 +69,10 @@ __device__ __forceinline__ bool receive_flagged(const Arguments& a, const Call& 
     u32 missing = N, flag = 0;  // of a rank that calls something else if there is one
     for (int i = 0; i < N - 1; ++i) {
       if (j >= packs[i]) continue;
-      const Pair pair[2] = {load_relaxed_sys(from[i].half(0)), load_relaxed_sys(from[i].half(1))};
-      u32 first_flag = 0, difference = 0;  // of its flags from this call's
-      for (int w = 0; w < 4; ++w) {
-        const u64 word = pair[w / 2].half[w % 2];
-        part[i].word[w] = u32(word);
-        if (w == 0) first_flag = word >> 32;
-        difference |= u32(word >> 32) ^ a.fingerprint;
-      }
-      if (difference != 0 && (missing == N || is_of_another_call(first_flag)))
-        missing = (a.rank + 1 + i) % N, flag = first_flag;
+      const Arrival found = look(a, from[i]);
+      part[i] = found.pack;
+      if (found.difference != 0 && (missing == N || is_of_another_call(found.flag)))
+        missing = (a.rank + 1 + i) % N, flag = found.flag;
     }
     if (missing == N) break;
     if (is_of_another_call(flag)) {
