@@ -61,9 +61,9 @@ def wrong_as_rank(rank, ranks):
         logits, target = drawn(*shape, dtype, fill)
         own, on_gpu = logits.chunk(ranks, 1)[rank].contiguous().cuda(), target.cuda()
         for options in LOSSES:
+            expected, of_all = specified(logits, target, options)
             for in_place in (False, True):
                 loss, gradient = with_gradient(own, on_gpu, options, overwrite_logits=in_place)
-                expected, of_all = specified(logits, target, options)
                 pairs = (loss, expected), (gradient, of_all.chunk(ranks, 1)[rank])
                 found[str((dtype, shape, fill.__name__, options, in_place))] = [
                     same_bits(mine.cpu(), one) for mine, one in pairs

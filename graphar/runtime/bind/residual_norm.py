@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import torch
 
@@ -102,17 +103,24 @@ def backward(
     return of_rows, total
 
 
-def _staging(device: int, row_nbytes: int) -> tuple[int, int, int]:
-    """Returns a thread's packs of a row, a power of two; the rows in shared memory, or 0; and the bytes of all."""
+class _Staging(NamedTuple):
+    """How a block stages rows, for the kernel's template arguments."""
+
+    packs: int  # of a row, for each thread; a power of two, so that there are few kernels
+    stages: int  # rows in shared memory; 0: not even one fits
+    nbytes: int  # shared memory
+
+
+def _staging(device: int, row_nbytes: int) -> _Staging:
     threads = norm_gradients.threads_of(row_nbytes)
     packs = 1 << (-(-row_nbytes // (threads * PACK_NBYTES)) - 1).bit_length()
     stage_nbytes = STAGED_TENSORS * packs * threads * PACK_NBYTES
     stages = min(_MOST_STAGES, (attribute(_SHARED_NBYTES, device) - PAIRS_NBYTES) // stage_nbytes)
-    return packs, stages, PAIRS_NBYTES + stages * stage_nbytes
+    return _Staging(packs, stages, PAIRS_NBYTES + stages * stage_nbytes)
 
 
 def serves_backward(summed: torch.Tensor) -> bool:
-    return serves(summed) and _staging(summed.device.index, summed.shape[-1] * summed.element_size())[1] > 0
+    return serves(summed) and _staging(summed.device.index, summed.shape[-1] * summed.element_size()).stages > 0
 
 
 def load_backward(device: int, dtype: torch.dtype, columns: int) -> tuple:
@@ -137,7 +145,7 @@ def _bind_backward(
     # released by the first, after the kernel before has ended.
     overlaps, chip = launcher.can_overlap(device), launcher.chip(device)
     is_early = overlaps and groups < chip.sms and chip.may_overlap(groups, halves=False)
-    shared_nbytes = max(_staging(device, row_nbytes)[2], _nbytes_to_spread(device, groups))
+    shared_nbytes = max(_staging(device, row_nbytes).nbytes, _nbytes_to_spread(device, groups))
     grid = Grid(groups, norm_gradients.threads_of(row_nbytes), shared_nbytes, is_early)
     bound = [Launch(gradients, [arguments], grid)]
     if of_weight:
