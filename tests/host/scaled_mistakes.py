@@ -241,7 +241,7 @@ MISTAKES = {
             "m.a_scale[(row + i / of_row) * m.a_scale_row",
             "m.a_scale[(i / of_row) * m.a_scale_row",
         ),
-        "a peer's scales with the strides of the own ones": ("      found.a_scale_block = 1;\n", ""),
+        "a peer's scales with the strides of the own ones": ("      of_owner.a_scale_block = 1;\n", ""),
         "a peer's scales gathered in the place of the own ones": (
             "gathered_scales(from)[i] =",
             "gathered_scales(a.rank)[i] =",
@@ -278,6 +278,6 @@ MISTAKES = {
         ),
     },
     gathered(BLOCKS, sanitizer="address"): {
-        "rows of all ranks as the limit of a rank's scales": ("    found.m = a.count[from];\n", "")
+        "rows of all ranks as the limit of a rank's scales": ("    of_owner.m = a.count[from];\n", "")
     },
 }

@@ -194,7 +194,7 @@ MISTAKES = {
         )
     },
     gathered(MatmulTile(64, 64, 2)): {
-        "rows sent to ranks that have not entered the call": (" || !wait_until_all_entered<Rows::ranks>(a, call)", ""),
+        "rows sent to ranks that have not entered the call": (" && wait_until_all_entered<N>(a, shared.call)", ""),
         "rows multiplied before they have come": (
             "failed = failed || !rows.wait(call, tile.owner, row, Tile::rows);",
             "(void)failed, (void)row;",

@@ -68,7 +68,7 @@ class Feeding:
         try:
             return self._hook(None, bucket).wait()
         finally:
-            self.residual = self._hook._average._buckets[0].residual
+            (self.residual,) = self._hook._average._buckets[0].residuals
 
     def sharded_scatter(self, x):
         out = torch.empty(x.numel() // self.group.size())

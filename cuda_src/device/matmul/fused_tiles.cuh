@@ -211,7 +211,6 @@ struct Gatherer {
   const u32 lane = threadIdx.x % 32;
 
   // Warps take warpgroup tiles in the order in which their owners finish them: the first tiles of all peers first.
-#pragma unroll
   __device__ void run(const Call& call, u32& taken) const {
     if (call.aborted || !TileExchange<N>{a}.wait_until_all_entered(call)) return;
     constexpr u32 of_peer = Tile::warpgroups, of_all = (N - 1) * of_peer;  // warpgroup tiles at each index
