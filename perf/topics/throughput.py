@@ -43,11 +43,13 @@ class Reduction:
             NAIVE: blocking all-reduces with NCCL or gloo after the backward pass. "alone": gradients are not averaged.
         codec: the text of graphar's codec. None: exact gradients.
         algorithm: the algorithm of graphar's exact hook.
+        overlap: whether the exact hook sums buckets beside the backward pass.
     """
 
     backend: str
     codec: str | None = None
     algorithm: str = "auto"
+    overlap: bool = True
 
     derived: ClassVar[tuple[str, ...]] = ("bits",)
 
@@ -76,13 +78,13 @@ class Reduction:
             return None
         if self.codec:
             return graphar.ddp.quantized_hook(self.seeded)
-        return graphar.ddp.exact_hook(algorithm=self.algorithm)
+        return graphar.ddp.exact_hook(algorithm=self.algorithm, overlap=self.overlap)
 
     def __str__(self) -> str:
         if self.backend != "graphar":
             return self.backend
-        exact = "exact" if self.algorithm == "auto" else "exact, copies"
-        return f"{self.seeded.bits} bits" if self.seeded else exact
+        how = "" if self.algorithm == "auto" else ", copies"
+        return f"{self.seeded.bits} bits" if self.seeded else f"exact{how}{'' if self.overlap else ', afterwards'}"
 
 
 @dataclass(frozen=True)
@@ -270,8 +272,9 @@ def reductions(backend: str) -> list[Reduction]:
     """Returns the reductions to compare: none, two naive ones, the built-in one, graphar's exact ones, and codecs."""
     codecs = [Codec(bits, BUCKET_SIZE, "stochastic").text for bits in BITS]
     plain = [*map(Reduction, ("alone", *NAIVE, backend, "graphar"))]
+    afterwards = Reduction("graphar", overlap=False)
     copies = [Reduction("graphar", algorithm="two_shot_copies")] if backend == "nccl" else []
-    return [*plain, *copies, *(Reduction("graphar", text) for text in codecs)]
+    return [*plain, afterwards, *copies, *(Reduction("graphar", text) for text in codecs)]
 
 
 def average(model: nn.Module, *, flattened: bool) -> None:
