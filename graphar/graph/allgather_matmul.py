@@ -61,10 +61,10 @@ class Gathered(Collective):
             return "the rows are not gathered along the first axis"
         if x.device.type == "cuda" and (why := places.why_no_matmul(self.group)):
             return why
-        _, why = _choose(self)
+        product, why = _choose(self)
         if self.partition == TP_INVARIANT:
             return why or why_no_kernel(x, self.group, places)
-        return why or _why_not_faster(self, places)
+        return why or _why_not_faster(self, places, is_plain=not product.scales)
 
     def replace(self, graph: Graph, places: Places) -> None:
         node, (product, _) = self.node, _choose(self)
@@ -155,11 +155,11 @@ def _are_scales_gathered(gathered: Gathered, product: Product) -> bool:
     return all(these[name] == others[name] for name in ("communicator", "axis")) and are_same(*sizes)
 
 
-def _why_not_faster(gathered: Gathered, places: Places) -> Reason | None:
+def _why_not_faster(gathered: Gathered, places: Places, is_plain: bool) -> Reason | None:
     count = math.prod(gathered.node.meta["val"].shape[:-1])
     world_size = resolve(gathered.group).size()
     count = count if isinstance(count, int) else MANY_ROWS
-    if places.table.allgather_matmul.faster(world_size, count, places.chip) == "none":
+    if places.table.allgather_matmul.faster(world_size, count, places.chip, is_plain) == "none":
         return "not known to be faster as one op"
     return None
 

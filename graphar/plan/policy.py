@@ -230,13 +230,15 @@ class AllgatherMatmulPolicy:
     # By world size, the rows from which on "auto" chooses ``partition="tiles"``, if there are too few for chunks.
     tiles_from_rows: ByWorldSize
 
-    def faster(self, world_size: int, rows: int, chip: Chip) -> str:
+    def faster(self, world_size: int, rows: int, chip: Chip, is_plain: bool) -> str:
         """Returns the partition that "auto" chooses. It is "none" where nothing was measured.
 
-        Tiles were not measured where more than two communicators share a GPU: they have only a share of its SMs.
+        Tiles were not measured where more than two communicators share a GPU: they have only a share of its SMs. Only
+        ``is_plain`` products have chunks, since torch multiplies these.
         """
+        chunks_from_rows = self.chunks_from_rows if is_plain else {}
         tiles_from_rows = self.tiles_from_rows if chip.communicators == 2 else {}
-        for partition, least in (("chunks", self.chunks_from_rows), ("tiles", tiles_from_rows)):
+        for partition, least in (("chunks", chunks_from_rows), ("tiles", tiles_from_rows)):
             if rows >= least.get(world_size, math.inf):
                 return partition
         return "none"

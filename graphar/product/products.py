@@ -112,6 +112,7 @@ def gathering_method(engine: Engine, call: Call[Product], a: torch.Tensor) -> st
     The first call is collective. The answer is equal on all ranks: it does not depend on memory layouts and weights.
     """
     work, algorithm = call.work, fused_algorithm(engine.table, call.work, engine.world_size)
+    is_plain = work.factors.is_plain
     like = a if a.dtype == call.dtype else a.new_empty(0, dtype=call.dtype)  # results have it
     if work.partition == "none" or not a.is_cuda or like.dtype not in algorithm.row.dtypes:
         return "none"
@@ -121,11 +122,11 @@ def gathering_method(engine: Engine, call: Call[Product], a: torch.Tensor) -> st
     k, rows, has_tiles = work.columns, sum(work.parts), runner_of(engine).chip.arch == MATMUL_ARCH
     if not k or not gathered_rows_a_launch(algorithm, engine.world_size, k, work.factors):
         return "none"
-    by_table = engine.table.allgather_matmul.faster(engine.world_size, rows, runner_of(engine).chip)
+    by_table = engine.table.allgather_matmul.faster(engine.world_size, rows, runner_of(engine).chip, is_plain)
     method = by_table if work.partition == "auto" else work.partition
     if work.factors.as_tree or (work.epilogue and work.partition == "auto"):
         method = "tiles"  # elsewhere an epilogue is some twenty kernels of torch
-    if method == "chunks" and not work.factors.is_plain:
+    if method == "chunks" and not is_plain:
         method = "tiles"  # torch multiplies plain chunks only
     served = has_tiles if method == "tiles" else not work.epilogue
     return method if served else "none"

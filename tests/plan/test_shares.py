@@ -123,7 +123,8 @@ def test_auto_fuses_no_matmul_where_its_kernel_has_only_a_share():
     chips = [Chip(SMS, "sm_90a", communicators) for communicators in (2, 3)]
 
     assert [prefers_tiles(policy, chip, 4, 8192, 8192) for chip in chips] == [True, False]
-    assert all(gathered.faster(4, rows, chips[1]) != "tiles" for rows in range(1, 1 << 15, 97))
+    assert all(gathered.faster(4, rows, chips[1], True) != "tiles" for rows in range(1, 1 << 15, 97))
+    assert [gathered.faster(4, 4096, chips[0], is_plain) for is_plain in (True, False)] == ["chunks", "none"]
 
 
 def test_a_table_does_not_keep_how_many_communicators_were_declared():
