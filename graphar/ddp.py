@@ -42,7 +42,7 @@ def exact_hook(group: Group = None, *, algorithm: AllReduceAlgorithm = "auto", o
         ValueError: there is no such algorithm.
     """
     call_checks.check_call("exact_hook", algorithm, None)
-    return _Hook(group, _Exact(algorithm, overlap), overlap)
+    return _Hook(group, _Exact(algorithm, overlap))
 
 
 def has_one_dimension(parameter: Tensor) -> bool:
@@ -85,14 +85,14 @@ def quantized_hook(
 class _Hook:
     """A hook that calls ``average(engine, bucket, gradients)``; on GPUs, on a side stream.
 
-    Without ``overlap`` it calls this for all buckets of a backward pass in the hook of the last one.
+    If ``average`` does not overlap, this is done for all buckets of a backward pass in the hook of the last one.
 
     A model is pickled with its hook, which needs a group that can be pickled, as None can.
     """
 
-    def __init__(self, group: Group, average: _Exact | _Quantized, overlap: bool = True) -> None:
+    def __init__(self, group: Group, average: _Exact | _Quantized) -> None:
         engine_name(group, "hook")  # raises its errors here, not in the first step
-        self._group, self._average, self._overlap = group, average, overlap
+        self._group, self._average = group, average
         self._waiting: list[tuple[torch.futures.Future, Tensor]] = []
         self._sides: dict[torch.device, SideStream] = {}
         self.__name__ = self.__qualname__ = f"graphar{type(average).__name__}"  # torch asks a hook for them
@@ -105,11 +105,11 @@ class _Hook:
         device = gradients.device
         # The future records the current stream's work; a stream that waits for the future waits for that work.
         future = torch.futures.Future(devices=[device] if device.type == "cuda" else None)
-        if not self._overlap:
-            if bucket.index() == 0:
-                self._waiting.clear()  # of a pass that an error ended
-            self._waiting.append((future, gradients))
-            for waiting, of_bucket in self._waiting if bucket.is_last() else ():
+        if not self._average.overlap:
+            earlier = self._waiting if bucket.index() else []  # those of a pass that an error ended are dropped
+            self._waiting = [*earlier, (future, gradients)]
+            while bucket.is_last() and self._waiting:
+                waiting, of_bucket = self._waiting.pop(0)
                 waiting.set_result(self._average(engine, bucket, of_bucket))
             return future
         if device.type != "cuda":
@@ -182,7 +182,7 @@ class _Bucket:
 
 
 class _Quantized:
-    priority = 0
+    priority, overlap = 0, True
 
     def __init__(
         self, codec: Codec, error_feedback: bool, stays_exact: Callable[[Tensor], bool], algorithm: str = "auto"

@@ -56,7 +56,7 @@ def run(options: argparse.Namespace) -> int:
     answers = list(explanations(table, world_size, options.sizes, dtype, wire))
     if table.name == DEFAULT:
         without = f"without a table of {device}, "
-        answers = [replace(it, reason=without + it.reason) if it.blocks else it for it in answers]
+        answers = [replace(said, reason=without + said.reason) if said.blocks else said for said in answers]
     if options.json:
         call = {"device": device, "world_size": world_size, "dtype": options.dtype, "codec": options.codec}
         calls = [{"nbytes": nbytes, **asdict(answer)} for nbytes, answer in zip(options.sizes, answers, strict=True)]

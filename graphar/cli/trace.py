@@ -53,10 +53,10 @@ def run(options: argparse.Namespace) -> int:
         print(json.dumps(document | {"missing_ranks": missing}, indent=1))
     elif not options.quiet:
         print(f"{'collective':<14} {'size':>8} {'calls':>6} {'time (us)':>10} {'waited (us)':>12} {'longest':>9}  last")
-        for it in collectives:
-            last = ", ".join(f"rank {rank}: {count}" for rank, count in it.last.items())
-            size, times = format_nbytes(it.nbytes), f"{it.time_us:>10.1f} {it.waited_us:>12.1f} {it.longest_us:>9.1f}"
-            print(f"{it.name:<14} {size:>8} {it.calls:>6} {times}  {last}")
+        for waited in collectives:
+            last = ", ".join(f"rank {rank}: {count}" for rank, count in waited.last.items())
+            times = f"{waited.time_us:>10.1f} {waited.waited_us:>12.1f} {waited.longest_us:>9.1f}"
+            print(f"{waited.name:<14} {format_nbytes(waited.nbytes):>8} {waited.calls:>6} {times}  {last}")
         print(f"wrote {options.out}" if options.out else "--out FILE writes the joined trace, which Perfetto opens")
     if missing:
         ranks = f"rank(s) {', '.join(map(str, missing))}"

@@ -99,7 +99,7 @@ def measure_all(
     codec_sizes = up_to(tuning.CODEC_SIZES, "codecs") if codecs else []
     largest = max(world_sizes)  # with which numbers for all world sizes are tried
     tried = {
-        n: [it for it in trials(n, old) if it.path[0] in options.only and (n == largest or it.by_world_size)]
+        n: [made for made in trials(n, old) if made.path[0] in options.only and (n == largest or made.by_world_size)]
         for n in world_sizes
     }
     compared = len(list(against_torch(old.matmul, blank.chip))) if "matmul" in options.only else 0
