@@ -274,8 +274,11 @@ class FusedMatmul:
 
     def _corner(self, member: Member, operands: MatmulOperands, piece: Slice) -> Corner:
         """Returns where the epilogue's row, col and index of a launch begin, in this rank's result."""
-        # A skinny result is not divided.
-        first = piece.offset if self._call.work.scattered or not piece.begin else piece.begin[member.rank]
+        # A skinny result is not divided. A kernel that gathers adds where an owner's rows begin.
+        if self._gathers or not piece.begin:
+            first = 0
+        else:
+            first = piece.offset if self._call.work.scattered else piece.begin[member.rank]
         return first, 0, operands.out.shape[1]
 
     def _launch(self, member: Member, operands: MatmulOperands, piece: Slice) -> Launch:

@@ -98,6 +98,30 @@ def test_a_weight_and_a_transposed_weight_at_its_address_share_no_launch(engine,
     assert bound[0] is not bound[1]
 
 
+@pytest.mark.parametrize(
+    ("algorithm", "scattered", "first"),
+    [
+        (Algorithm.MATMUL_ALLREDUCE, False, 24),
+        (Algorithm.MATMUL_REDUCESCATTER, True, 8),
+        (Algorithm.ALLGATHER_MATMUL, False, 0),
+    ],
+    ids=lambda value: getattr(value, "value", ""),
+)
+def test_rows_of_an_epilogue_are_counted_from_what_the_kernel_counts_from(engine, algorithm, scattered, first):
+    """A sum counts from this rank's part of the launch, and a gather from the product's first row."""
+    a, w, out = (torch.zeros(rows, 64, dtype=torch.bfloat16) for rows in (32, 64, 32))
+    form, *_ = bind("op", "v + row", out, [], [])
+    call = Call.of(Product(algorithm.op, COUNTS, 64, epilogue=form), a)
+    _, second = row_slices(COUNTS, 8)
+
+    corner = FusedMatmul(engine, call, algorithm, TILE)._corner(
+        SimpleNamespace(rank=1), MatmulOperands(a, w, None, out), second
+    )
+
+    assert call.work.scattered == scattered
+    assert corner == (first, 0, 64)
+
+
 # ---- gathered rows ---------------------------------------------------------------------------------------------------
 
 
