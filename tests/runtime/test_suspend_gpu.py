@@ -79,8 +79,8 @@ def call_every_form(rank, world_size):
 
 
 def replay(graph, results, prepare):
-    for one in results:
-        one.view(torch.uint8).fill_(7)
+    for result in results:
+        result.view(-1).view(torch.uint8).fill_(7)
     prepare()
     graph.replay()
     torch.cuda.synchronize()
