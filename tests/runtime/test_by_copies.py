@@ -249,7 +249,7 @@ def test_a_call_beside_other_work_is_one_chunk_if_that_fits_a_place(monkeypatch)
 
     def chunks(nbytes, blocks):
         call = Call.of(Sum(nbytes // 4), torch.empty(1, dtype=torch.float32), blocks=blocks)
-        return len(by_copies.ByCopies(machine, call, config)._chunks)
+        return len(by_copies.ByCopies(machine, call, config)._slices)
 
     assert (chunks(2 * place, 1), chunks(2 * place + 32, 1)) == (1, 2)
     assert chunks(2 * place, None) > 2

@@ -18,16 +18,21 @@ kernels have.
 - Failure. After a meeting that expired nothing waits any more: copies go on, results are undefined, and the next call
   raises. While a communicator is suspended, copies of a replayed graph end in the guard in place of scratch.
 
-Calls are made chunk by chunk:
+Each call is a plan of copies, made once. Part r of a tensor belongs to rank r:
 
-    all-gather      push | meet | keep              push: own part to every peer; keep: copy from scratch to the output
-    all-to-all      push | meet | keep              push: each part to its owner
-    reduce-scatter  push | meet | add               push: each part to its owner
-    all-reduce      push | meet | add | push | meet | keep
+    all-gather       x of rank r    -- push --> scratch of every peer  -- keep --> part r of its output
+    all-to-all       part p of x    -- push --> scratch of rank p      -- keep --> part r of its output
+    reduce-scatter   part p of x    -- push --> scratch of rank p      -- add  --> its output
+    all-reduce       part p of x    -- push --> scratch of rank p      -- add  --> part p of its output, and then
+                     part r of sum  -- back --> scratch of every peer  -- keep --> part r of its output
 
-While chunk k is added or kept, the chunks k + 1 and k + 2 travel: every peer has three places for a chunk in a rank's
-scratch. Chunk k + 2 takes the place of chunk k - 1, and its copies begin after the meeting of chunk k, which each rank
-begins after it has taken chunk k - 1. Into a symmetric output peers copy directly, and nothing is kept.
+Ranks meet after a push, and between sending back and keeping. With a symmetric output, what would be kept is copied
+into the peers' outputs directly.
+
+This is done chunk by chunk. While chunk k is added or kept, the chunks k + 1 and k + 2 travel: every peer has three
+places for a chunk in a rank's scratch. Chunk k + 2 takes the place of chunk k - 1, and its copies begin after the
+meeting of chunk k, which each rank begins after it has taken chunk k - 1. Sums of chunk k that were sent back are here
+after the meeting of chunk k + 2, or the last.
 """
 
 from __future__ import annotations
@@ -189,15 +194,17 @@ def meetings(engine: Engine, call: Call, algorithm: Algorithm, words: str) -> Ca
 class _Rank(Lane):
     """A rank of this process on a stream of the caller's, with the addresses of its tensors in the present call."""
 
-    x: int = 0
-    out: int = 0
-    outs: Sequence[int] = ()  # of the symmetric outputs of all ranks; empty if peers copy to scratch
+    bases: list[int] = field(default_factory=list)  # 0, the input, the output, and all ranks' symmetric outputs
     factor: float = 1.0  # by which the rounded sum is multiplied
     ends: list[Event | None] = field(default_factory=list)  # of the copies that the next meeting must come after
 
     @property
     def rank(self) -> int:
         return self.member.rank
+
+    def moves(self, copies: Sequence[Copy]) -> list[Move]:
+        bases = self.bases
+        return [(bases[to] + there, bases[source] + begin, nbytes) for (to, there), (source, begin), nbytes in copies]
 
 
 _MEETING = Kernel(MEETING, BYTE)
@@ -217,51 +224,60 @@ def load(runner: Runner, algorithm: Algorithm, dtype: torch.dtype) -> list:
         return []
     source = sum_of_parts_source(dtype, runner.world_size)
     key, what = (algorithm, source.name), f"{algorithm.value}, {source.name}"
-
     return runner.kernels.prepare_all(
         key, algorithm, what, lambda member: launcher.load(source, member.device, 0, what)
     )
 
 
-class _Step(NamedTuple):
-    """What a rank moves of a chunk: addresses of scratch, and bytes from the begin of a tensor."""
+Address = tuple[int, int]  # what it counts from, and bytes after that
+_NULL, _X, _OUT, _PEERS = range(4)  # 0; this rank's input; its output; the output of rank r is _PEERS + r
+Copy = tuple[Address, Address, int]  # to, from, and bytes
 
-    begin: int  # of the rank's part of the chunk in the whole tensor
+
+class _Addition(NamedTuple):
+    """The local sum of all ranks' parts of a chunk, in rank order."""
+
+    output: int  # bytes after the output's begin
+    own: int  # bytes after the input's begin: of this rank's own part
+    arrived: dict[int, int]  # by peer, the address of its part
     nbytes: int
-    offset: int  # of the chunk in each rank's part
-    parts: list[Move]  # of each peer's part: its place there, its begin, and its bytes
-    places: list[list[int]]  # by area, this rank's places on the peers
-    kept: list[list[Move]]  # by area, of each peer's part: its begin, its place here, and its bytes
+
+
+class _Chunk(NamedTuple):
+    """What a rank does with a chunk: the steps of the module's picture, in their order."""
+
+    push: list[Copy]
+    add: _Addition | None = None
+    back: Sequence[Copy] = ()
+    keep: Sequence[Copy] = ()
 
 
 class ByCopies:
     """A call by copy engines. Making it is collective.
 
-    A call of one chunk copies on the caller's stream: there is nothing to copy beside. The sums of an all-reduce's
-    chunk k are pushed once it is added. They are here after the meeting of chunk k + 2, or the last.
+    A call of one chunk copies on the caller's stream: there is nothing to copy beside.
     """
 
     def __init__(self, engine: Engine, call: Call[Sum | Parts | Exchange], config: Config) -> None:
-        self._runner, self._config, self._world_size = runner_of(engine), config, engine.world_size
-        self._itemsize, row = call.dtype.itemsize, config.algorithm.row
-        self._adds, self._returns = call.op in ("allreduce", "reducescatter"), call.op == "allreduce"
-        self._areas = 2 if self._returns else 1  # of the scratch: places of parts, and places of sums
+        self._runner, self._config, self._op, self._world_size = runner_of(engine), config, call.op, engine.world_size
+        self._itemsize, self._gathers = call.dtype.itemsize, call.op in ("allgather", "alltoall")
+        is_allreduce = call.op == "allreduce"
+        self._keeps_after = _AHEAD if is_allreduce else 0  # chunks: so much later the sums that are sent back are here
+        self._ends_left = 1 if is_allreduce else 0  # of a chunk's copies: the next meeting need not come after `back`
         # Whether ranks meet before the first copy. They read the places of gathers and of parts after the last meeting.
         # With a symmetric output, the places of an all-reduce's parts are twice as large, and hold the places of sums:
         # another call's sums may still be copied from there. Otherwise its parts are free after the last meeting, and
         # outputs are written after the first.
-        self._meets_first = config.direct or not self._returns
-        # Of the copies that the last chunk's _take began, how many the next meeting need not come after.
-        self._ends_left = 1 if self._returns else 0
-        areas = self._areas if config.direct else 1  # those that copies share
-        self._place_nbytes = areas * row.scratch(self._world_size).capacity * PACK_NBYTES
+        self._meets_first = config.direct or not is_allreduce
+        areas = 2 if is_allreduce and config.direct else 1
+        self._place_nbytes = areas * config.algorithm.row.scratch(self._world_size).capacity * PACK_NBYTES
         self._counts = _elements_of_ranks(call, self._world_size)
-        if config.direct and not self._adds:
-            self._chunks = row_slices(self._counts, max(self._counts))
+        if config.direct and self._gathers:
+            self._slices = row_slices(self._counts, max(self._counts))
         else:
             # Beside other work the kernels of each chunk wait for SMs, and calls overlap that work, not one another.
             chunks = engine.table.copies.chunk_nbytes, 1 if call.blocks else engine.table.copies.chunks
-            self._chunks = copied_chunks(self._counts, self._itemsize, self._place_nbytes, *chunks)
+            self._slices = copied_chunks(self._counts, self._itemsize, self._place_nbytes, *chunks)
         # Bytes from a part of the input to the next rank's. An all-to-all has equal parts, an all-gather one for all.
         self._stride = self._counts[0] * self._itemsize if call.op == "alltoall" else 0
         functions = load(self._runner, config.algorithm, call.dtype)
@@ -273,9 +289,45 @@ class ByCopies:
             for arguments in [Arguments()]
         }
         self._ranks: BoundedCache[_Rank] = BoundedCache()  # by rank, and the handle of the caller's stream
-        self._step = functools.cache(self._step_of)
+        self._chunk = functools.cache(self._chunk_of)
         words = agreement.words_of_launch(call, config, Slice(0))
         self._meet = meetings(engine, call, config.algorithm, words)
+
+    # ---- the plan ---------------------------------------------------------------------------------------------------
+
+    def _chunk_of(self, rank: int, at: int) -> _Chunk:
+        chunk, ranks, direct = self._slices[at], self._world_size, self._config.direct
+        begins, sizes = ([number * self._itemsize for number in numbers] for numbers in (chunk.begin, chunk.count))
+        after = [(hop, (rank + hop) % ranks) for hop in range(1, ranks)]
+        before = [(hop, (rank - hop) % ranks) for hop in range(1, ranks)]
+
+        def place(to: int, hop: int, area: int = 0) -> Address:
+            """Returns the place on rank ``to`` of the chunk of the rank ``hop`` before it."""
+            number = (area * COPY_PLACES + at % COPY_PLACES) * (ranks - 1) + hop - 1
+            return _NULL, self._scratch[to] + number * self._place_nbytes
+
+        def to_all(area: int, base: int, own: int, stride: int = 0) -> list[Copy]:
+            """Returns the copies of this rank's part to every peer: to peer p what is ``stride`` * p after ``own``."""
+            return [
+                ((_PEERS + p, begins[rank]) if direct else place(p, hop, area), (base, own + p * stride), sizes[rank])
+                for hop, p in after
+            ]
+
+        def from_all(area: int) -> list[Copy]:
+            """Returns the copies of the peers' parts to the output, unless the peers copied them there directly."""
+            return [] if direct else [((_OUT, begins[p]), place(rank, hop, area), sizes[p]) for hop, p in before]
+
+        offset = chunk.offset * self._itemsize
+        if self._gathers:
+            return _Chunk(to_all(0, _X, offset, self._stride), keep=from_all(0))
+        to_owners = [(place(p, hop), (_X, begins[p]), sizes[p]) for hop, p in after]
+        arrived = {p: place(rank, hop)[1] for hop, p in before}
+        if self._op == "reducescatter":
+            return _Chunk(to_owners, _Addition(offset, begins[rank], arrived, sizes[rank]))
+        add = _Addition(begins[rank], begins[rank], arrived, sizes[rank])
+        return _Chunk(to_owners, add, back=to_all(1, _OUT, begins[rank]), keep=from_all(1))
+
+    # ---- calls ------------------------------------------------------------------------------------------------------
 
     def run(self, ranks: Sequence[Operands]) -> None:
         """Enqueues the call on the members' current streams, for the operands of each rank of this process."""
@@ -285,7 +337,7 @@ class ByCopies:
             outs, place = where(ranks[0].outputs[0].data_ptr()) if self._config.direct else ((), "")
             states = [self._rank(member, tensors) for member, tensors in zip(self._runner.members, ranks, strict=True)]
             for state in states:
-                state.outs = outs
+                state.bases += outs
             if self._meets_first:
                 self._meet(place)
             try:
@@ -304,33 +356,33 @@ class ByCopies:
         state = self._ranks.get(key := (member.rank, stream))
         if state is None:
             main = torch.cuda.current_stream(member.device)
-            apart = (_PUSHES, _RESULTS, _KEPT) if len(self._chunks) > 1 else () if self._adds else (_RESULTS,)
+            apart = (_PUSHES, _RESULTS, _KEPT) if len(self._slices) > 1 else (_RESULTS,) if self._gathers else ()
             beside = [stream_beside(main.device, main.cuda_stream, at) for at in (_PUSHES, _RESULTS, _KEPT)]
             sides = [side if at in apart else main for at, side in enumerate(beside)]
             events = cycle([torch.cuda.Event() for _ in range(_EVENTS)])
             state = self._ranks.keep(key, _Rank(member, main, sides, events=events))
-        state.x, state.out = operands.inputs[0].data_ptr(), operands.outputs[0].data_ptr()
+        state.bases = [0, operands.inputs[0].data_ptr(), operands.outputs[0].data_ptr()]
         state.factor, state.ends = operands.numbers[0] if operands.numbers else 1.0, []
         state.batched = self._world_size > 2 and not is_capturing(member.device)
         return state
 
     def _go(self, states: Sequence[_Rank], place: str) -> None:
-        count = len(self._chunks)
-        copied = [] if self._adds else [state for state in states if self._copy_own_part(state)]
-        sent = [self._send(states, at) for at in range(min(_AHEAD, count))]
+        count = len(self._slices)
+        copied = [state for state in states if self._gathers and self._copy_own_part(state)]
+        sent = [self._push(states, at) for at in range(min(_AHEAD, count))]
         for at in range(count):
             for state, end in zip(states, sent[at], strict=True):
                 state.wait(end)
             self._meet_after(states, self._ends_left, "" if at or self._meets_first else place)
             if at + _AHEAD < count:
-                sent.append(self._send(states, at + _AHEAD))
+                sent.append(self._push(states, at + _AHEAD))
             for state in states:
                 self._take(state, at)
-        if self._returns:
+        if self._keeps_after:
             self._meet_after(states, 0)
-            for state in states:
-                for at in range(max(0, count - _AHEAD), count):
-                    self._keep(state, at, 1)
+        for state in states:
+            for at in range(max(0, count - self._keeps_after), count):
+                self._keep(state, at)
         for state in states:
             for end in state.ends:
                 state.wait(end)
@@ -339,14 +391,13 @@ class ByCopies:
 
     def _copy_own_part(self, state: _Rank) -> bool:
         """Copies a rank's own part of a gather to its output beside the pushes; False if the input lies there."""
-        mine, nbytes = state.out + self._at(0, state.rank)[0], self._counts[state.rank] * self._itemsize
-        source = state.x + state.rank * self._stride
-        if source != mine:
-            state.copy([(mine, source, nbytes)], _RESULTS)
-        return source != mine
+        own, begin = state.bases[_X] + state.rank * self._stride, self._slices[0].begin[state.rank] * self._itemsize
+        if own != (mine := state.bases[_OUT] + begin):
+            state.copy([(mine, own, self._counts[state.rank] * self._itemsize)], _RESULTS)
+        return own != mine
 
-    def _send(self, states: Sequence[_Rank], at: int) -> list[Event | None]:
-        return [state.copy(self._pushed(state, at), _PUSHES) for state in states]
+    def _push(self, states: Sequence[_Rank], at: int) -> list[Event | None]:
+        return [state.copy(state.moves(self._chunk(state.rank, at).push), _PUSHES) for state in states]
 
     def _meet_after(self, states: Sequence[_Rank], left: int, words: str = "") -> None:
         """Lets ranks meet after the copies whose ends they have noted, but for the last ``left`` copies."""
@@ -355,74 +406,27 @@ class ByCopies:
                 state.wait(state.ends.pop(0))
         self._meet(words)
 
-    def _pushed(self, state: _Rank, at: int) -> list[Move]:
-        """Returns the copies of each part of the input to its owner, or of a gather's own part to all peers."""
-        step = self._step(state.rank, at)
-        if self._adds:
-            return [(to, state.x + begin, nbytes) for to, begin, nbytes in step.parts]
-        return self._to_all(state, at, state.x + step.offset, 0, self._stride)
-
     def _take(self, state: _Rank, at: int) -> None:
-        """Keeps or adds a chunk that has arrived, and pushes the sums of an all-reduce."""
-        if not self._adds:
-            self._keep(state, at, 0)
-        elif not self._returns:
-            self._add(state, at, state.out + self._step(state.rank, at).offset)
-        else:
-            if at >= _AHEAD:
-                self._keep(state, at - _AHEAD, 1)
-            mine = state.out + self._at(at, state.rank)[0]
-            self._add(state, at, mine)
-            state.ends.append(state.copy(self._to_all(state, at, mine, 1), _RESULTS))
+        """Does what follows the meeting after which chunk ``at`` has arrived."""
+        if at >= self._keeps_after:
+            self._keep(state, at - self._keeps_after)
+        chunk = self._chunk(state.rank, at)
+        if chunk.add and chunk.add.nbytes:
+            self._add(state, chunk.add)
+        if chunk.back:
+            state.ends.append(state.copy(state.moves(chunk.back), _RESULTS))
 
-    # ---- addresses --------------------------------------------------------------------------------------------------
+    def _keep(self, state: _Rank, at: int) -> None:
+        if keep := self._chunk(state.rank, at).keep:
+            state.ends.append(state.copy(state.moves(keep), _KEPT))
 
-    def _hops(self, rank: int, sign: int) -> Iterator[tuple[int, int]]:
-        """Yields each distance, and the rank at this distance after ``rank``, or with ``sign`` -1 before it."""
-        for hop in range(1, self._world_size):
-            yield hop, (rank + sign * hop) % self._world_size
-
-    def _slot(self, rank: int, at: int, hop: int, area: int = 0) -> int:
-        """Returns the address on ``rank`` of the place of chunk ``at`` of the rank ``hop`` before it."""
-        place = (area * COPY_PLACES + at % COPY_PLACES) * (self._world_size - 1) + hop - 1
-        return self._scratch[rank] + place * self._place_nbytes
-
-    def _at(self, at: int, rank: int) -> tuple[int, int]:
-        """Returns where chunk ``at`` of a rank's part begins in the whole tensor, and its size, in bytes."""
-        chunk = self._chunks[at]
-        return chunk.begin[rank] * self._itemsize, chunk.count[rank] * self._itemsize
-
-    def _step_of(self, rank: int, at: int) -> _Step:
-        after, before, areas = [*self._hops(rank, 1)], [*self._hops(rank, -1)], range(self._areas)
-        parts = [(self._slot(peer, at, hop), *self._at(at, peer)) for hop, peer in after]
-        places = [[self._slot(peer, at, hop, area) for hop, peer in after] for area in areas]
-        ends = [(hop, *self._at(at, peer)) for hop, peer in before]
-        kept = [[(begin, self._slot(rank, at, hop, area), nbytes) for hop, begin, nbytes in ends] for area in areas]
-        return _Step(*self._at(at, rank), self._chunks[at].offset * self._itemsize, parts, places, kept)
-
-    def _to_all(self, state: _Rank, at: int, source: int, area: int, stride: int = 0) -> list[Move]:
-        """Returns the copies of this rank's part to every peer: to peer p what is ``stride`` * p after ``source``."""
-        step, peers = self._step(state.rank, at), [peer for _, peer in self._hops(state.rank, 1)]
-        places = [state.outs[peer] + step.begin for peer in peers] if state.outs else step.places[area]
-        return [(to, source + peer * stride, step.nbytes) for to, peer in zip(places, peers, strict=True)]
-
-    def _keep(self, state: _Rank, at: int, area: int) -> None:
-        """Copies the peers' parts from scratch to the output, unless they were copied there directly."""
-        if not state.outs:
-            kept = self._step(state.rank, at).kept[area]
-            state.ends.append(state.copy([(state.out + begin, place, nbytes) for begin, place, nbytes in kept], _KEPT))
-
-    def _add(self, state: _Rank, at: int, output: int) -> None:
-        """Adds all ranks' parts of a chunk that has arrived, in rank order, on the caller's stream."""
-        step = self._step(state.rank, at)
-        if not step.nbytes:
-            return
+    def _add(self, state: _Rank, add: _Addition) -> None:
         launch, arguments = self._sums[state.rank]
-        arguments.numel, arguments.output = step.nbytes // self._itemsize, output
+        arguments.numel, arguments.output = add.nbytes // self._itemsize, state.bases[_OUT] + add.output
         arguments.epilogue.scalar[0] = state.factor
-        arguments.peer_input[state.rank] = state.x + step.begin
-        for hop, peer in self._hops(state.rank, -1):
-            arguments.peer_input[peer] = step.kept[0][hop - 1][1]
+        arguments.peer_input[state.rank] = state.bases[_X] + add.own
+        for peer, part in add.arrived.items():
+            arguments.peer_input[peer] = part
         with here(state.member.device):
             launch.enqueue(state.main.cuda_stream)
 
