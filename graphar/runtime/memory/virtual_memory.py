@@ -52,41 +52,35 @@ def why_not(device: int) -> Reason | None:
 class Ranges:
     """Reserved address ranges, of which allocations take parts. A range is given back with its last part."""
 
-    sizes: dict[int, int] = field(default_factory=dict)  # of each range, by its begin
-    gaps: list[tuple[int, int]] = field(default_factory=list)  # begin and end, sorted; no two touch in a range
+    taken: dict[tuple[int, int], dict[int, int]] = field(default_factory=dict)  # by range: the sizes of parts by begin
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def take(self, nbytes: int) -> int:
         """Returns the begin of addresses that nothing else uses, for ``nbytes`` in whole granules."""
         with self._lock:
-            room = next((gap for gap in self.gaps if gap[1] - _aligned(gap[0], nbytes) >= nbytes), None)
-            if room is None:
+            for (begin, end), parts in self.taken.items():
+                address = _aligned(begin, nbytes)
+                for part in sorted(parts):
+                    if address + nbytes <= part:
+                        break
+                    address = _aligned(part + parts[part], nbytes)
+                if address + nbytes <= end:
+                    break
+            else:
                 size = -(-nbytes // RANGE_NBYTES) * RANGE_NBYTES
-                begin = int(call(driver.cuMemAddressReserve, size, _alignment(nbytes), 0, 0))
-                self.sizes[begin], room = size, (begin, begin + size)
-                self.gaps.append(room)
-            begin = _aligned(room[0], nbytes)
-            self.gaps.remove(room)
-            self.gaps += [gap for gap in ((room[0], begin), (begin + nbytes, room[1])) if gap[0] < gap[1]]
-            self.gaps.sort()
-            return begin
+                address = int(call(driver.cuMemAddressReserve, size, _alignment(nbytes), 0, 0))
+                parts = self.taken[address, address + size] = {}
+            parts[address] = nbytes
+            return address
 
-    def give_back(self, address: int, nbytes: int) -> None:
+    def give_back(self, address: int) -> None:
         """Gives addresses back, where nothing is mapped any more."""
         with self._lock:
-            begin, end = address, address + nbytes
-            for gap in [gap for gap in self.gaps if gap[1] == begin or gap[0] == end]:
-                if gap[1] == begin and begin not in self.sizes:
-                    begin = gap[0]
-                elif gap[0] == end and end not in self.sizes:
-                    end = gap[1]
-                else:
-                    continue  # the gap is of the next range
-                self.gaps.remove(gap)
-            if self.sizes.get(begin) == end - begin:
-                call(driver.cuMemAddressFree, begin, self.sizes.pop(begin))
-            else:
-                self.gaps = sorted([*self.gaps, (begin, end)])
+            (begin, end), parts = next(taken for taken in self.taken.items() if address in taken[1])
+            del parts[address]
+            if not parts:
+                del self.taken[begin, end]
+                call(driver.cuMemAddressFree, begin, end - begin)
 
 
 def _alignment(nbytes: int) -> int:
@@ -145,7 +139,7 @@ def mapped(memory, nbytes: int, devices: Sequence[int]) -> Iterator[int]:
     """Maps memory for these devices inside a ``with`` block, and yields its address."""
     with contextlib.ExitStack() as ends:
         address = ranges.take(nbytes)
-        ends.callback(ranges.give_back, address, nbytes)
+        ends.callback(ranges.give_back, address)
         place(address, nbytes, memory, devices)
         ends.callback(call, driver.cuMemUnmap, address, nbytes)
         yield address
@@ -244,7 +238,7 @@ class VirtualBuffer:
         """Gives all memory and the addresses back. Peers that have this process's memory mapped keep it."""
         self.clear()
         for pointer in self.pointers if self._reserved else ():
-            ranges.give_back(pointer, self._reserved)
+            ranges.give_back(pointer)
         self._reserved = 0
 
 
