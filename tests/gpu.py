@@ -27,8 +27,8 @@ from graphar.runtime.bind import collective
 from graphar.runtime.bind.launches import on_own_device
 from graphar.runtime.driver import call, on_device
 from graphar.runtime.engine import Engine
-from graphar.runtime.kernels import COUNTERS_NBYTES
 from graphar.runtime.registry import engine_of_group
+from graphar.runtime.runner import COUNTERS_NBYTES
 from tests import cases
 from tests.cases import same_bits
 
@@ -214,7 +214,7 @@ class Ranks:
 
     def _region(self, algorithm: str):
         runner = self.communicator.engine.runner
-        return runner.kernels.regions.get(Algorithm(algorithm)) if runner else None
+        return runner.regions.get(Algorithm(algorithm)) if runner else None
 
     def _counters(self, algorithm: str, rank: int) -> Counters:
         counters = Counters()

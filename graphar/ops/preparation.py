@@ -24,7 +24,7 @@ from graphar.runtime.bind import by_copies, loss
 from graphar.runtime.bind.launches import runner_of
 from graphar.runtime.catalogue import KernelSource
 from graphar.runtime.engine import Engine
-from graphar.runtime.kernels import threads_for_compiling
+from graphar.runtime.runner import threads_for_compiling
 
 NeededTile = tuple[Algorithm, torch.dtype, Tile, Product]  # the product has no shape
 
@@ -72,11 +72,11 @@ def prepare(
             least = {op: engine.table.copies.least(op, engine.world_size) for op in ops if op in COPYING}
             copied = [op for op, size in least.items() if size and (max_nbytes is None or max_nbytes >= size)]
             calls = [(COPYING[op], dtype) for op in copied for dtype in added]
-            of_copies = [by_copies.sources(runner.kernels, engine.world_size, *call) for call in calls]
-            of_kernels = map(runner.kernels.source_of, kernels)
-            runner.kernels.compile(itertools.chain(of_kernels, *of_tiles, *of_copies, *of_losses.values()))
+            of_copies = [by_copies.sources(runner, *call) for call in calls]
+            of_kernels = map(runner.source_of, kernels)
+            runner.compile(itertools.chain(of_kernels, *of_tiles, *of_copies, *of_losses.values()))
             for kernel in kernels:
-                runner.kernels.prepare(kernel)
+                runner.prepare(kernel)
             for tile in tiles:
                 load_tile(runner, *tile)
             for call in calls:

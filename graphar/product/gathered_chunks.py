@@ -45,8 +45,7 @@ class GatheredChunks:
     def __init__(self, engine: Engine, call: Call[Product], algorithm: Algorithm) -> None:
         self._engine, self._runner, self._call, self._algorithm = engine, runner_of(engine), call, algorithm
         self._slots: BoundedCache[torch.Tensor] = BoundedCache()
-        kernels = runner_of(engine).kernels
-        kernels.prepare_all((algorithm, "chunks"), algorithm, f"{algorithm.value} for chunks", lambda member: None)
+        self._runner.prepare_all((algorithm, "chunks"), algorithm, f"{algorithm.value} for chunks", lambda member: None)
         # Lets the current streams wait until all ranks have come.
         self._meet: Callable[..., None] = meetings(engine, call, algorithm, f"{agreement.words(call)}, in chunks")
 
@@ -101,7 +100,7 @@ class GatheredChunks:
     def _address(self, rank: int, hop: int) -> int:
         world_size = self._engine.world_size
         capacity = self._algorithm.row.scratch(world_size).capacity
-        return self._runner.kernels.scratch(self._algorithm)[rank] + gathered_slot_offset(
+        return self._runner.scratch(self._algorithm)[rank] + gathered_slot_offset(
             world_size, capacity, world_size - hop
         )
 

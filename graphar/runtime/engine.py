@@ -182,7 +182,7 @@ class Engine:
             self.table,
             runner.chip if runner else self.table.chip,
             problem,
-            runner.kernels.why_no_multicast if runner else lambda: None,
+            runner.why_no_multicast if runner else lambda: None,
             partial(self.hierarchy.set_up, x),
             self.multimem_stand_in,
             self.lossless,

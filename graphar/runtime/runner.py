@@ -1,4 +1,4 @@
-"""Runner: what the calls of one communicator share on this process's GPUs: ranks, kernels, arguments, failures.
+"""Runner: what the calls of one communicator share on this process's GPUs: ranks, kernels, scratch, failures.
 
 Kernels report failures in records: waits that expired, calls that overlapped, and ranks whose calls differ.
 """
@@ -8,11 +8,14 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import json
+import logging
 import os
 import threading
+import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -23,23 +26,25 @@ from graphar.errors import (
     ConcurrentCallError,
     DriverError,
     GrapharError,
+    Reason,
     TimeoutRecord,
 )
 from graphar.plan.algorithms import Algorithm, of_number
+from graphar.plan.config import Kernel
 from graphar.plan.policy import Chip
 from graphar.plan.slices import Slice
 from graphar.plan.tables import Table
-from graphar.ranks.agreement import Fingerprints, words_with_numbers
-from graphar.ranks.capture import is_capturing
+from graphar.ranks.agreement import Fingerprints, words_of_kernel, words_with_numbers
+from graphar.ranks.capture import check_can_prepare, is_capturing
 from graphar.ranks.rendezvous import Ranks, RanksAbsent, StoreRendezvous
-from graphar.runtime import launcher
+from graphar.runtime import catalogue, compiler, launcher
 from graphar.runtime.arguments import KEPT_CALLS, Arguments, Counters, EpochState, Record
 from graphar.runtime.availability import COMMUNICATORS
+from graphar.runtime.catalogue import KernelSource
 from graphar.runtime.driver import call, driver, on_device
-from graphar.runtime.kernels import Kernels
 from graphar.runtime.member import Member
-from graphar.runtime.memory.multicast import TorchMemory
-from graphar.runtime.memory.peer_memory import LocalMemory, PeerMemory, ProcessMemory
+from graphar.runtime.memory.multicast import TorchBuffer, TorchMemory
+from graphar.runtime.memory.peer_memory import Buffer, LocalMemory, PeerMemory, ProcessMemory
 from graphar.runtime.memory.symmetric_tensors import SymmetricTensors
 from graphar.runtime.user_tables import find_table
 from graphar.runtime.watch.stats import Memory, memory_of
@@ -47,6 +52,8 @@ from graphar.runtime.watch.stats import Memory, memory_of
 T = TypeVar("T", bound=Arguments)
 Struct = TypeVar("Struct", bound=ctypes.Structure)
 
+PART = 16  # the most kernels that a rank compiles before it meets the others, and the most threads for them
+COUNTERS_NBYTES = -(-ctypes.sizeof(Counters) // 4096) * 4096  # the scratch follows, and begins at a page
 _OVERLAPPED, _DISAGREED = 2, 3  # `overlapped` and `disagreed` in cuda_src/device/sync/record.cuh
 _CALLS = 1 << 32  # epochs and fingerprints are smaller
 
@@ -57,11 +64,21 @@ REPLAYED = (
 )
 _PREPARING = "preparing"  # the name under which a rank publishes the call that it makes a plan for
 
+_log = logging.getLogger(__name__)
+
+
+def threads_for_compiling(ranks: int) -> int:
+    """Returns how many cores each of the host's ranks has for itself, up to PART."""
+    bound = len(os.sched_getaffinity(0))  # fewer than the host has if ranks are bound to cores
+    return max(1, min(PART, bound, (os.cpu_count() or 1) // ranks))
+
 
 class Runner:
     """The ranks of this process, their kernels and their failures.
 
-    ``chip`` has the properties that the GPUs of all ranks share. Other arguments are those of Kernels.
+    ``chip`` has the properties that the GPUs of all ranks share. ``regions`` is the memory of each prepared algorithm:
+    its counters, and then its scratch. That of the multimem algorithms comes from ``multicast_memory``. If that is
+    None, in tests, it comes from ``memory``, and their kernels use ordinary accesses in place of multimem instructions.
     """
 
     def __init__(
@@ -74,8 +91,9 @@ class Runner:
         multicast_memory: TorchMemory | None,
     ) -> None:
         self.members, self.world_size, self.chip = members, world_size, chip
-        self.memory, self.rendezvous = memory, rendezvous
-        self.kernels = Kernels(members, world_size, memory, rendezvous, multicast_memory)
+        self.memory, self.rendezvous, self._multicast_memory = memory, rendezvous, multicast_memory
+        self.regions: dict[Algorithm, Buffer | TorchBuffer] = {}
+        self._functions: dict[Hashable, list] = {}
         self.symmetric = SymmetricTensors({member.rank: member.device for member in members}, memory)
         # Held during launches: threads share the arguments, and must reach the members in the same order.
         self.lock = threading.RLock()
@@ -85,6 +103,92 @@ class Runner:
         self._fingerprints = Fingerprints(rendezvous)
         self._announces = False
 
+    # ---- kernels and their scratch ----------------------------------------------------------------------------------
+
+    def why_no_multicast(self) -> Reason | None:
+        """Returns why multimem algorithms cannot run. The first call is collective."""
+        return self._multicast_memory.why_not() if self._multicast_memory else None
+
+    def prepare(self, kernel: Kernel) -> list:
+        """Returns the functions of a kernel for each member. The first call for a kernel is collective."""
+        described = words_of_kernel(kernel)
+        return self.prepare_all(kernel.key, kernel.algorithm, described, lambda member: self._load(kernel, member))
+
+    def prepare_all(
+        self, key: Hashable, algorithm: Algorithm, described: str, load: Callable[[Member], object]
+    ) -> list:
+        """Loads kernels and allocates the algorithm's scratch, once for each key; returns the members' functions.
+
+        The first call for a key is collective. ``described`` is the kernels in words, equal on all ranks. ``load``
+        returns the functions of a member.
+        """
+        if functions := self._functions.get(key):
+            return functions
+        check_can_prepare(described, [member.device for member in self.members])
+        begin = time.perf_counter()
+        functions = self.rendezvous.agree(f"loading {described}", lambda: [*map(load, self.members)])
+        if algorithm not in self.regions:
+            self.regions[algorithm] = self._allocate(algorithm)
+        # No rank may launch before all have loaded the kernel and cleared their scratch.
+        self.rendezvous.exchange(f"preparing {described}", b"")
+        self._functions[key] = functions
+        _log.debug("loaded %s in %.2f s", described, time.perf_counter() - begin)
+        return functions
+
+    def compile(self, sources: Iterable[KernelSource]) -> None:
+        """Compiles kernels of this process's devices into the kernel cache, each of them on one rank. Collective.
+
+        Ranks meet after every part of the kernels, so a rank with slow cores keeps none waiting for longer. A kernel
+        that the cache does not bring to a rank, or that does not compile, is compiled when it is loaded.
+        """
+        wanted, ranks = list(dict.fromkeys(sources)), self.rendezvous.world_size
+        archs = dict.fromkeys(launcher.architecture(member.device) for member in self.members)
+
+        def compile_part(share: Sequence[KernelSource]) -> None:
+            for arch in archs:
+                able = [source for source in share if source.runs_on(arch)]
+                compiler.compile_at_once(able, arch, threads_for_compiling(ranks))
+
+        for begin in range(0, len(wanted), PART * ranks):
+            share = wanted[begin : begin + PART * ranks][self.rendezvous.rank :: ranks]
+            self.rendezvous.agree(f"compiling {len(wanted)} kernels", partial(compile_part, share))
+
+    def source_of(self, kernel: Kernel) -> KernelSource:
+        stands_in = kernel.algorithm.row.multimem and not self._multicast_memory
+        variant = "direct" if kernel.direct else "StandIn" if stands_in else None
+        return catalogue.source_of(kernel, self.world_size, variant)
+
+    def _load(self, kernel: Kernel, member: Member):
+        algorithm = kernel.algorithm
+        shared_nbytes = algorithm.row.scratch(self.world_size).shared_nbytes
+        return launcher.load(self.source_of(kernel), member.device, shared_nbytes, f"{algorithm.op}: {algorithm.value}")
+
+    def _allocate(self, algorithm: Algorithm) -> Buffer | TorchBuffer:
+        memory = (self._multicast_memory if algorithm.row.multimem else None) or self.memory
+        region = memory.allocate(COUNTERS_NBYTES + algorithm.row.scratch(self.world_size).nbytes)
+        self.arm(algorithm, region)
+        return region
+
+    def arm(self, algorithm: Algorithm, region: Buffer | TorchBuffer) -> None:
+        """Writes what kernels expect at the first call: zeros and no data that has arrived. No kernel may run."""
+        needs = algorithm.row.scratch(self.world_size)
+        for member in self.members:
+            counters = region.pointers[member.rank]
+            with on_device(member.device):
+                call(driver.cuMemsetD8, counters, 0, COUNTERS_NBYTES)
+                call(driver.cuMemsetD8, counters + COUNTERS_NBYTES, needs.fill, needs.nbytes)
+                call(driver.cuCtxSynchronize)
+
+    def counters(self) -> Mapping[Algorithm, Sequence[int]]:
+        """Returns the addresses of each prepared algorithm's counters, by rank."""
+        return {algorithm: region.pointers for algorithm, region in self.regions.items()}
+
+    def scratch(self, algorithm: Algorithm) -> list[int]:
+        """Returns the addresses of a prepared algorithm's scratch, by rank."""
+        return [pointer + COUNTERS_NBYTES for pointer in self.regions[algorithm].pointers]
+
+    # ---- arguments --------------------------------------------------------------------------------------------------
+
     def arguments(
         self, member: Member, algorithm: Algorithm, part: Slice, timeout_s: float, words: str, kind: type[T] = Arguments
     ) -> T:
@@ -92,12 +196,13 @@ class Runner:
 
         ``words`` say what the launch must have in common on all ranks. Kernels compare their fingerprints.
         """
-        counters, scratch = self.kernels.counters()[algorithm], self.kernels.scratch(algorithm)
+        counters, scratch = self.counters()[algorithm], self.scratch(algorithm)
+        multicast = self.regions[algorithm].multicast_pointer
         arguments = kind(
             numel=part.numel,
             timeout_ns=int(timeout_s * 1e9),
             capacity=algorithm.row.scratch(self.world_size).capacity,
-            multicast=self.kernels.multicast_scratch(algorithm),
+            multicast=multicast and multicast + COUNTERS_NBYTES,
             counters=counters[member.rank],
             abort=member.abort,
             record=member.record_pointer,
@@ -118,7 +223,7 @@ class Runner:
         return self._fingerprints.of(words_with_numbers(words, numbers), tells)
 
     def memory_use(self) -> Memory:
-        return memory_of(self.kernels.regions, self.symmetric.buffers)
+        return memory_of(self.regions, self.symmetric.buffers)
 
     # ---- failures and the end ---------------------------------------------------------------------------------------
 
@@ -126,7 +231,7 @@ class Runner:
         """Returns how many calls the kernels of each prepared algorithm have counted, by member; None: unreadable."""
         return {
             algorithm: [calls_begun(pointers[member.rank], member.device) for member in self.members]
-            for algorithm, pointers in self.kernels.counters().items()
+            for algorithm, pointers in self.counters().items()
         }
 
     def launches(self) -> dict[str, int]:
@@ -187,7 +292,7 @@ class Runner:
             self._fingerprints.tell(record.expected)
             own = words(record.expected, record.rank, _PATIENCE_S)
             return own, words(record.seen, record.peer, _PATIENCE_S)
-        if algorithm not in self.kernels.regions:  # its memory is freed
+        if algorithm not in self.regions:  # its memory is freed
             return None
         counters = self._read_counters(next(member for member in self.members if member.rank == record.rank))
         ahead = _call_ahead_of(record.peer, counters)
@@ -222,7 +327,7 @@ class Runner:
 
     def _read_counters(self, member: Member) -> Mapping[Algorithm, Counters]:
         with on_device(member.device):
-            return {algorithm: read(Counters, at[member.rank]) for algorithm, at in self.kernels.counters().items()}
+            return {algorithm: read(Counters, at[member.rank]) for algorithm, at in self.counters().items()}
 
     def _last_calls(self) -> list[str]:
         """Returns, for each rank, its last call of each algorithm in words, such as "one_shot call 3"."""
@@ -233,7 +338,7 @@ class Runner:
         local, said = {member.rank: member.device for member in self.members}, []
         for rank in range(self.world_size):  # memory of an ended process stays readable while it is mapped here
             device = local.get(rank, self.members[0].device)
-            begun = {of: calls_begun(pointers[rank], device) for of, pointers in self.kernels.counters().items()}
+            begun = {of: calls_begun(pointers[rank], device) for of, pointers in self.counters().items()}
             calls = [f"{algorithm.value} call {count - 1}" for algorithm, count in begun.items() if count]
             known = "unknown" if None in begun.values() and not calls else ", ".join(calls) or "none"
             if preparing := self.rendezvous.published(_PREPARING, rank):
@@ -246,7 +351,7 @@ class Runner:
         for member in self.members:
             torch.cuda.synchronize(member.device)
             with on_device(member.device):
-                for algorithm, pointers in self.kernels.counters().items():
+                for algorithm, pointers in self.counters().items():
                     compare_last_calls(member.record, algorithm, pointers[member.rank], member.rank, self.world_size)
         self.raise_failure()
 
@@ -257,8 +362,8 @@ class Runner:
         """
         for member in self.members:
             torch.cuda.synchronize(member.device)
-        regions = [*self.kernels.regions.values(), *self.symmetric.buffers]
-        self.kernels.regions.clear()
+        regions = [*self.regions.values(), *self.symmetric.buffers]
+        self.regions.clear()
         with on_device(self.members[0].device):
             for member in self.members:
                 member.free()

@@ -121,12 +121,8 @@ def rank_one_of_four(monkeypatch, algorithm, note, rendezvous):
     runner.world_size, runner.members = 4, [SimpleNamespace(rank=1, device=0, abort=0, record_pointer=0)]
     runner.lock, runner.raise_failure, runner.symmetric = contextlib.nullcontext(), lambda: None, None
     runner._fingerprints = Fingerprints(rendezvous)
-    runner.kernels = SimpleNamespace(
-        prepare=lambda kernel: [None],
-        counters=lambda: {algorithm: [0x1000] * 4},
-        scratch=lambda algorithm: [0x2000] * 4,
-        multicast_scratch=lambda algorithm: 0,
-    )
+    runner.prepare = lambda kernel: [None]
+    runner.regions = {algorithm: SimpleNamespace(pointers=[0x1000] * 4, multicast_pointer=0)}
     return SimpleNamespace(
         runner=runner, world_size=4, table=H200, deadline=lambda call: 1.0, why_no_kernel=lambda *_: ""
     )

@@ -47,10 +47,8 @@ class Ranks:
     def __init__(self, world_size: int = 4, no_kernel: str = "", arch: str = "sm_90a", table: Table = H200) -> None:
         self.world_size, self.devices, self.table = world_size, None, table
         self._no_kernel = no_kernel
-        kernels = SimpleNamespace(prepare_all=lambda key, algorithm, words, load: [{key: words}])
-        self.runner = SimpleNamespace(
-            chip=Chip(SMS, arch), kernels=kernels, members=[SimpleNamespace(rank=0, device=0)]
-        )
+        self.runner = SimpleNamespace(chip=Chip(SMS, arch), members=[SimpleNamespace(rank=0, device=0)])
+        self.runner.prepare_all = lambda key, algorithm, words, load: [{key: words}]
         self.runner.lock, self.runner.raise_failure = contextlib.nullcontext(), lambda: None
 
     def keeping_failure(self):

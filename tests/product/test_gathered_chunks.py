@@ -55,9 +55,8 @@ class Ranks:
             lock=threading.Lock(),
             members=[SimpleNamespace(rank=rank, device=rank, leave=lambda: None) for rank in range(world_size)],
             raise_failure=lambda: self.steps.append(("host", "raise an earlier failure")),
-            kernels=SimpleNamespace(
-                scratch=lambda algorithm: [one.data_ptr() for one in self._memory], prepare_all=lambda *given: None
-            ),
+            scratch=lambda algorithm: [one.data_ptr() for one in self._memory],
+            prepare_all=lambda *given: None,
         )
         pairs = [(Stream(f"main {rank}", self.steps), Stream(f"side {rank}", self.steps)) for rank in range(world_size)]
         in_turn = itertools.cycle(pairs)

@@ -38,9 +38,9 @@ class Bound:
 
     def __init__(self):
         self.chip, self.words, self.members = CHIP, [], [MEMBER]
-        self.kernels = SimpleNamespace(
-            prepare_all=lambda *given: [dict.fromkeys(itertools.product((*GATHERED_TILES, *FP8_TILES), LAYOUTS))]
-        )
+
+    def prepare_all(self, *given):
+        return [dict.fromkeys(itertools.product((*GATHERED_TILES, *FP8_TILES), LAYOUTS))]
 
     def arguments(self, member, algorithm, one, timeout_s, words):
         self.words.append(words)

@@ -350,7 +350,7 @@ def bound(monkeypatch):
     communicator.engine.table = shipped_table("nvidia_h200")
     communicator.engine.runner = SimpleNamespace(
         chip=communicator.engine.table.chip,
-        kernels=SimpleNamespace(why_no_multicast=lambda: ""),
+        why_no_multicast=lambda: "",
         raise_failure=lambda: None,
         announced=contextlib.nullcontext,
         close=lambda: None,

@@ -78,7 +78,7 @@ def test_kernels_are_loaded_for_a_weight_by_rows_and_for_each_format(scales, mon
         asked.append((key, words))
         return [load(MEMBER)]
 
-    runner, given = SimpleNamespace(world_size=2, kernels=SimpleNamespace(prepare_all=prepare_all)), skinny_tile(8)
+    runner, given = SimpleNamespace(world_size=2, prepare_all=prepare_all), skinny_tile(8)
     for work in (product(), product(format=scales)):
         (loaded,) = load_tile(runner, Algorithm.MATMUL_ONE_SHOT, torch.bfloat16, given, work)
         assert [layout for _, layout in loaded] == list(LAYOUTS[:1] if work.format else LAYOUTS)

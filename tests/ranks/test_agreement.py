@@ -23,7 +23,7 @@ from graphar.ranks import agreement
 from graphar.ranks.agreement import Fingerprints
 from graphar.ranks.rendezvous import StoreRendezvous
 from graphar.runtime.catalogue import GATHERING_KERNELS, KERNELS, NORM_KERNELS, SKINNY_KERNELS, SUMMED_TILE_KERNELS
-from graphar.runtime.kernels import Kernels
+from graphar.runtime.runner import Runner
 
 BF16, NEGATED, DOUBLED = torch.bfloat16, Pointwise("(-v)", (), 8), Pointwise("2 * v", (), 8)
 ROWS = (128, 128)
@@ -162,9 +162,9 @@ def every_tile():
 
 @pytest.mark.parametrize("kind", ["kernels", "tiles"])
 def test_ranks_that_load_other_sources_say_so(kind):
-    kernels = Kernels([], 2, None, None, None)
+    runner = Runner([], 2, None, None, None, None)
     if kind == "kernels":
-        found = {(kernels.source_of(one), agreement.words_of_kernel(one)) for one in every_kernel()}
+        found = {(runner.source_of(one), agreement.words_of_kernel(one)) for one in every_kernel()}
     else:
         found = {(tuple(sources_of_tile(2, *one).items()), agreement.words_of_tile(*one)) for one in every_tile()}
     sources, words = (len({pair[at] for pair in found}) for at in range(2))

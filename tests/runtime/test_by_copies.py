@@ -72,11 +72,9 @@ class Machine:
             world_size=world_size,
             members=members,
             raise_failure=lambda: None,
-            kernels=SimpleNamespace(
-                scratch=lambda algorithm: [one.data_ptr() for one in self._scratch],
-                prepare=lambda kernel: None,
-                prepare_all=lambda key, algorithm, words, load: [load(member) for member in members],
-            ),
+            scratch=lambda algorithm: [one.data_ptr() for one in self._scratch],
+            prepare=lambda kernel: None,
+            prepare_all=lambda key, algorithm, words, load: [load(member) for member in members],
             symmetric=SimpleNamespace(where=lambda pointer: (self.symmetric[pointer], "")),
         )
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: self.mains[device])

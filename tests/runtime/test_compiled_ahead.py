@@ -25,10 +25,10 @@ from graphar.plan.config import Kernel
 from graphar.plan.tables import shipped_table
 from graphar.plan.work import Loss
 from graphar.ranks.rendezvous import Alone, StoreRendezvous
-from graphar.runtime import catalogue, compiler, kernels, launcher
+from graphar.runtime import catalogue, compiler, launcher
 from graphar.runtime.bind import loss
 from graphar.runtime.catalogue import KernelSource, softmax_backward_source
-from graphar.runtime.kernels import PART, Kernels, threads_for_compiling
+from graphar.runtime.runner import PART, Runner, threads_for_compiling
 from tests.processes import run_ranks
 
 ARCH = "sm_90a"
@@ -45,8 +45,8 @@ def asked(monkeypatch):
     return found
 
 
-def kernels_of(rendezvous, world_size=2):
-    return Kernels([SimpleNamespace(rank=rendezvous.rank, device=0)], world_size, None, rendezvous, None)
+def runner_of(rendezvous, chip=None, world_size=2):
+    return Runner([SimpleNamespace(rank=rendezvous.rank, device=0)], world_size, chip, None, rendezvous, None)
 
 
 class OneOfTwo:
@@ -65,7 +65,7 @@ class OneOfTwo:
 def test_each_rank_compiles_a_share_of_every_part_and_meets_the_others_after_it(asked):
     ranks = [OneOfTwo(rank) for rank in range(2)]
     for rank in ranks:
-        kernels_of(rank).compile(iter([*NAMED, NAMED[0]]))
+        runner_of(rank).compile(iter([*NAMED, NAMED[0]]))
 
     first, second, third, fourth = ([*sources] for sources, _, _ in asked)
     assert (first, second) == (NAMED[: 2 * PART : 2], NAMED[2 * PART :: 2])
@@ -76,7 +76,7 @@ def test_each_rank_compiles_a_share_of_every_part_and_meets_the_others_after_it(
 def test_a_process_that_has_all_ranks_compiles_all_kernels_that_its_devices_have_instructions_for(asked):
     other = KernelSource("matmul/matmul.cu", "kernel", only_arch="sm_100a")
 
-    kernels_of(Alone()).compile([*NAMED[:3], other])
+    runner_of(Alone()).compile([*NAMED[:3], other])
 
     assert [sources for sources, _, _ in asked] == [NAMED[:3]]
 
@@ -108,7 +108,7 @@ def compiled_here(rank, world_size, folder):
         mock.patch.object(launcher, "architecture", return_value=ARCH),
         mock.patch.object(compiler, "_compile", wraps=compiler._compile) as compile_one,
     ):
-        kernels_of(rendezvous).compile([*wanted, BROKEN])
+        runner_of(rendezvous).compile([*wanted, BROKEN])
         ahead = {call.args[0].name for call in compile_one.call_args_list}
         for source in wanted:
             compiler.compile_kernel(source, ARCH)
@@ -157,7 +157,7 @@ def loaded(monkeypatch):
     found = []
     monkeypatch.setattr(launcher, "load", lambda source, device, *_: found.append((source, device)) or 1)
     monkeypatch.setattr(launcher, "chip", lambda device: shipped_table("nvidia_h200").chip)
-    monkeypatch.setattr(kernels.Kernels, "_allocate", lambda self, algorithm: None)
+    monkeypatch.setattr(Runner, "_allocate", lambda self, algorithm: None)
     monkeypatch.setattr(loss, "runs_on", lambda device: True)
     monkeypatch.setattr(launcher, "load_once", functools.cache(launcher.load_once.__wrapped__))
     monkeypatch.setattr(loss, "_bind_forward", loss._bind_forward.__wrapped__)
@@ -168,7 +168,7 @@ def loaded(monkeypatch):
 def test_all_that_is_loaded_was_compiled_ahead(asked, loaded, ops):
     table = shipped_table("nvidia_h200")
     engine = mock.MagicMock(world_size=2, table=table, lossless=True, symmetric=None, devices=GPUS)
-    engine.runner = SimpleNamespace(kernels=kernels_of(Alone()), chip=table.chip, world_size=2)
+    engine.runner = runner_of(Alone(), table.chip)
 
     preparation.prepare(
         engine, ops, [torch.bfloat16, FP8], None, [codec("int8")], [form_to_prepare("-v")], len(ops) > 1
@@ -185,7 +185,7 @@ def test_all_that_is_loaded_was_compiled_ahead(asked, loaded, ops):
 def test_later_losses_and_their_backward_passes_load_nothing(asked, loaded, ranks, dtype):
     table = shipped_table("nvidia_h200")
     engine = mock.MagicMock(world_size=ranks, table=table, symmetric=None, devices=GPUS[:ranks])
-    engine.runner = SimpleNamespace(kernels=kernels_of(Alone()), chip=table.chip, world_size=2)
+    engine.runner = runner_of(Alone(), table.chip)
     engine.find_runner.return_value = ranks > 1
     preparation.prepare(engine, softmax.PREPARED, [dtype], None)
     prepared = list(loaded)

@@ -29,7 +29,7 @@ def grid_of(monkeypatch):
             chip=Chip(SMS, "sm_90a", communicators),
             world_size=2,
             members=[SimpleNamespace(device=0)],
-            kernels=SimpleNamespace(prepare=lambda kernel: [None]),
+            prepare=lambda kernel: [None],
             arguments=lambda *given: SimpleNamespace(bind=lambda *of_call: None),
         )
         call = Call(Sum(1024, "int8" if config.algorithm.row.takes_codec else ""), torch.bfloat16, 0)

@@ -48,7 +48,7 @@ class Ranks:
         ]
         for algorithm in (PUSH, PIPELINED):
             addresses = [0x1000 * (1 + algorithm.number) + 0x100 * rank for rank in range(WORLD_SIZE)]
-            self.runner.kernels.regions[algorithm] = SimpleNamespace(pointers=addresses)
+            self.runner.regions[algorithm] = SimpleNamespace(pointers=addresses)
             self.counters |= {address: Counters() for address in addresses}
 
         def read(struct, address):
@@ -60,7 +60,7 @@ class Ranks:
         monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
 
     def counters_of(self, algorithm, rank):
-        return self.counters[self.runner.kernels.counters()[algorithm][rank]]
+        return self.counters[self.runner.counters()[algorithm][rank]]
 
     def call(self, rank, algorithm, first, calls, to=range(WORLD_SIZE)):
         """Makes calls, given in words, of which the first one has a number, and tells the ranks ``to`` of each."""

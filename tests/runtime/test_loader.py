@@ -18,15 +18,15 @@ from graphar.runtime import launcher
 from graphar.runtime.bind import local_codec, residual_norm
 from graphar.runtime.catalogue import local_codec_sources
 from graphar.runtime.compiler import source_directory
-from graphar.runtime.kernels import Kernels
+from graphar.runtime.runner import Runner
 
 DEVICE = 1
 
 
 def load_for_a_communicator():
     members = [SimpleNamespace(rank=0, device=DEVICE)]
-    kernels = Kernels(members, 2, None, None, None)
-    return kernels._load(Kernel(Algorithm.TWO_SHOT_TMA, torch.bfloat16), members[0])
+    runner = Runner(members, 2, None, None, None, None)
+    return runner._load(Kernel(Algorithm.TWO_SHOT_TMA, torch.bfloat16), members[0])
 
 
 CODED = local_codec_sources(torch.bfloat16, codec("int4"))[0]

@@ -19,8 +19,8 @@ from graphar.ranks.rendezvous import Alone
 from graphar.runtime.bind import collective
 from graphar.runtime.catalogue import kernel_source
 from graphar.runtime.compiler import compile_kernel
-from graphar.runtime.kernels import Kernels
 from graphar.runtime.plan import Plan
+from graphar.runtime.runner import Runner
 
 SOURCE = kernel_source(Algorithm.ONE_SHOT, torch.bfloat16, 2)
 
@@ -85,12 +85,12 @@ def test_the_plan_of_a_kernel_is_logged_with_its_grid_and_table(call, line, log,
 
 
 def test_kernels_that_are_loaded_are_logged_once(log, monkeypatch):
-    kernels = Kernels([SimpleNamespace(rank=0, device=0)], 2, None, Alone(), multicast_memory=None)
-    monkeypatch.setattr(kernels, "_allocate", lambda algorithm: SimpleNamespace(pointers=[]))
+    runner = Runner([SimpleNamespace(rank=0, device=0)], 2, None, None, Alone(), multicast_memory=None)
+    monkeypatch.setattr(runner, "_allocate", lambda algorithm: SimpleNamespace(pointers=[]))
 
     for _ in range(2):
         described = "matmul_allreduce for torch.bfloat16"
-        kernels.prepare_all("key", Algorithm.MATMUL_ALLREDUCE, described, lambda member: "function")
+        runner.prepare_all("key", Algorithm.MATMUL_ALLREDUCE, described, lambda member: "function")
 
     (line,) = log()
     assert line.startswith("loaded matmul_allreduce for torch.bfloat16 in ")

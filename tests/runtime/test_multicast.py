@@ -25,11 +25,10 @@ from graphar.plan.work import Sum
 from graphar.ranks.rendezvous import StoreRendezvous
 from graphar.runtime.catalogue import kernel_source
 from graphar.runtime.engine import Engine
-from graphar.runtime.kernels import COUNTERS_NBYTES
 from graphar.runtime.member import Member
 from graphar.runtime.memory import multicast
 from graphar.runtime.memory.multicast import TorchMemory
-from graphar.runtime.runner import Runner
+from graphar.runtime.runner import COUNTERS_NBYTES, Runner
 
 PACKAGE = Path(graphar.__file__).parent
 OPEN = {"GRAPHAR_MULTICAST": "1"}
@@ -306,7 +305,7 @@ def test_a_kernel_gets_its_scratch_by_rank_by_distance_and_by_multicast(communic
     member = Member.__new__(Member)
     member.rank, member.device, member.abort, member.record_pointer = 3, 0, 0xA, 0xB
     pointers = [0x1000, 0x2000, 0x3000, 0x4000]
-    runner.kernels.regions[algorithm] = SimpleNamespace(pointers=pointers, multicast_pointer=address)
+    runner.regions[algorithm] = SimpleNamespace(pointers=pointers, multicast_pointer=address)
 
     given = runner.arguments(member, algorithm, Slice(8), 1.0, "a call")
 

@@ -24,8 +24,7 @@ from graphar.runtime.arguments import Record
 from graphar.runtime.bind import collective
 from graphar.runtime.catalogue import source_of
 from graphar.runtime.compiler import cache_key, compile_kernel
-from graphar.runtime.kernels import COUNTERS_NBYTES
-from graphar.runtime.runner import Runner
+from graphar.runtime.runner import COUNTERS_NBYTES, Runner
 from tests.outside import FOLDER, MAX_NBYTES, PUSHED_SUM, forget_loaded, load, load_own, slots
 from tests.runtime.conftest import edit, line_of
 
@@ -170,7 +169,7 @@ def runner():
     member = SimpleNamespace(rank=1, device=0, record=Record(), record_pointer=0x30, abort=0x40)
     found = Runner([member], 2, Chip(132, "sm_90a"), None, Nowhere(), None)
     region = SimpleNamespace(pointers=[0x10000, 0x20000], multicast_pointer=0)
-    found.kernels.regions[load()] = region
+    found.regions[load()] = region
     return found
 
 
@@ -189,9 +188,9 @@ def test_a_call_is_bound_to_its_kernel_and_to_a_grid_of_its_row(runner, monkeypa
     monkeypatch.setattr(collective, "KernelLaunch", lambda *given: made.append(given))
     monkeypatch.setattr(collective, "bind_launch", lambda *given: lambda: None)
     monkeypatch.setattr(collective.launcher, "can_overlap", lambda device: True)
-    monkeypatch.setattr(runner.kernels, "prepare", lambda kernel: [kernel])
+    monkeypatch.setattr(runner, "prepare", lambda kernel: [kernel])
     ring = load(threads=128, scratch=lambda n: replace(slots(n), shared_nbytes=512))
-    runner.kernels.regions[ring] = runner.kernels.regions[load()]
+    runner.regions[ring] = runner.regions[load()]
     call = Call(Sum(1024), torch.bfloat16, 0, algorithm=ring.value)
     facts = Facts(2, shipped_table("default"), runner.chip)
 

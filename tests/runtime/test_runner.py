@@ -34,7 +34,7 @@ def test_a_device_too_old_for_a_kernel_is_named(monkeypatch):
     of_one = Runner([member], 2, CHIP, memory=None, rendezvous=Alone(), multicast_memory=None)
 
     with pytest.raises(UnsupportedError, match=r"two_shot_tma needs sm_90 or newer, cuda:1 is sm_80"):
-        of_one.kernels.prepare(Kernel(Algorithm.TWO_SHOT_TMA, torch.bfloat16))
+        of_one.prepare(Kernel(Algorithm.TWO_SHOT_TMA, torch.bfloat16))
 
 
 class Peers:
@@ -162,7 +162,7 @@ def runner_of(monkeypatch, record, world_size=3, rendezvous=None):
     monkeypatch.setattr(runner, "calls_begun", lambda counters, device: begun[counters])
     monkeypatch.setattr(runner, "read", lambda struct, address: struct())  # no rank has told what it calls
     monkeypatch.setattr(runner, "on_device", contextlib.nullcontext)
-    made.kernels.regions = {
+    made.regions = {
         Algorithm.TWO_SHOT_PUSH: SimpleNamespace(pointers=[0x1000, 0x2000, 0x3000]),
         Algorithm.ONE_SHOT_PUSH: SimpleNamespace(pointers=[0x4000, 0x5000, 0x6000]),
     }
@@ -224,7 +224,7 @@ def test_the_failure_stays_the_one_it_was(monkeypatch):
     with pytest.raises(CollectiveTimeout) as first:
         failed.raise_failure()
     failed.members[0].record.peer = 1
-    failed.kernels.regions.clear()
+    failed.regions.clear()
 
     with pytest.raises(CollectiveTimeout) as second:
         failed.raise_failure()
@@ -238,7 +238,7 @@ def test_a_rank_whose_process_has_ended_or_that_cannot_be_read_is_told_apart(mon
     failed = runner_of(monkeypatch, record_of(kind=1), rendezvous=rendezvous)
     unreadable = {0x1000: 42, 0x2000: None, 0x3000: 0}
     monkeypatch.setattr(runner, "calls_begun", lambda counters, device: unreadable[counters])
-    del failed.kernels.regions[Algorithm.ONE_SHOT_PUSH]
+    del failed.regions[Algorithm.ONE_SHOT_PUSH]
 
     with pytest.raises(CollectiveTimeout) as raised:
         failed.raise_failure()
@@ -295,7 +295,7 @@ def close_with(monkeypatch, error):
     closing = runner_of(monkeypatch, record_of(kind=0), rendezvous=SimpleNamespace(close=close))
     freed, region = [], Region()
     closing.members[0].free = lambda: freed.append(True)
-    closing.kernels.regions = {Algorithm.ONE_SHOT: region}
+    closing.regions = {Algorithm.ONE_SHOT: region}
     try:
         closing.close()
     except RanksAbsent:

@@ -20,11 +20,10 @@ from graphar.ranks.rendezvous import Alone
 from graphar.runtime import runner as runners
 from graphar.runtime.arguments import Counters, Record
 from graphar.runtime.engine import open_engines
-from graphar.runtime.kernels import COUNTERS_NBYTES
 from graphar.runtime.memory import suspension
 from graphar.runtime.memory.peer_memory import LocalMemory, ProcessMemory
 from graphar.runtime.memory.suspension import Suspension
-from graphar.runtime.runner import Runner
+from graphar.runtime.runner import COUNTERS_NBYTES, Runner
 from graphar.runtime.watch.stats import Memory, MemoryUse
 from tests.fake_gpu import FakeDriver, descriptors, installed, tensor_at
 from tests.processes import on_ranks, run_ranks
@@ -286,7 +285,7 @@ def running(make_memory, ranks, rendezvous, *algorithms):
         memory = make_memory()
         made = Runner([*map(Member, ranks)], 2, None, memory, rendezvous, multicast_memory=None)
         for one in algorithms:
-            made.kernels.regions[one] = made.kernels._allocate(one)
+            made.regions[one] = made._allocate(one)
         made.symmetric.buffers.append(memory.allocate(2 << 20))
         made.fake = fake
         yield made
@@ -312,7 +311,7 @@ def suspended(runner, keeps_tensors=False):
 
 
 def counters_of(runner, algorithm, rank=0):
-    return Counters.from_address(runner.kernels.regions[algorithm].pointers[rank])
+    return Counters.from_address(runner.regions[algorithm].pointers[rank])
 
 
 def test_nothing_but_a_guard_stays_resident(runner):
@@ -330,7 +329,7 @@ def test_nothing_but_a_guard_stays_resident(runner):
 def test_a_guard_tells_every_kernel_that_its_call_is_aborted_and_not_alone(runner):
     suspended(runner)
 
-    for algorithm in runner.kernels.regions:
+    for algorithm in runner.regions:
         for rank in range(2):
             found = counters_of(runner, algorithm, rank)
             assert {(one.epoch, one.aborted) for one in found.epoch_state} == {(0, 1)}
@@ -339,7 +338,7 @@ def test_a_guard_tells_every_kernel_that_its_call_is_aborted_and_not_alone(runne
 
 def test_resumed_scratch_is_as_at_the_first_call(runner):
     algorithm = Algorithm.ONE_SHOT_PUSH
-    region = runner.kernels.regions[algorithm]
+    region = runner.regions[algorithm]
     pointers, needs = list(region.pointers), algorithm.row.scratch(2)
     for pointer in pointers:
         tensor_at(pointer, region.nbytes).fill_(0x33)
@@ -434,7 +433,7 @@ def fail_everywhere(engine, step, fails_here=True):
     runner, seen, reached = engine.runner, [], True
     (buffer,), before = runner.symmetric.buffers, [*what_is_held(runner)]
     ranks = [member.rank for member in runner.members]
-    counters = [(one, rank) for one in runner.kernels.regions for rank in ranks]
+    counters = [(one, rank) for one in runner.regions for rank in ranks]
     while reached:
         content = len(seen) % 100 + 1
         for rank in ranks:
@@ -446,7 +445,7 @@ def fail_everywhere(engine, step, fails_here=True):
         runner.fake.succeeding = len(seen) if fails_here else None
         with contextlib.suppress(GrapharError):
             engine.suspend("symmetric") if step == "suspend" else engine.resume()
-        regions = runner.kernels.regions
+        regions = runner.regions
         mapped = all(
             runner.fake.mapped.keys() >= {*regions[algorithm].pointers}  # the peers' too
             and counters_of(runner, algorithm, rank).epoch_state[3].aborted != regions[algorithm].resident

@@ -63,12 +63,11 @@ from graphar.runtime.bind.launches import runner_of
 from graphar.runtime.catalogue import KernelSource, sum_of_parts_source
 from graphar.runtime.driver import check, driver, on_device
 from graphar.runtime.engine import Engine
-from graphar.runtime.kernels import COUNTERS_NBYTES, Kernels
 from graphar.runtime.launcher import Grid, Launch
 from graphar.runtime.member import Member
 from graphar.runtime.memory.symmetric_tensors import tensor_at
 from graphar.runtime.plan import BoundedCache, Plan
-from graphar.runtime.runner import Runner
+from graphar.runtime.runner import COUNTERS_NBYTES, Runner
 from graphar.runtime.side_stream import stream_beside
 
 _AHEAD = COPY_PLACES - 1  # chunks that travel while a chunk is taken
@@ -168,7 +167,7 @@ def meetings(engine: Engine, call: Call, algorithm: Algorithm, words: str) -> Ca
     """
     xs, outs = [], []
     for member in runner_of(engine).members:
-        end = runner_of(engine).kernels.counters()[algorithm][member.rank] + COUNTERS_NBYTES
+        end = runner_of(engine).counters()[algorithm][member.rank] + COUNTERS_NBYTES
         for made, count in ((xs, 1), (outs, engine.world_size)):
             end -= PACK_NBYTES
             made.append(tensor_at(end, member.device, torch.empty(count, dtype=BYTE, device="meta")))
@@ -210,23 +209,21 @@ class _Rank(Lane):
 _MEETING = Kernel(MEETING, BYTE)
 
 
-def sources(kernels: Kernels, world_size: int, algorithm: Algorithm, dtype: torch.dtype) -> list[KernelSource]:
+def sources(runner: Runner, algorithm: Algorithm, dtype: torch.dtype) -> list[KernelSource]:
     """Returns the kernels that :func:`load` loads."""
-    adds = [] if BYTE in algorithm.row.dtypes else [sum_of_parts_source(dtype, world_size)]
-    return [kernels.source_of(_MEETING), *adds]
+    adds = [] if BYTE in algorithm.row.dtypes else [sum_of_parts_source(dtype, runner.world_size)]
+    return [runner.source_of(_MEETING), *adds]
 
 
 def load(runner: Runner, algorithm: Algorithm, dtype: torch.dtype) -> list:
     """Loads the kernels of an algorithm, and returns each member's local sum; empty for a gather. Collective."""
-    runner.kernels.prepare(_MEETING)
+    runner.prepare(_MEETING)
     if BYTE in algorithm.row.dtypes:  # it only moves data
-        runner.kernels.prepare_all((algorithm, "scratch"), algorithm, algorithm.value, lambda member: None)
+        runner.prepare_all((algorithm, "scratch"), algorithm, algorithm.value, lambda member: None)
         return []
     source = sum_of_parts_source(dtype, runner.world_size)
     key, what = (algorithm, source.name), f"{algorithm.value}, {source.name}"
-    return runner.kernels.prepare_all(
-        key, algorithm, what, lambda member: launcher.load(source, member.device, 0, what)
-    )
+    return runner.prepare_all(key, algorithm, what, lambda member: launcher.load(source, member.device, 0, what))
 
 
 Address = tuple[int, int]  # what it counts from, and bytes after that
@@ -282,7 +279,7 @@ class ByCopies:
         self._stride = self._counts[0] * self._itemsize if call.op == "alltoall" else 0
         functions = load(self._runner, config.algorithm, call.dtype)
         grid = Grid(config.blocks, config.threads, 0, overlaps=False)
-        self._scratch = self._runner.kernels.scratch(config.algorithm)
+        self._scratch = self._runner.scratch(config.algorithm)
         self._sums = {  # by rank; none in a gather
             member.rank: (Launch(function, [arguments], grid), arguments)
             for member, function in zip(self._runner.members, functions, strict=False)

@@ -107,7 +107,7 @@ def plan_of_slices(
 
 def bind_slice(runner: Runner, call: Call, config: Config, part: Slice, timeout_s: float) -> list[Launch]:
     """Returns, for each member, the launch of a slice of a call. The first call for a kernel is collective."""
-    functions = runner.kernels.prepare(kernel_of(config, call))
+    functions = runner.prepare(kernel_of(config, call))
     words, wire, row = agreement.words_of_launch(call, config, part), call.wire, config.algorithm.row
     shared_nbytes = row.scratch(runner.world_size).shared_nbytes
     is_early = runner.chip.may_overlap(config.blocks, row.takes_half(config.threads))

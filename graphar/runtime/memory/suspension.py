@@ -29,7 +29,7 @@ class Suspension:
 
     def __init__(self, runner: Runner) -> None:
         self._runner, self._meet = runner, runner.rendezvous
-        regions = runner.kernels.regions
+        regions = runner.regions
         # What can be given back: all symmetric tensors, else the suspension was refused, but not torch's memory.
         self._scratch = {of: region for of, region in regions.items() if isinstance(region, VirtualBuffer)}
         self._tensors = [buffer for buffer in runner.symmetric.buffers if isinstance(buffer, VirtualBuffer)]
@@ -99,8 +99,8 @@ class Suspension:
 
     def _restore(self) -> None:
         """Writes what memory must hold, and clears the records; notes whether a kernel has written one."""
-        for algorithm, region in self._runner.kernels.regions.items():
-            self._runner.kernels.arm(algorithm, region)
+        for algorithm, region in self._runner.regions.items():
+            self._runner.arm(algorithm, region)
         for buffer, kept in zip(self._tensors, self._kept, strict=False):
             for member in self._runner.members:
                 with on_device(member.device):
