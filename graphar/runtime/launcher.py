@@ -52,8 +52,9 @@ def can_overlap(device: int) -> bool:
     return attribute("COMPUTE_CAPABILITY_MAJOR", device) >= 9
 
 
+@functools.cache
 def load(source: KernelSource, device: int, shared_nbytes: int, what: str):
-    """Compiles ``source`` for ``device``, loads it there, and returns the kernel's function.
+    """Compiles ``source`` for ``device``, loads it there, and returns the kernel's function; once in a process.
 
     Loading while a kernel waits for other ranks could hang, so every kernel is loaded before its first launch. A block
     may have ``shared_nbytes`` bytes of dynamic shared memory. ``what`` is the kernel's name in errors.
@@ -65,12 +66,6 @@ def load(source: KernelSource, device: int, shared_nbytes: int, what: str):
     if is_capturing(device):
         raise UnsupportedError(f"{what} is not loaded and cannot be during graph capture; make one such call before")
     return load_cubin(compile_kernel(source, arch), device, shared_nbytes)
-
-
-@functools.cache
-def load_once(source: KernelSource, device: int, shared_nbytes: int, what: str):
-    """Returns the function of a kernel without communication, as :func:`load` does."""
-    return load(source, device, shared_nbytes, what)
 
 
 def load_cubin(cubin: Cubin, device: int, shared_nbytes: int):

@@ -28,7 +28,7 @@ def launches(monkeypatch):
         made.append(call)
         return Plan(launch, FALLBACK)
 
-    monkeypatch.setattr(collective, "select_and_bind", bind_kernel)
+    monkeypatch.setattr(collective, "bind", bind_kernel)
     monkeypatch.setitem(engines.binders, Parts, bind_kernel)
     monkeypatch.setattr(Engine, "why_no_kernel", lambda self, op, x: "")
     return made

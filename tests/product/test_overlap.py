@@ -403,9 +403,8 @@ def test_it_is_told_whose_matmul_multiplies_and_why_also_if_k_alone_differs(boun
     assert reason.endswith(f"; {words}")
 
 
-def test_it_is_told_for_a_norm_too(bound, gemm, monkeypatch):
+def test_it_is_told_for_a_norm_too(bound, gemm):
     bound.engine.table = MEASURED.table
-    monkeypatch.setattr(collective, "select_and_bind", lambda engine, call, x: Plan(None, *engine.select(call, x)))
 
     reason = explained(bound, NORMED, 8)
 
@@ -438,7 +437,6 @@ def test_a_repeated_call_multiplies_as_the_call_did(bound, gemm, monkeypatch, wo
         )
 
     monkeypatch.setattr(collective, "bind_kernel", bind)
-    monkeypatch.setattr(collective, "select_and_bind", bind)
     plan, operands = planned(bound, work, k)
     plan.launch_like(operands)(operands.inputs, operands.outputs, ())
 

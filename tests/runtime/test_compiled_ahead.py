@@ -155,11 +155,11 @@ GPUS = [torch.device("cuda", 0), torch.device("cuda", 1)]
 def loaded(monkeypatch):
     """The kernels that are loaded, and on which GPU."""
     found = []
-    monkeypatch.setattr(launcher, "load", lambda source, device, *_: found.append((source, device)) or 1)
+    load = functools.cache(lambda source, device, *_: found.append((source, device)) or 1)
+    monkeypatch.setattr(launcher, "load", load)
     monkeypatch.setattr(launcher, "chip", lambda device: shipped_table("nvidia_h200").chip)
     monkeypatch.setattr(Runner, "_allocate", lambda self, algorithm: None)
     monkeypatch.setattr(loss, "runs_on", lambda device: True)
-    monkeypatch.setattr(launcher, "load_once", functools.cache(launcher.load_once.__wrapped__))
     monkeypatch.setattr(loss, "_bind_forward", loss._bind_forward.__wrapped__)
     return found
 

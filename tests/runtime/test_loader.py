@@ -49,7 +49,7 @@ def device(monkeypatch):
     monkeypatch.setattr(launcher, "architecture", lambda device: state.arch)
     monkeypatch.setattr(launcher, "load_cubin", lambda cubin, device, nbytes: state.loaded.append((cubin, device)))
     monkeypatch.setattr(launcher, "is_capturing", lambda device: state.capturing)
-    monkeypatch.setattr(launcher, "load_once", launcher.load)
+    monkeypatch.setattr(launcher, "load", launcher.load.__wrapped__)
     monkeypatch.setattr(launcher, "compile_kernel", lambda source, arch: (source.file, arch))
     return state
 

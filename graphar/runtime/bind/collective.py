@@ -36,8 +36,8 @@ _ARGUMENTS = {Norm: NormArguments, TensorTuple: TupleArguments, Exchange: Exchan
 _log = logging.getLogger(__name__)
 
 
-def bind(engine: Engine, call: Call[Sum | Parts | Exchange], ranks: Sequence[Operands]) -> Plan:
-    """Returns the plan of a sum, of parts or of an all-to-all. Collective."""
+def bind(engine: Engine, call: Call, ranks: Sequence[Operands]) -> Plan:
+    """Returns the plan of a sum, parts or an all-to-all, or of another work that one kernel serves. Collective."""
     x = ranks[0].inputs[0]
     if call.wire and call.wire.seed is None:
         codec = replace(call.wire, seed=secrets.randbits(64)).text
@@ -69,12 +69,6 @@ def bind_without_kernel(engine: Engine, call: Call, x: torch.Tensor, config: Con
         run([Operands(inputs, outputs, numbers, corner)])
 
     return Plan(run, config, launch_like=lambda operands: launch)
-
-
-def select_and_bind(engine: Engine, call: Call, x: torch.Tensor) -> Plan:
-    """Returns the plan of a call with a first tensor like ``x`` that a kernel serves. Collective."""
-    config, reason = engine.select(call, x)
-    return bind_kernel(engine, call, config)._replace(reason=reason)
 
 
 def bind_kernel(engine: Engine, call: Call, config: Config) -> Plan:
@@ -156,7 +150,7 @@ def bind_tuple(engine: Engine, call: Call[TensorTuple], ranks: Sequence[Operands
         return _gather_each(engine, call, ranks)
     windows = [slice(begin, begin + MAX_TENSORS) for begin in range(0, len(work.dtypes), MAX_TENSORS)]
     works = [work._replace(dtypes=work.dtypes[window], rows=work.rows[window]) for window in windows]
-    plans = [select_and_bind(engine, call._replace(work=of_window), first) for of_window in works]
+    plans = [bind(engine, call._replace(work=of_window), ranks) for of_window in works]
     return one_after_another(plans, [partial(_within, window) for window in windows])
 
 
@@ -189,12 +183,12 @@ def bind_norm(engine: Engine, call: Call[Norm], ranks: Sequence[Operands]) -> Pl
     if not select.has_kernel_for_rows(work, call.dtype) or engine.why_no_kernel(work.op, x) or not any(work.parts):
         return _norm_in_steps(engine, call, ranks)
     if work.op != ALLREDUCE_NORM:
-        return select_and_bind(engine, call, x)
+        return bind(engine, call, ranks)
     (numel,), columns = work.parts, work.columns
     step = columns * select.norm_rows(engine.world_size, columns * call.dtype.itemsize)  # the most of one kernel
     counts = [min(step, numel - start) for start in range(0, numel, step)]
     pieces = {count: call._replace(work=work._replace(parts=(count,))) for count in counts}
-    plans = {count: select_and_bind(engine, piece, x) for count, piece in pieces.items()}
+    plans = {count: bind(engine, piece, ranks) for count, piece in pieces.items()}
     cuts = [partial(_rows, at * step // columns, count // columns) for at, count in enumerate(counts)]
     return one_after_another([plans[count] for count in counts], cuts)
 

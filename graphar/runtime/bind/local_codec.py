@@ -103,7 +103,7 @@ def _in_rows(messages: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], 
 
 
 def _load(device: int, source: KernelSource):
-    return launcher.load_once(source, device, 0, f"local_codec: {source.name}")
+    return launcher.load(source, device, 0, f"local_codec: {source.name}")
 
 
 @functools.lru_cache(maxsize=1024)

@@ -60,7 +60,7 @@ def norm(
 def load(device: int, dtype: torch.dtype, total_dtype: torch.dtype | None = None):
     """Loads and returns the kernel: before one that waits for other ranks runs, beside which loading could hang."""
     source = residual_norm_source(dtype, total_dtype)
-    return launcher.load_once(source, device, NORM_SHARED_NBYTES, f"residual_rmsnorm for {dtype}")
+    return launcher.load(source, device, NORM_SHARED_NBYTES, f"residual_rmsnorm for {dtype}")
 
 
 @functools.lru_cache(maxsize=1024)
@@ -127,7 +127,7 @@ def load_backward(device: int, dtype: torch.dtype, columns: int) -> tuple:
     """Loads and returns the kernels for rows of ``columns``. Do so before a kernel that waits for other ranks runs."""
     packs, stages, _ = _staging(device, columns * dtype.itemsize)
     sources, what = residual_norm_backward_sources(dtype, packs, stages), f"residual_rmsnorm_backward for {dtype}"
-    return tuple(launcher.load_once(source, device, attribute(_SHARED_NBYTES, device), what) for source in sources)
+    return tuple(launcher.load(source, device, attribute(_SHARED_NBYTES, device), what) for source in sources)
 
 
 @functools.lru_cache(maxsize=1024)

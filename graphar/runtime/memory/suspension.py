@@ -8,6 +8,7 @@ graphs hold addresses alone, so they stay valid.
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -34,7 +35,7 @@ class Suspension:
         self._scratch = {of: region for of, region in regions.items() if isinstance(region, VirtualBuffer)}
         self._tensors = [buffer for buffer in runner.symmetric.buffers if isinstance(buffer, VirtualBuffer)]
         self._guard: Guard | None = None
-        self._kept: list[dict[int, torch.Tensor]] = []  # of each symmetric buffer, by rank of this process
+        self._kept: list[tuple[int, int, torch.Tensor]] = []  # devices, the addresses of symmetric buffers, and content
         self._replayed = False  # whether a record that was cleared said so
 
     def end_work(self, keeps_tensors: bool) -> None:
@@ -55,14 +56,11 @@ class Suspension:
         self._runner.count_launches()
 
     def _save(self) -> None:
-        for buffer in self._tensors:
-            kept = {}
-            for member in self._runner.members:
-                host = _pinned(buffer.nbytes)
-                with on_device(member.device):
-                    call(driver.cuMemcpyDtoH, host.data_ptr(), buffer.pointers[member.rank], buffer.nbytes)
-                kept[member.rank] = host
-            self._kept.append(kept)
+        for buffer, member in itertools.product(self._tensors, self._runner.members):
+            pointer, host = buffer.pointers[member.rank], _pinned(buffer.nbytes)
+            with on_device(member.device):
+                call(driver.cuMemcpyDtoH, host.data_ptr(), pointer, buffer.nbytes)
+            self._kept.append((member.device, pointer, host))
 
     def _withdraw(self) -> None:
         """Gives the memory back. A step that fails is tried again once all other memory is free."""
@@ -101,11 +99,9 @@ class Suspension:
         """Writes what memory must hold, and clears the records; notes whether a kernel has written one."""
         for algorithm, region in self._runner.regions.items():
             self._runner.arm(algorithm, region)
-        for buffer, kept in zip(self._tensors, self._kept, strict=False):
-            for member in self._runner.members:
-                with on_device(member.device):
-                    host = kept[member.rank]
-                    call(driver.cuMemcpyHtoD, buffer.pointers[member.rank], host.data_ptr(), buffer.nbytes)
+        for device, pointer, host in self._kept:
+            with on_device(device):
+                call(driver.cuMemcpyHtoD, pointer, host.data_ptr(), host.nbytes)
         for member in self._runner.members:
             self._replayed = member.clear_record() or self._replayed
 
