@@ -239,10 +239,7 @@ class Engine:
         return KeepingFailure(self, op)
 
     def check_open(self, op: str = "graphar") -> None:
-        """Raises CommunicatorError, which names ``op``, if the engine is closed or suspended. torch.compile traces it.
-
-        It is enough for what needs no other rank, such as an explanation after a failure.
-        """
+        """Raises CommunicatorError with the ``op`` if the engine is closed or suspended. torch.compile traces it."""
         if self.closed:
             raise closed(op)
         if self.suspended:
@@ -275,10 +272,7 @@ class Engine:
         return reason or (inside and f"inside a host, {inside}")
 
     def suspend(self, keep: str | None) -> None:
-        """Gives the memory shared with other ranks back until :meth:`resume`. Collective.
-
-        An error before any rank gives memory back leaves all ranks as they were. A later error leaves them suspended.
-        """
+        """Gives shared memory back. Collective. If work does not end on a rank, all ranks stay as they are."""
         if self.suspended:
             return
         with self.keeping_failure("suspend"):

@@ -29,10 +29,9 @@ class Count:
 
 
 class Plan(NamedTuple):
-    """The kernels that a call launches, or a function that makes the call without kernels.
+    """The kernels that equal calls launch, or a function that makes the call without kernels.
 
-    Every equal call uses it again. A call with other tensors may need other launches: a matmul's kernels are
-    bound to the addresses of its operands.
+    A matmul's kernels are bound to the addresses of its operands: with other tensors it needs other launches.
     """
 
     # Makes the call with the operands of each rank of this process. Launches on torch's current streams.

@@ -38,7 +38,7 @@ _making = threading.RLock()  # two threads' first calls share an engine
 def engine_name(group: Group, op: str = "graphar", alone: bool = False) -> str:
     """Returns the name of a process group, mesh or communicator in an op's schema; "" for the default group.
 
-    Errors name ``op``. With ``alone``, a call without any group has a single rank: its name is ALONE.
+    With ``alone``, a call without any group has a single rank: its name is ALONE.
     """
     if group is None:
         return ALONE if alone and not (dist.is_available() and dist.is_initialized()) else ""
@@ -74,10 +74,7 @@ def known_engine(group: Group) -> Engine | None:
 
 
 def engine_of_group(name: str, op: str = "graphar", instead: str = _LIST_INSTEAD) -> Engine:
-    """Returns the engine of a call with one tensor, by the name of an engine or a process group; "": the default.
-
-    Errors name ``op``, and say what to do ``instead`` if there is no default group.
-    """
+    """Returns the engine of a call with one tensor, by the name of an engine or a process group; "": the default."""
     if name in open_engines:
         check_takes_tensors(open_engines[name])
         return open_engines[name]

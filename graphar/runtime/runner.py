@@ -99,7 +99,7 @@ class Runner:
         self.lock = threading.RLock()
         self._failure: GrapharError | None = None
         self.suspended = False  # whether a guard is where scratch was (graphar.runtime.memory.suspension)
-        self._launched: Counter[str] = Counter()  # before the counters were last set to zero
+        self.launched: Counter[str] = Counter()  # before a suspension set the counters to zero
         self._fingerprints = Fingerprints(rendezvous)
         self._announces = False
 
@@ -119,8 +119,7 @@ class Runner:
     ) -> list:
         """Loads kernels and allocates the algorithm's scratch, once for each key; returns the members' functions.
 
-        The first call for a key is collective. ``described`` is the kernels in words, equal on all ranks. ``load``
-        returns the functions of a member.
+        The first call for a key is collective. Its kernels are ``described`` in words that are equal on all ranks.
         """
         if functions := self._functions.get(key):
             return functions
@@ -192,10 +191,7 @@ class Runner:
     def arguments(
         self, member: Member, algorithm: Algorithm, part: Slice, timeout_s: float, words: str, kind: type[T] = Arguments
     ) -> T:
-        """Returns the arguments that all kernels of a prepared algorithm take, for one member and slice.
-
-        ``words`` say what the launch must have in common on all ranks. Kernels compare their fingerprints.
-        """
+        """Returns what all kernels of a prepared algorithm take, for a member and slice. Ranks have equal ``words``."""
         counters, scratch = self.counters()[algorithm], self.scratch(algorithm)
         multicast = self.regions[algorithm].multicast_pointer
         arguments = kind(
@@ -239,11 +235,7 @@ class Runner:
         if any(is_capturing(member.device) for member in self.members):
             return {}
         begun = {algorithm.value: counts[0] or 0 for algorithm, counts in self.calls_begun().items()}
-        return dict(self._launched + Counter(begun))
-
-    def count_launches(self) -> None:
-        """Notes the launches so far, before counters are set to zero."""
-        self._launched = Counter(self.launches())
+        return dict(self.launched + Counter(begun))
 
     def raise_failure(self) -> None:
         if failure := self.failure():
@@ -356,10 +348,7 @@ class Runner:
         self.raise_failure()
 
     def close(self) -> None:
-        """Frees all memory after every rank that still runs has finished its work. Collective.
-
-        After RanksAbsent the memory that an absent rank's kernels may still write is not freed.
-        """
+        """Frees all memory, but not what an absent rank's kernels may still write, which raises. Collective."""
         for member in self.members:
             torch.cuda.synchronize(member.device)
         regions = [*self.regions.values(), *self.symmetric.buffers]
@@ -389,8 +378,8 @@ class Runner:
 def compare_last_calls(record: Record, algorithm: Algorithm, counters: int, rank: int, world_size: int) -> None:
     """Writes ``record`` if a peer told this rank of another call than its own, among an algorithm's last calls.
 
-    Kernels compare all but the last few. A peer that runs behind may not have told its last call yet. ``counters`` is
-    the address of the rank's Counters. The current device is the rank's own, and has no work queued.
+    Kernels compare all but these. A peer that runs behind may not have told its last call yet. ``counters`` is the
+    address of the rank's Counters. The current device, which is the rank's own, has no work queued.
     """
     copy = read(Counters, counters)
     called, begun = copy.called[:world_size], copy.epoch_state[0].epoch
@@ -446,16 +435,10 @@ def read(struct: type[Struct], address: int) -> Struct:
 def set_up(
     engine: Ranks, device: torch.device, rendezvous: StoreRendezvous, lossless: bool, stand_in: bool
 ) -> tuple[Runner, Table]:
-    """Returns the runner of an engine, if kernels reach all ranks, and the tuning table of its calls. Collective.
+    """Returns the runner of an engine, and the tuning table of its calls. Collective.
 
     ``device`` is this process's, or the first of the engine's. With ``stand_in``, for tests, multimem kernels use
-    ordinary accesses in place of multimem instructions.
-
-    Raises:
-        UnsupportedError: on every rank, if the kernels cannot reach all ranks.
-        CommunicatorError: a rank did not arrive in time, or on every rank, if they differ in ``lossless`` or in how
-            many communicators they declare.
-        ValueError: they declare no number of communicators for which their GPUs have room.
+    ordinary accesses in place of multimem instructions. UnsupportedError on every rank if kernels cannot reach all.
     """
     # With different settings they would wait for each other in different kernels.
     settings = {

@@ -28,8 +28,7 @@ def bind_launch(
 ) -> Launch:
     """Returns the function that launches a kernel of one member on torch's current stream.
 
-    The function writes the addresses of the first input and output into ``arguments``, and ``put`` everything else.
-    It raises the error that an earlier call reported.
+    It writes the addresses of the first input and output into ``arguments``, and ``put`` everything else.
     """
     device, record = member.device, member.record
     acquire, release = runner.lock.acquire, runner.lock.release  # `with` takes twice as long

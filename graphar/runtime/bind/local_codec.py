@@ -34,10 +34,7 @@ class CodecArguments(ctypes.Structure):
 
 
 def coder_of(call: Call, codec: Codec, devices: Sequence[torch.device] | None) -> Coder:
-    """Returns what encodes for a call without kernels between ranks: these kernels, or torch where they do not run.
-
-    ``devices`` are those of this process's ranks; None: the call's.
-    """
+    """Returns what encodes for a call without kernels between ranks: these kernels, or torch where they do not run."""
     indices = [device.index for device in devices] if devices else [call.device]
     if call.device < 0 or call.dtype not in TYPE_NAMES or not all(map(runs_on, indices)):
         return TorchCoder(codec)
@@ -80,13 +77,12 @@ class LocalCodec:
         noise: Noise,
     ) -> None:
         device, blocks = tensor.device.index, -(-self.codec.tiles(tensor.numel()) // _WARPS)
-        blocks = min(blocks, _BLOCKS_AN_SM * launcher.sm_count(device))
+        launches = _bind(device, self.sources[which], min(blocks, _BLOCKS_AN_SM * launcher.sm_count(device)))
         rows, pitch = _in_rows(messages)
         seed, number, source, begin = noise
-        tensors = {"tensor": tensor, "wire": wire, "messages": rows[0] if messages else None}
-        counts = {"pitch": pitch, "numel": tensor.numel(), "first_tile": begin // TILE_NUMEL, "count": len(messages)}
-        launches = _bind(device, self.sources[which], blocks)
-        launches.run(**tensors, **counts, seed=seed, call=number, source=source)
+        of_wire = {"wire": wire, "messages": rows[0] if messages else None, "pitch": pitch, "count": len(messages)}
+        of_noise = {"first_tile": begin // TILE_NUMEL, "seed": seed, "call": number, "source": source}
+        launches.run(tensor=tensor, numel=tensor.numel(), **of_wire, **of_noise)
 
 
 def _in_rows(messages: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], int]:

@@ -56,10 +56,7 @@ def check_list(op: str, xs: Sequence[torch.Tensor]) -> None:
 
 
 def check_list_to_join(op: str, xs: Sequence[torch.Tensor], axis: Any) -> int:
-    """Returns ``axis``, counted from the front, if ``xs`` can be the ranks of one process that gathers along it.
-
-    They have equal shapes but for ``axis``, equal dtypes of any kind, and are on distinct GPUs or on the CPU.
-    """
+    """As :func:`check_list`, but shapes may differ in ``axis``, and any dtype will do; returns it from the front."""
     for i, x in enumerate(xs):
         check_strided(op, f"tensor {i}", x)
         axis = check_axis(op, xs[0], axis)

@@ -87,10 +87,9 @@ class TorchMemory:
         return self._why_not
 
     def allocate(self, nbytes: int) -> TorchBuffer:
-        """Allocates ``nbytes`` bytes on every rank, uninitialised. Collective.
+        """Allocates ``nbytes`` bytes on every rank, uninitialised; UnsupportedError without multicast. Collective.
 
-        UnsupportedError, if there is no multicast. What torch raises on a rank may be known to others only after
-        torch's own time-out.
+        What torch raises on a rank may be known to others only after torch's own time-out.
         """
         if reason := self.why_not():
             raise UnsupportedError(reason)

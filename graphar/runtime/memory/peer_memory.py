@@ -28,9 +28,8 @@ from graphar.runtime.memory.virtual_memory import VirtualBuffer
 
 
 class SharedBuffer:
-    """One allocation of ``nbytes`` on each rank, mapped into this process; the interface of VirtualBuffer.
+    """The interface of VirtualBuffer by cuMemAlloc and legacy CUDA IPC, where the driver or a sandbox forbids those.
 
-    It is allocated by cuMemAlloc and shared by legacy CUDA IPC, where the driver or a sandbox forbids VirtualBuffers.
     Its memory cannot be given back while its addresses stay.
     """
 
@@ -182,12 +181,7 @@ class ProcessMemory(PeerMemory):
         super().__init__({rendezvous.rank: device}, rendezvous, rendezvous.world_size)
 
     def check(self) -> None:
-        """Checks that all ranks can share memory, and how. Collective.
-
-        Raises:
-            UnsupportedError: on every rank, if the ranks are on several hosts or a pair has no peer access.
-            ValueError: on every rank, if two ranks use one GPU, unless all ranks may share GPUs (for tests).
-        """
+        """Finds out how all ranks can share memory. UnsupportedError on every rank if they cannot. Collective."""
         with contextlib.ExitStack() as failing:
             failing.callback(self.close)
             mine = {"why_not": self._listen(), "host": host(), "gpu": _gpu(self._device), "may_share": may_share_gpu()}

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 
@@ -53,7 +54,7 @@ class Suspension:
             if is_capturing(member.device):
                 raise CommunicatorError("suspend: a graph is being captured; end the capture before")
         self._runner.synchronize()
-        self._runner.count_launches()
+        self._runner.launched = Counter(self._runner.launches())
 
     def _save(self) -> None:
         for buffer, member in itertools.product(self._tensors, self._runner.members):

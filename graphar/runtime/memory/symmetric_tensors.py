@@ -45,10 +45,7 @@ class SymmetricTensors:
         return [tensor_at(buffer.pointers[rank], device, like) for rank, device in self._devices.items()]
 
     def where(self, pointer: int) -> tuple[list[int], str]:
-        """Returns each rank's address for an address of this process, and words for it, the same on every rank.
-
-        There are no addresses if it is not symmetric.
-        """
+        """Returns each rank's address for a symmetric one of this process, else none, and words alike on all ranks."""
         if (known := self._places.get(pointer)) is not None:
             return known
         place: tuple[list[int], str] = [], " at no symmetric tensor"
@@ -94,8 +91,7 @@ class SymmetricTensors:
     def put_peers(self, arguments: Arguments, side: str) -> Callable[[], str]:
         """Returns a function that writes every rank's address of a symmetric "input" or "output" into the arguments.
 
-        The arguments already have this rank's address. The function returns where the tensor lies, in words that are
-        the same on every rank.
+        They have this rank's address already. The function returns :meth:`where` the tensor lies, in words.
         """
         is_input, last, place = side == "input", None, ""
 
