@@ -142,15 +142,10 @@ def requirements() -> dict[str, str]:
 
 def meets(version: str, specifier: str) -> bool:
     """Whether ``specifier`` allows a version. Raises ValueError for rules other than >= and <."""
-    allowed, numbers = [], _numbers(version)
-    for rule in filter(None, specifier.replace(" ", "").split(",")):
-        if rule.startswith(">="):
-            allowed.append(numbers >= _numbers(rule[2:]))
-        elif rule.startswith("<") and rule[1].isdigit():
-            allowed.append(numbers < _numbers(rule[1:]))
-        else:
-            raise ValueError(f"{specifier} has a rule other than >= and <")
-    return all(allowed)
+    rules = [re.fullmatch(r"(>=|<)(\d.*)", rule) for rule in filter(None, specifier.replace(" ", "").split(","))]
+    if not all(rules):
+        raise ValueError(f"{specifier} has a rule other than >= and <")
+    return all((_numbers(version) >= _numbers(rule[2])) == (rule[1] == ">=") for rule in rules if rule)
 
 
 def install(*names: str) -> str:
