@@ -16,9 +16,8 @@ from graphar.numerics.codecs import Codec, CodecName, as_codec
 from graphar.plan.algorithms import COPYING
 from graphar.plan.call import Call, Operands
 from graphar.plan.work import Parts
-from graphar.runtime.bind.launches import runner_of
 from graphar.runtime.checks import call_checks
-from graphar.runtime.engine import Engine
+from graphar.runtime.engine import Engine, runner_of
 from graphar.runtime.memory.symmetric_tensors import TensorPool
 from graphar.runtime.registry import Group, engine_of
 from graphar.runtime.side_stream import SideStream

@@ -23,7 +23,7 @@ from graphar.plan.slices import Slice
 from graphar.plan.tables import Table
 from graphar.plan.tune import Workload
 from graphar.runtime.bind.collective import bind_slice
-from graphar.runtime.bind.launches import runner_of
+from graphar.runtime.engine import runner_of
 
 REPEATS = 5
 HOPELESS = 1.5  # stop timing a configuration that takes this many times as long as the fastest

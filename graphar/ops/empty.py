@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from graphar.ranks.capture import check_not_capturing
-from graphar.runtime.bind.launches import runner_of
 from graphar.runtime.checks import tensor_checks
+from graphar.runtime.engine import runner_of
 from graphar.runtime.registry import Group, HasEngine, engine_of_either
 
 

@@ -21,9 +21,8 @@ from graphar.plan.work import FORMATS, Product, without_seeds
 from graphar.product.fused import Tile, load_tile, sources_of_tile
 from graphar.runtime import compiler, launcher
 from graphar.runtime.bind import by_copies, loss
-from graphar.runtime.bind.launches import runner_of
 from graphar.runtime.catalogue import KernelSource
-from graphar.runtime.engine import Engine
+from graphar.runtime.engine import Engine, runner_of
 from graphar.runtime.runner import threads_for_compiling
 
 NeededTile = tuple[Algorithm, torch.dtype, Tile, Product]  # the product has no shape

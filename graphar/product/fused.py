@@ -51,9 +51,9 @@ from graphar.product.tensor_maps import (
 from graphar.ranks import agreement
 from graphar.runtime import launcher
 from graphar.runtime.arguments import Arguments
-from graphar.runtime.bind.launches import bind_launch, on_own_device, put_agreed, runner_of
+from graphar.runtime.bind.launches import bind_launch, on_own_device, put_agreed
 from graphar.runtime.catalogue import KernelSource, fused_matmul_source
-from graphar.runtime.engine import Engine
+from graphar.runtime.engine import Engine, runner_of
 from graphar.runtime.launcher import Grid
 from graphar.runtime.launcher import Launch as KernelLaunch
 from graphar.runtime.member import Member

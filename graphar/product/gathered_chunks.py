@@ -27,8 +27,7 @@ from graphar.product.operands import MatmulOperands, operands_of
 from graphar.product.then import streams_of
 from graphar.ranks import agreement
 from graphar.runtime.bind.by_copies import Event, Lane, meetings
-from graphar.runtime.bind.launches import runner_of
-from graphar.runtime.engine import Engine
+from graphar.runtime.engine import Engine, runner_of
 from graphar.runtime.member import Member
 from graphar.runtime.memory.symmetric_tensors import tensor_at
 from graphar.runtime.plan import BoundedCache

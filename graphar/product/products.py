@@ -26,8 +26,7 @@ from graphar.product.multiply import choose, multiply
 from graphar.product.operands import flat, operands_of
 from graphar.product.then import Then, after
 from graphar.runtime.bind import residual_norm
-from graphar.runtime.bind.launches import runner_of
-from graphar.runtime.engine import Engine
+from graphar.runtime.engine import Engine, runner_of
 from graphar.runtime.plan import Plan, Tensors
 
 

@@ -363,6 +363,12 @@ class Engine:
         return self
 
 
+def runner_of(engine: Engine) -> Runner:
+    """Returns the runner of an engine. It has a runner, since a kernel was chosen for the call."""
+    assert engine.runner
+    return engine.runner
+
+
 class KeepingFailure:
     """Checks that calls can be made, and keeps a failure of the code inside or of the decorated function, for later."""
 

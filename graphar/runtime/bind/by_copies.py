@@ -59,10 +59,9 @@ from graphar.ranks import agreement
 from graphar.ranks.capture import is_capturing
 from graphar.runtime import launcher
 from graphar.runtime.arguments import Arguments
-from graphar.runtime.bind.launches import runner_of
 from graphar.runtime.catalogue import KernelSource, sum_of_parts_source
 from graphar.runtime.driver import check, driver, on_device
-from graphar.runtime.engine import Engine
+from graphar.runtime.engine import Engine, runner_of
 from graphar.runtime.launcher import Grid, Launch
 from graphar.runtime.member import Member
 from graphar.runtime.memory.symmetric_tensors import tensor_at

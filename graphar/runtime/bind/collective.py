@@ -24,8 +24,8 @@ from graphar.runtime import launcher
 from graphar.runtime.arguments import Arguments, ExchangeArguments, NormArguments, TupleArguments
 from graphar.runtime.bind import residual_norm
 from graphar.runtime.bind.by_copies import ByCopies
-from graphar.runtime.bind.launches import bind_launch, of_members, put_agreed, runner_of
-from graphar.runtime.engine import Engine
+from graphar.runtime.bind.launches import bind_launch, of_members, put_agreed
+from graphar.runtime.engine import Engine, runner_of
 from graphar.runtime.launcher import Grid
 from graphar.runtime.launcher import Launch as KernelLaunch
 from graphar.runtime.plan import Launch, Plan, Tensors

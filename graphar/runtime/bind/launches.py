@@ -10,17 +10,10 @@ from graphar.numerics.epilogues.epilogue import Pointwise
 from graphar.plan.call import Operands
 from graphar.runtime import launcher
 from graphar.runtime.arguments import Arguments, Put
-from graphar.runtime.engine import Engine
 from graphar.runtime.launcher import Launch as KernelLaunch
 from graphar.runtime.member import Member
 from graphar.runtime.plan import Launch
 from graphar.runtime.runner import Runner
-
-
-def runner_of(engine: Engine) -> Runner:
-    """Returns the runner of an engine. It has a runner, since a kernel was chosen for the call."""
-    assert engine.runner
-    return engine.runner
 
 
 def bind_launch(
