@@ -74,6 +74,7 @@ class Machine:
             raise_failure=lambda: None,
             scratch=lambda algorithm: [one.data_ptr() for one in self._scratch],
             prepare=lambda kernel: None,
+            source_of=lambda kernel: None,
             prepare_all=lambda key, algorithm, words, load: [load(member) for member in members],
             symmetric=SimpleNamespace(where=lambda pointer: (self.symmetric[pointer], "")),
         )

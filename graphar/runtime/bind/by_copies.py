@@ -214,15 +214,16 @@ def sources(runner: Runner, algorithm: Algorithm, dtype: torch.dtype) -> list[Ke
     return [runner.source_of(_MEETING), *adds]
 
 
-def load(runner: Runner, algorithm: Algorithm, dtype: torch.dtype) -> list:
+def load(runner: Runner, algorithm: Algorithm, dtype: torch.dtype) -> list[list]:
     """Loads the kernels of an algorithm, and returns each member's local sum; empty for a gather. Collective."""
     runner.prepare(_MEETING)
-    if BYTE in algorithm.row.dtypes:  # it only moves data
-        runner.prepare_all((algorithm, "scratch"), algorithm, algorithm.value, lambda member: None)
-        return []
-    source = sum_of_parts_source(dtype, runner.world_size)
-    key, what = (algorithm, source.name), f"{algorithm.value}, {source.name}"
-    return runner.prepare_all(key, algorithm, what, lambda member: launcher.load(source, member.device, 0, what))
+    _, *sums = sources(runner, algorithm, dtype)
+    words = ", ".join([algorithm.value, *[source.name for source in sums]])
+
+    def load_sums(member: Member) -> list:
+        return [launcher.load(source, member.device, 0, words) for source in sums]
+
+    return runner.prepare_all((algorithm, words), algorithm, words, load_sums)
 
 
 Address = tuple[int, int]  # what it counts from, and bytes after that
@@ -276,12 +277,13 @@ class ByCopies:
             self._slices = copied_chunks(self._counts, self._itemsize, self._place_nbytes, *chunks)
         # Bytes from a part of the input to the next rank's. An all-to-all has equal parts, an all-gather one for all.
         self._stride = self._counts[0] * self._itemsize if call.op == "alltoall" else 0
-        functions = load(self._runner, config.algorithm, call.dtype)
+        loaded = load(self._runner, config.algorithm, call.dtype)
         grid = Grid(config.blocks, config.threads, 0, overlaps=False)
         self._scratch = self._runner.scratch(config.algorithm)
         self._sums = {  # by rank; none in a gather
             member.rank: (Launch(function, [arguments], grid), arguments)
-            for member, function in zip(self._runner.members, functions, strict=False)
+            for member, sums in zip(self._runner.members, loaded, strict=True)
+            for function in sums
             for arguments in [Arguments()]
         }
         self._ranks: BoundedCache[_Rank] = BoundedCache()  # by rank, and the handle of the caller's stream
@@ -387,10 +389,10 @@ class ByCopies:
 
     def _copy_own_part(self, state: _Rank) -> bool:
         """Copies a rank's own part of a gather to its output beside the pushes; False if the input lies there."""
-        own, begin = state.bases[_X] + state.rank * self._stride, self._slices[0].begin[state.rank] * self._itemsize
-        if own != (mine := state.bases[_OUT] + begin):
-            state.copy([(mine, own, self._counts[state.rank] * self._itemsize)], _RESULTS)
-        return own != mine
+        source, begin = state.bases[_X] + state.rank * self._stride, self._slices[0].begin[state.rank]
+        if source != (to := state.bases[_OUT] + begin * self._itemsize):
+            state.copy([(to, source, self._counts[state.rank] * self._itemsize)], _RESULTS)
+        return source != to
 
     def _push(self, states: Sequence[_Rank], at: int) -> list[Event | None]:
         return [state.copy(state.moves(self._chunk(state.rank, at).push), _PUSHES) for state in states]
