@@ -137,7 +137,7 @@ class Engine:
         return plan
 
     def _say_how_calls_are_made(self, first: Plan) -> None:
-        how = f"no kernels: {first.explanation.reason}"
+        how = f"no kernels: {first.reason}"
         if self.runner:
             chip, forbidden = self.runner.chip, multicast.why_not(os.environ)
             how = (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple, TypeVar, cast
 
 import torch
@@ -46,15 +46,10 @@ class Plan(NamedTuple):
     matmul: Callable[[Operands], str] = lambda operands: ""
     served: Count = Count()  # plans that no engine keeps share a count
 
-    @property
-    def explanation(self) -> Explanation:
-        """The algorithm and grid of the call and the reason for them, without an expected time."""
-        return Explanation(self.config.algorithm.value, self.config.blocks, self.config.threads, self.reason)
-
-    def explain(self, operands: Operands) -> Explanation:
-        """Returns the explanation of a call with these operands of one rank, and says whose matmul multiplies them."""
-        reason = "; ".join(filter(None, (self.reason, self.matmul(operands))))
-        return replace(self.explanation, reason=reason)
+    def explain(self, operands: Operands | None = None) -> Explanation:
+        """Returns the algorithm, the grid and the reason, and whose matmul multiplies these operands of one rank."""
+        reason = "; ".join(filter(None, (self.reason, self.matmul(operands) if operands else "")))
+        return Explanation(self.config.algorithm.value, self.config.blocks, self.config.threads, reason)
 
 
 class BoundedCache(dict[Hashable, T]):

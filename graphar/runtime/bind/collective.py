@@ -55,7 +55,7 @@ def bind(engine: Engine, call: Call, ranks: Sequence[Operands]) -> Plan:
     else:
         plan = bind_without_kernel(engine, call, x, config)
     plan = plan._replace(reason=reason)
-    _log.debug("%s: %s", agreement.words(call), plan.explanation)
+    _log.debug("%s: %s", agreement.words(call), plan.explain())
     return plan
 
 
