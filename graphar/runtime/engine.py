@@ -289,9 +289,7 @@ class Engine:
         with self.keeping_failure("suspend"):
             self.hierarchy.in_hosts("ending all work", lambda engine: engine.end_work(keep))
             if self.runner:
-                suspension = Suspension(self.runner)
-                suspension.end_work(keep == "symmetric")
-                self._suspension = suspension
+                self._suspension = Suspension(self.runner, keep == "symmetric")
 
     def give_back(self) -> None:
         """Gives memory back once all work has ended: the second half of :meth:`suspend`. Collective."""

@@ -331,8 +331,7 @@ def test_ranks_of_one_process_are_suspended_and_resumed():
         for algorithm in algorithms:
             ranks.allreduce(parts, algorithm)
         for _ in range(3):
-            suspension = Suspension(ranks._runner)
-            suspension.end_work(keeps_tensors=True)
+            suspension = Suspension(ranks._runner, keeps_tensors=True)
             free = torch.cuda.mem_get_info()[0]
             suspension.give_back()
             assert torch.cuda.mem_get_info()[0] > free

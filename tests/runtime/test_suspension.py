@@ -304,8 +304,7 @@ def begun(counters, device):
 
 
 def suspended(runner, keeps_tensors=False):
-    made = Suspension(runner)
-    made.end_work(keeps_tensors)
+    made = Suspension(runner, keeps_tensors)
     made.give_back()
     return made
 
@@ -528,7 +527,7 @@ def test_it_is_refused_while_a_graph_is_captured(runner, monkeypatch):
     monkeypatch.setattr(suspension, "is_capturing", lambda device: device == 1)
 
     with pytest.raises(CommunicatorError, match="suspend: a graph is being captured; end the capture before"):
-        Suspension(runner).end_work(False)
+        Suspension(runner, keeps_tensors=False)
 
 
 def test_a_suspended_runner_is_closed_without_a_trace(runner):

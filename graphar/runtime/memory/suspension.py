@@ -26,21 +26,18 @@ from graphar.runtime.runner import REPLAYED, Runner
 class Suspension:
     """What a runner needs to go on after it was suspended. All methods are collective, but for :meth:`end`.
 
-    A driver call that fails leaves every address of scratch mapped: to its memory, or to the guard.
+    Making it waits for all ranks' work, and with ``keeps_tensors`` saves symmetric tensors in the host's memory. A
+    driver call that fails leaves every address of scratch mapped: to its memory, or to the guard.
     """
 
-    def __init__(self, runner: Runner) -> None:
+    def __init__(self, runner: Runner, keeps_tensors: bool) -> None:
         self._runner, self._meet = runner, runner.rendezvous
-        regions = runner.regions
         # What can be given back: all symmetric tensors, else the suspension was refused, but not torch's memory.
-        self._scratch = {of: region for of, region in regions.items() if isinstance(region, VirtualBuffer)}
+        self._scratch = {of: region for of, region in runner.regions.items() if isinstance(region, VirtualBuffer)}
         self._tensors = [buffer for buffer in runner.symmetric.buffers if isinstance(buffer, VirtualBuffer)]
         self._guard: Guard | None = None
         self._kept: list[tuple[int, int, torch.Tensor]] = []  # devices, the addresses of symmetric buffers, and content
         self._replayed = False  # whether a record that was cleared said so
-
-    def end_work(self, keeps_tensors: bool) -> None:
-        """Waits for all ranks' work; with ``keeps_tensors`` saves the symmetric tensors in the host's memory."""
         self._meet.agree("ending all work", self._end_work)
         if keeps_tensors:
             self._meet.agree("saving symmetric tensors", self._save)
