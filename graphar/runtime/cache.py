@@ -31,11 +31,8 @@ _UNFINISHED = "unfinished-"
 
 def load(key: str) -> bytes | None:
     """Returns the content stored under `key`; None if there is none, or if it is damaged or not trusted."""
-    directory = _directory()
-    if directory is None:
-        return None
     try:
-        header, line_end, content = (_read(directory / key) or b"").partition(b"\n")
+        header, line_end, content = (load_file("", key) or b"").partition(b"\n")
     except OSError:
         return None
     return content if header + line_end == _header(key, content) else None
@@ -53,7 +50,7 @@ def store(key: str, content: bytes) -> None:
 
 
 def load_file(folder: str, name: str) -> bytes | None:
-    """Returns the content of a file in a folder of the cache; None: there is none. OSError if it is not trusted."""
+    """Returns a file's content in a folder of the cache, or "": the cache; None: no file. OSError if not trusted."""
     directory = _directory()
     if directory is None or not (directory / folder).exists():
         return None
