@@ -17,8 +17,6 @@ from graphar.runtime.catalogue import residual_norm_backward_sources, residual_n
 from graphar.runtime.driver import attribute
 from graphar.runtime.launcher import Grid, Launch, OwnLaunches, early_grid, runs_on
 
-Tensors = tuple[torch.Tensor, ...]
-
 _THREADS_AN_SM = 2048  # by the launch bounds of cuda_src/norm/residual_rmsnorm.cu
 # As in cuda_src/norm/residual_rmsnorm_backward.cu: the size of PairsOfWarps, `tensors`, and `columns_added`.
 PAIRS_NBYTES = 512
