@@ -120,20 +120,15 @@ def on_a_gpu():
     return None, SimpleNamespace(op="allreduce"), [SimpleNamespace(inputs=[SimpleNamespace(is_cuda=True)])]
 
 
-def test_a_call_is_a_range_of_graphars_domain(ranges):
-    with hook.nvtx_sink(*on_a_gpu()):
-        ranges.append("the call")
-
-    assert ranges == [("graphar.allreduce", "graphar"), "the call", None]
-
-
-def test_without_the_package_a_call_is_a_range_of_torchs_domain(ranges, monkeypatch):
-    monkeypatch.setitem(sys.modules, "nvtx", None)
+@pytest.mark.parametrize("domain", ["graphar", None])
+def test_a_call_is_a_range_of_graphars_domain_or_without_the_package_of_torchs(ranges, monkeypatch, domain):
+    if domain is None:
+        monkeypatch.setitem(sys.modules, "nvtx", None)
 
     with hook.nvtx_sink(*on_a_gpu()):
         ranges.append("the call")
 
-    assert ranges == [("graphar.allreduce", None), "the call", None]
+    assert ranges == [("graphar.allreduce", domain), "the call", None]
 
 
 def test_a_call_on_the_cpu_is_no_range(ranges):
