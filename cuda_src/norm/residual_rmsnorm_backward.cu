@@ -20,7 +20,7 @@ struct PairsOfWarps {
 };
 
 // Adds two numbers of all threads, neighbours first. A place is overwritten two calls, so a barrier, later.
-__device__ __forceinline__ void add_over_block(float& a, float& b, float (&of_warp)[2][norm_gradient_threads / 32]) {
+DEVICE void add_over_block(float& a, float& b, float (&of_warp)[2][norm_gradient_threads / 32]) {
   const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   a = sum_of_warp(a), b = sum_of_warp(b);
   if (lane == 0) of_warp[0][warp] = a, of_warp[1][warp] = b;

@@ -20,7 +20,7 @@
 //     theirs, by a vote.
 struct StoreRelaxed {
   template <int Count>
-  __device__ __forceinline__ void operator()(Words<Count>* address, const u32* words) const {
+  DEVICE void operator()(Words<Count>* address, const u32* words) const {
     Words<Count> piece;
     for (int w = 0; w < Count; ++w) piece.word[w] = words[w];
     store_relaxed_sys(address, piece);
@@ -31,7 +31,7 @@ struct LoadRelaxed {
   bool& complete;  // turns false where a word has not arrived
 
   template <int Count>
-  __device__ __forceinline__ void operator()(const Words<Count>* address, u32* words) const {
+  DEVICE void operator()(const Words<Count>* address, u32* words) const {
     const Words<Count> piece = load_relaxed_sys(address);
     for (int w = 0; w < Count; ++w) {
       words[w] = piece.word[w];
@@ -42,7 +42,7 @@ struct LoadRelaxed {
 
 struct Arm {
   template <int Count>
-  __device__ __forceinline__ void operator()(Words<Count>* address, const u32*) const {
+  DEVICE void operator()(Words<Count>* address, const u32*) const {
     Words<Count> armed;
     for (int w = 0; w < Count; ++w) armed.word[w] = not_yet;
     store_relaxed_sys(address, armed);
@@ -50,7 +50,7 @@ struct Arm {
 };
 
 template <class C>
-__device__ __forceinline__ void push(const Wire<C>& to, u32 tile, const Coded<C>& coded) {
+DEVICE void push(const Wire<C>& to, u32 tile, const Coded<C>& coded) {
   static_assert(C::scheme == absmax, "a codec with minmax spares no word");
   visit_coded(to, tile, coded, StoreRelaxed{});
 }
@@ -65,13 +65,13 @@ struct Arrivals {
   u32 tile;
   u32 patience = 4;  // more for a tile that is a sum, as in receive (sentinel.cuh)
 
-  __device__ __forceinline__ Wire<C> wire(int rank) const {
+  DEVICE Wire<C> wire(int rank) const {
     return {reinterpret_cast<char*>(slot(a, 0, slots + rank * a.capacity)), tiles};
   }
 
   // Receives the tile from `first` and the ranks after it, and arms the words again. False in all lanes if one is late.
   template <int Count>
-  __device__ __forceinline__ bool operator()(int first, Received<C> (&part)[Count]) const {
+  DEVICE bool operator()(int first, Received<C> (&part)[Count]) const {
     Deadline deadline;
     while (true) {
       int missing = -1;

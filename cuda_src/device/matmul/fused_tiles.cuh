@@ -43,7 +43,7 @@ struct SummedSharedStorage {
 };
 
 template <class Travel, class Tile>
-__device__ __forceinline__ char* staged_box(const Ring<Tile>& ring, u32 consumer, int box) {
+DEVICE char* staged_box(const Ring<Tile>& ring, u32 consumer, int box) {
   static_assert(Tile::staged == Tile::boxes * Travel::places && !Tile::spills);
   return ring.staging + (consumer * Tile::boxes + box) * Travel::places * box_nbytes;
 }
@@ -238,9 +238,9 @@ struct Gatherer {
 
 // The first warpgroup: a sender for each consumer, then the producer. With all_reduce all gather in the end.
 template <class Operand, int N, class Tile, OperandLayout W, Collective Op, class Travel>
-__device__ __forceinline__ void run_helper(const Ring<Tile>& ring, SummedSharedStorage<Tile>& shared,
-                                           const TensorMap& a_map, const TensorMap& w_map, const TensorMap& output_map,
-                                           const MatmulArguments& m, const Arguments& a) {
+DEVICE void run_helper(const Ring<Tile>& ring, SummedSharedStorage<Tile>& shared, const TensorMap& a_map,
+                       const TensorMap& w_map, const TensorMap& output_map, const MatmulArguments& m,
+                       const Arguments& a) {
   const u32 warp = same_in_warp(threadIdx.x / 32);
   if (warp == 0) {
     const Call call = begin_call_in_warp(a);
@@ -271,9 +271,8 @@ constexpr int consumer_registers = Op == reduce_scatter                         
                                                                                            : 208;
 
 template <class T, int N, class Tile, OperandLayout W, Collective Op, class Expression, class Travel, class Scales>
-__device__ __forceinline__ void multiply_and_sum(const TensorMap& a_map, const TensorMap& w_map,
-                                                 const TensorMap& output_map, const typename Scales::Arguments& m,
-                                                 const Arguments& a) {
+DEVICE void multiply_and_sum(const TensorMap& a_map, const TensorMap& w_map, const TensorMap& output_map,
+                             const typename Scales::Arguments& m, const Arguments& a) {
   constexpr int registers = consumer_registers<Op, Tile>;
   const Ring<Tile> ring;
   auto& shared = static_shared<SummedSharedStorage<Tile>>();

@@ -45,7 +45,7 @@ class GatheredRows {
   }
 
   // The arguments of products of the rows of a rank, with their scales.
-  __device__ __forceinline__ typename Scales::Arguments of_rows(int from) const {
+  DEVICE typename Scales::Arguments of_rows(int from) const {
     typename Scales::Arguments of_owner = m;
     of_owner.m = a.count[from];
     if (from != a.rank) {
@@ -156,7 +156,7 @@ class GatheredRows {
   }
 
   template <int Copies, class To>
-  __device__ __forceinline__ void copy(u32 packs, const Pack* from, const To& to) const {
+  DEVICE void copy(u32 packs, const Pack* from, const To& to) const {
     constexpr u32 ahead = 4;  // packs that a thread loads before it stores the first
     for (u32 at = threadIdx.x % 32; at < packs; at += 32 * ahead) {
       Pack p[ahead];

@@ -20,7 +20,7 @@ struct LeafTree {
       reinterpret_cast<Pack*>(multiplier.ring.staging + multiplier.index * Tile::staged * box_nbytes) +
       threadIdx.x % 128;
 
-  __device__ __forceinline__ void multiply(Position<Tile>& at, Sums& sums) const {
+  DEVICE void multiply(Position<Tile>& at, Sums& sums) const {
     const auto operands = multiplier.first_operands();
     Nodes nodes;
     u32 before = 0;
@@ -55,7 +55,7 @@ struct LeafTree {
 
  private:
   // Adds to a complete leaf the nodes that end before it: as many as its number ends in ones, in binary.
-  __device__ __forceinline__ void add_to(Nodes& nodes, int leaf) const {
+  DEVICE void add_to(Nodes& nodes, int leaf) const {
     for (int width = 1; width & leaf; width *= 2) {
       if (Tile::spills && width == leaves / 2) {
         add_saved(nodes[leaf]);
@@ -67,7 +67,7 @@ struct LeafTree {
   }
 
   // Once the last tile's boxes have left the staging. A thread reads what it saved itself, before the next box.
-  __device__ __forceinline__ void save(const Sums& sums) const {
+  DEVICE void save(const Sums& sums) const {
     if (threadIdx.x % 128 == 0) wait_for_bulk_sources<0>();
     sync_warpgroup(1 + multiplier.index);
 #pragma unroll
@@ -78,7 +78,7 @@ struct LeafTree {
     }
   }
 
-  __device__ __forceinline__ void add_saved(Sums& sums) const {
+  DEVICE void add_saved(Sums& sums) const {
 #pragma unroll
     for (int i = 0; i < count; i += 4) {
       const Pack pack = staging[i / 4 * 128];

@@ -40,7 +40,7 @@ struct NodeExchange {
   }
 
   // Before the products of tile `number`: the places of the tile before may be overwritten.
-  __device__ __forceinline__ void free_places(u32 number) const {
+  DEVICE void free_places(u32 number) const {
     if (number == 0) return;
     const u32 lane = threadIdx.x % 32;
     fence_async_proxy_shared();
@@ -49,7 +49,7 @@ struct NodeExchange {
   }
 
   // Stores tile `number` of the cluster, whose first row and column in C are given. `sums` are this block's node.
-  __device__ __forceinline__ void store(const SumsOf<Tile>& sums, u32 row, u32 column, u32 number) const {
+  DEVICE void store(const SumsOf<Tile>& sums, u32 row, u32 column, u32 number) const {
     Mbarrier& mine = received(ring, index);
     if (threadIdx.x % 128 == 0) mine.arrive_and_expect((split - 1) * packs * 128 * sizeof(Pack));
     freed(ring, index).wait_for_cluster(number - 1);
@@ -71,13 +71,13 @@ struct NodeExchange {
   }
 
   // Pack i of this thread in the place of the part that block `from` sends.
-  __device__ __forceinline__ Pack* place(u32 from, int i) const {
+  DEVICE Pack* place(u32 from, int i) const {
     return reinterpret_cast<Pack*>(ring.staging + index * Tile::staged * box_nbytes) + (from * packs + i) * 128 +
            threadIdx.x % 128;
   }
 
   // Sends the parts of block `from`, this one. Each block begins with another receiver.
-  __device__ __forceinline__ void send(const SumsOf<Tile>& sums, int from) const {
+  DEVICE void send(const SumsOf<Tile>& sums, int from) const {
     for (int hop = 0; hop < split; ++hop) {
       const int to = from ^ hop;
       for (int i = 0; i < packs; ++i) {
@@ -92,7 +92,7 @@ struct NodeExchange {
   }
 
   // Adds this block's part of all nodes: neighbours, then their sums, until one is left.
-  __device__ __forceinline__ void add_nodes(float (&part)[count]) const {
+  DEVICE void add_nodes(float (&part)[count]) const {
     for (int i = 0; i < packs; ++i) {
       Pack nodes[split];
       for (int from = 0; from < split; ++from) nodes[from] = *place(from, i);
@@ -107,7 +107,7 @@ struct NodeExchange {
   }
 
   // Rows of C begin at multiples of 16 bytes and have a multiple of 8 elements, so pairs of columns are whole.
-  __device__ __forceinline__ void store_part(const float (&part)[count], u32 row, u32 column) const {
+  DEVICE void store_part(const float (&part)[count], u32 row, u32 column) const {
     const u32 lane = threadIdx.x % 32;
     row += threadIdx.x / 32 % 4 * 16 + lane / 4;
     column += lane % 4 * 2;

@@ -65,24 +65,24 @@ template <class Tile>
 using SumsOf = float[Tile::row_blocks * Tile::columns / 2];
 
 template <class Tile>
-__device__ __forceinline__ auto& sums_of_block(SumsOf<Tile>& sums, int block) {
+DEVICE auto& sums_of_block(SumsOf<Tile>& sums, int block) {
   return reinterpret_cast<float(&)[Tile::columns / 2]>(sums[block * Tile::columns / 2]);
 }
 
 // Where an operand of wgmma lies in shared memory, in boxes (tensor_map.cuh): a "matrix descriptor" of PTX. Parts of it
 // lie `offset` bytes further, also inside the swizzled 128.
-__device__ __forceinline__ u64 operand(const void* shared, u32 leading_nbytes, u32 stride_nbytes) {
+DEVICE u64 operand(const void* shared, u32 leading_nbytes, u32 stride_nbytes) {
   constexpr u64 swizzle_128_bytes = u64(1) << 62;
   return swizzle_128_bytes | u64(stride_nbytes >> 4) << 32 | u64(leading_nbytes >> 4) << 16 |
          (shared_address(shared) & 0x3ffff) >> 4;
 }
-__device__ __forceinline__ u64 advance(u64 operand, u32 offset) { return operand + (offset >> 4); }
+DEVICE u64 advance(u64 operand, u32 offset) { return operand + (offset >> 4); }
 
 // Rows of 64 elements of K: 8 rows are 1024 bytes, and the next 8 follow.
-__device__ __forceinline__ u64 operand_by_rows(const void* shared) { return operand(shared, 16, 1024); }
+DEVICE u64 operand_by_rows(const void* shared) { return operand(shared, 16, 1024); }
 
 // The transposed form: boxes of 64 of K, each a row of 64 columns. The next 64 columns are the next box.
-__device__ __forceinline__ u64 operand_by_columns(const void* shared) { return operand(shared, 64 * 128, 1024); }
+DEVICE u64 operand_by_columns(const void* shared) { return operand(shared, 64 * 128, 1024); }
 
 // A warpgroup that multiplies its rows of each tile. Operands lie in boxes, as in the matrices they come from.
 template <class T, class Tile, OperandLayout W, OperandLayout A = by_rows>
@@ -125,15 +125,14 @@ struct Multiplier {
   struct Operands {
     u64 rows, columns;
   };
-  __device__ __forceinline__ Operands first_operands() const {
+  DEVICE Operands first_operands() const {
     const char* const mine = ring.a(0) + Tile::warpgroup(index) * box_nbytes;
     return {A == by_rows ? operand_by_rows(mine) : operand_by_columns(mine),
             W == by_rows ? operand_by_rows(ring.w(0)) : operand_by_columns(ring.w(0))};
   }
 
   // Queues a group: the products of a place whose first column of K is `k`. Sums begin at zero where `k` is 0.
-  __device__ __forceinline__ void queue_place(const Operands& operands, const Position<Tile>& at, Sums& sums,
-                                              u32 k) const {
+  DEVICE void queue_place(const Operands& operands, const Position<Tile>& at, Sums& sums, u32 k) const {
     const auto [rows, columns] = operands;
     ring.filled[at.place].wait(at.use);
     const u32 place = at.place * Tile::place_nbytes;
@@ -183,7 +182,7 @@ struct Turns {
 
 // Rounds 64 x 64 sums, from `column` of the tile on, into a swizzled box.
 template <class T, int Count>
-__device__ __forceinline__ void round_box(const float (&sums)[Count], int column, char* to) {
+DEVICE void round_box(const float (&sums)[Count], int column, char* to) {
   const u32 lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane % 16;
 #pragma unroll
   for (int chunk = 0; chunk < 8; chunk += 2) {
@@ -195,7 +194,7 @@ __device__ __forceinline__ void round_box(const float (&sums)[Count], int column
 
 // Writes 64 x 32 sums, from `column` of the tile on, into a swizzled box of fp32.
 template <int Count>
-__device__ __forceinline__ void write_box(const float (&sums)[Count], int column, char* to) {
+DEVICE void write_box(const float (&sums)[Count], int column, char* to) {
   const u32 lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane / 4;
   for (int pair = 0; pair < 8; ++pair) {
     const int i = column / 2 + pair * 2;
@@ -207,7 +206,7 @@ __device__ __forceinline__ void write_box(const float (&sums)[Count], int column
 
 // Sums that stay in fp32 are a rank's partials, which get no bias.
 template <class T, int Count>
-__device__ __forceinline__ void add_bias(const MatmulArguments& a, u32 column, float (&sums)[Count]) {
+DEVICE void add_bias(const MatmulArguments& a, u32 column, float (&sums)[Count]) {
   if (sizeof(typename T::Storage) == sizeof(float) || a.bias == nullptr) return;
   const auto* bias = static_cast<const typename T::Storage*>(a.bias);
 #pragma unroll

@@ -25,9 +25,7 @@ struct ReceivedBox {
   u32 code[C::bits];
   float scale[4];
 
-  __device__ __forceinline__ void decode(int j, float (&v)[run_numel], bool add = false) const {
-    C::decode(code, j, scale[j], 0, v, add);
-  }
+  DEVICE void decode(int j, float (&v)[run_numel], bool add = false) const { C::decode(code, j, scale[j], 0, v, add); }
 };
 
 template <class T, class C>
@@ -47,7 +45,7 @@ struct AsCodes {
 
   // By all lanes: rounds boxes from `first` on to `From` and encodes them, together, so that one's shuffles overlap.
   template <class From, int Boxes, int Count>
-  __device__ __forceinline__ static void encode(const float (&sums)[Count], int first, CodedBox<C> (&coded)[Boxes]) {
+  DEVICE static void encode(const float (&sums)[Count], int first, CodedBox<C> (&coded)[Boxes]) {
     constexpr int E = elements_per_word<From>;
     float v[Boxes][4][run_numel], inverse[Boxes];
     u32 largest[Boxes][4];
@@ -77,7 +75,7 @@ struct AsCodes {
       }
   }
 
-  __device__ __forceinline__ static ReceivedBox<C> as_received(const CodedBox<C>& coded) {
+  DEVICE static ReceivedBox<C> as_received(const CodedBox<C>& coded) {
     ReceivedBox<C> received;
     for (int w = 0; w < C::bits; ++w) received.code[w] = coded.code[w];
     for (int j = 0; j < 4; ++j) received.scale[j] = number(Scale{}, __shfl_sync(all_lanes, coded.scale, j, 4));
@@ -86,8 +84,7 @@ struct AsCodes {
 
   // Puts each box to `place(box)`, then calls `staged(box)`.
   template <int Boxes, class Place, class Staged>
-  __device__ __forceinline__ static void put_all(const CodedBox<C> (&coded)[Boxes], const Place& place,
-                                                 const Staged& staged) {
+  DEVICE static void put_all(const CodedBox<C> (&coded)[Boxes], const Place& place, const Staged& staged) {
     const u32 thread = threadIdx.x % 128;
     for (int box = 0; box < Boxes; ++box) {
       visit_pieces(place(box), 128 * sizeof(u32), thread, coded[box].code, Store{});
@@ -96,7 +93,7 @@ struct AsCodes {
     }
   }
 
-  __device__ __forceinline__ static ReceivedBox<C> get(char* place, u32 thread) {
+  DEVICE static ReceivedBox<C> get(char* place, u32 thread) {
     constexpr int in_word = 4 / sizeof(typename Scale::Storage);
     ReceivedBox<C> received;
     u32 scales[4 / in_word];
@@ -199,8 +196,7 @@ struct AsCodes {
     }
   }
 
-  __device__ __forceinline__ static void add_bias_to_pair(const MatmulArguments& m, const Box& box, u32 column,
-                                                          float* v) {
+  DEVICE static void add_bias_to_pair(const MatmulArguments& m, const Box& box, u32 column, float* v) {
     if (m.bias == nullptr || column >= box.columns) return;
     const auto* const bias = static_cast<const typename T::Storage*>(m.bias) + box.column + column;
     float b[2];

@@ -17,9 +17,9 @@
 
 constexpr u32 calls_a_comparison = 8;
 
-__device__ __forceinline__ bool is_last_block() { return blockIdx.x == gridDim.x - 1; }
+DEVICE bool is_last_block() { return blockIdx.x == gridDim.x - 1; }
 
-__device__ __forceinline__ void tell_call(const Arguments& a, u32 epoch) {
+DEVICE void tell_call(const Arguments& a, u32 epoch) {
   if (!is_last_block() || threadIdx.x >= max_ranks) return;
   Counters* const there = a.peer_counters[threadIdx.x];
   if (there != nullptr)
@@ -27,7 +27,7 @@ __device__ __forceinline__ void tell_call(const Arguments& a, u32 epoch) {
 }
 
 // By all threads, in call `now`.
-__device__ __forceinline__ void compare_calls(const Arguments& a, u32 now) {
+DEVICE void compare_calls(const Arguments& a, u32 now) {
   if (!is_last_block()) return;
   for (u32 i = threadIdx.x; i < a.world_size * kept_calls; i += blockDim.x) {
     const u32 peer = i / kept_calls;

@@ -17,9 +17,7 @@ __device__ __noinline__ void stop_sending(const Arguments& a) {
 }
 
 // Internal: whether two entries of `called` are about one call, and differ.
-__device__ __forceinline__ bool disagree(u64 own, u64 told) {
-  return own != told && own >> 32 == told >> 32 && own != 0 && told != 0;
-}
+DEVICE bool disagree(u64 own, u64 told) { return own != told && own >> 32 == told >> 32 && own != 0 && told != 0; }
 
 // By any thread that gives up, which then ends its waits. The first one on this rank writes the record, and publishes
 // `kind` to the host with a release store of system scope; others change nothing. Everything queued behind sees `abort`

@@ -19,7 +19,7 @@ struct Noise {
 constexpr u32 noise_of_sum = 0xff;
 
 // 16 bits for each element of run `index`, the first lowest. Philox-4x32-7 passes BigCrush (Salmon et al., 2011).
-__device__ __forceinline__ void random_halves(const Noise& noise, u64 index, u32 (&word)[4]) {
+DEVICE void random_halves(const Noise& noise, u64 index, u32 (&word)[4]) {
   u32 key0 = u32(noise.seed), key1 = u32(noise.seed >> 32);
   u32 c0 = u32(index), c1 = u32(index >> 32), c2 = noise.call, c3 = noise.source;
 #pragma unroll
@@ -40,17 +40,17 @@ constexpr u32 smallest_scale = 0x00800000;
 template <class S>
 constexpr u32 no_scale = sizeof(typename S::Storage) == 2 ? 0x7fff : 0x7fffffff;
 
-__device__ __forceinline__ u32 round_up(bf16, float positive) { return (__float_as_uint(positive) + 0xffff) >> 16; }
-__device__ __forceinline__ u32 round_up(fp32, float positive) { return __float_as_uint(positive); }
+DEVICE u32 round_up(bf16, float positive) { return (__float_as_uint(positive) + 0xffff) >> 16; }
+DEVICE u32 round_up(fp32, float positive) { return __float_as_uint(positive); }
 
-__device__ __forceinline__ u32 round_down(bf16, float v) {
+DEVICE u32 round_down(bf16, float v) {
   const u32 bits = __float_as_uint(v);
   return (bits + (bits >> 31 ? 0xffff : 0)) >> 16;
 }
-__device__ __forceinline__ u32 round_down(fp32, float v) { return __float_as_uint(v); }
+DEVICE u32 round_down(fp32, float v) { return __float_as_uint(v); }
 
-__device__ __forceinline__ float number(bf16, u32 bits) { return __uint_as_float(bits << 16); }
-__device__ __forceinline__ float number(fp32, u32 bits) { return __uint_as_float(bits); }
+DEVICE float number(bf16, u32 bits) { return __uint_as_float(bits << 16); }
+DEVICE float number(fp32, u32 bits) { return __uint_as_float(bits); }
 
 constexpr u32 bf16_ones = 0x3f803f80;  // 1 in both halves of a word
 
@@ -62,8 +62,8 @@ struct Int {
 
   // Adds codes 8 j .. 8 j + 7 to zeros: integers in the low bits of floats from 2^23 to 2^24, minus those in `base`.
   template <Scheme S, Rounding R>
-  static __device__ __forceinline__ void encode(const float (&v)[run_numel], float inverse, const u32 (&random)[4],
-                                                int j, u32 (&word)[Bits]) {
+  static DEVICE void encode(const float (&v)[run_numel], float inverse, const u32 (&random)[4], int j,
+                            u32 (&word)[Bits]) {
     constexpr float round_at_one = 12582912;  // 1.5 x 2^23
     constexpr u32 base = 0x4b400000u - (S == absmax ? largest<S> : 0);
 #pragma unroll
@@ -85,7 +85,7 @@ struct Int {
 
   // The same codes as numbers, without the offset.
   template <Scheme S>
-  static __device__ __forceinline__ void decode(const u32 (&word)[Bits], int j, float (&v)[run_numel]) {
+  static DEVICE void decode(const u32 (&word)[Bits], int j, float (&v)[run_numel]) {
 #pragma unroll
     for (int e = 0; e < run_numel; ++e) {
       const Raised code = raised(word, (run_numel * j + e) * Bits);
@@ -95,7 +95,7 @@ struct Int {
 
   // Codes 8 j + 2 pair and the next, of absmax: without the offset, divided by `divisor`, as bf16 numbers.
   static constexpr u32 divisor = Bits == 8 ? 0x42804280 : bf16_ones;  // in each half; 64 or 1
-  static __device__ __forceinline__ u32 decode_pair(const u32 (&word)[Bits], int j, int pair) {
+  static DEVICE u32 decode_pair(const u32 (&word)[Bits], int j, int pair) {
     const int at = (run_numel * j + 2 * pair) * Bits;
     if (Bits == 8) {
       // A byte alone is a number in units of 2^-133, subnormal or not. This multiplies by 2^127, and adds -127 / 64.
@@ -116,7 +116,7 @@ struct Int {
     int index, bit;
   };
 
-  static __device__ __forceinline__ Byte byte_of(const u32 (&word)[Bits], int at) {
+  static DEVICE Byte byte_of(const u32 (&word)[Bits], int at) {
     constexpr int window = 8 - Bits < 1 ? 1 : 8 - Bits;
     const int w = at / 32, s = at % 32, shift = s % 8 / window * window;
     const u64 both = u64(s + Bits > 32 ? word[w + 1] : 0) << 32 | word[w];
@@ -128,7 +128,7 @@ struct Int {
     float power, sum;
   };
 
-  static __device__ __forceinline__ Raised raised(const u32 (&word)[Bits], int at) {
+  static DEVICE Raised raised(const u32 (&word)[Bits], int at) {
     constexpr int window = 24 - Bits;  // of the mantissa's bits that may be a code's lowest
     constexpr u32 mask = (1u << Bits) - 1, at_bit_0 = 0x4b000000;
     const int w = at / 32, s = at % 32;
@@ -147,8 +147,7 @@ struct E4m3 {
   static constexpr int largest = 448;
 
   template <Scheme S, Rounding R>
-  static __device__ __forceinline__ void encode(const float (&v)[run_numel], float inverse, const u32 (&random)[4],
-                                                int j, u32 (&word)[8]) {
+  static DEVICE void encode(const float (&v)[run_numel], float inverse, const u32 (&random)[4], int j, u32 (&word)[8]) {
 #pragma unroll
     for (int e = 0; e < run_numel; e += 2) {
       const float low = __fmul_rn(v[e], inverse), high = __fmul_rn(v[e + 1], inverse);
@@ -162,14 +161,14 @@ struct E4m3 {
   }
 
   template <Scheme S>
-  static __device__ __forceinline__ void decode(const u32 (&word)[8], int j, float (&v)[run_numel]) {
+  static DEVICE void decode(const u32 (&word)[8], int j, float (&v)[run_numel]) {
 #pragma unroll
     for (int e = 0; e < run_numel; e += 2) floats_from_e4m3x2(word[2 * j + e / 4] >> 8 * (e % 4), v[e], v[e + 1]);
   }
 
  private:
   // Stochastic rounding: adds random bits below e4m3's last place, which is bit 20 of v x 2^-120, and cuts them off.
-  static __device__ __forceinline__ u32 cut(float v, u32 half) {
+  static DEVICE u32 cut(float v, u32 half) {
     const u32 bits = __float_as_uint(__fmul_rn(v, 0x1p-120f));
     return (bits >> 24 & 0x80) | ((bits & 0x7fffffff) + (half << 4) + 8) >> 20;
   }
@@ -196,7 +195,7 @@ struct Codec {
     float inverse, low;  // 0 where the bucket has no scale
   };
 
-  static __device__ __forceinline__ Range range(float largest, float smallest) {
+  static DEVICE Range range(float largest, float smallest) {
     Range b{0, 0, 0, 0};
     if (S == minmax) {
       b.zero = round_down(Scale{}, smallest);
@@ -215,8 +214,8 @@ struct Codec {
   }
 
   // Decodes codes 8 j .. 8 j + 7 of a lane into `v`, or adds their values to it.
-  static __device__ __forceinline__ void decode(const u32 (&code)[bits], int j, float scale, float zero,
-                                                float (&v)[run_numel], bool add = false) {
+  static DEVICE void decode(const u32 (&code)[bits], int j, float scale, float zero, float (&v)[run_numel],
+                            bool add = false) {
     float unit[run_numel];
     Code::template decode<S>(code, j, unit);
 #pragma unroll
