@@ -2,8 +2,7 @@
 #pragma once
 #include "device/pack.cuh"
 
-// Internal: rows of several tensors. The last pack of each tensor is padded, so every tensor begins at a pack of the
-// part.
+// Internal: rows of several tensors, each of which begins at a pack of the part: the last pack of a tensor is padded.
 template <class T>
 struct PartOfTuple {
   const TupleArguments& a;

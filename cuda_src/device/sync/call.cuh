@@ -18,8 +18,8 @@
 //      that run one after another although their calls overlap, and blocks beyond the other call's grid. To report
 //      these, every call would have to count its running blocks, with the atomics of all of them on one word.
 #pragma once
-#include "device/sync/agreement.cuh"
 #include "device/sync/kernel_order.cuh"
+#include "device/sync/record.cuh"
 
 // What a thread knows of the call. Two calls that follow each other have epochs of different parity.
 struct Call {
