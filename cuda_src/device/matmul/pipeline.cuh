@@ -69,20 +69,18 @@ DEVICE auto& sums_of_block(SumsOf<Tile>& sums, int block) {
   return reinterpret_cast<float(&)[Tile::columns / 2]>(sums[block * Tile::columns / 2]);
 }
 
-// Where an operand of wgmma lies in shared memory, in boxes (tensor_map.cuh): a "matrix descriptor" of PTX. Parts of it
-// lie `offset` bytes further, also inside the swizzled 128.
-DEVICE u64 operand(const void* shared, u32 leading_nbytes, u32 stride_nbytes) {
-  constexpr u64 swizzle_128_bytes = u64(1) << 62;
-  return swizzle_128_bytes | u64(stride_nbytes >> 4) << 32 | u64(leading_nbytes >> 4) << 16 |
+// Where an operand of wgmma lies in shared memory, in boxes (tensor_map.cuh): a "matrix descriptor" of PTX. By rows of
+// 64 elements of K: 8 rows are 1024 bytes, and the next 8 follow. By columns: boxes of 64 of K, each a row of 64
+// columns; the next 64 columns are the next box. Parts of an operand lie `offset` bytes further, also inside the
+// swizzled 128.
+template <OperandLayout Layout>
+DEVICE u64 operand(const void* shared) {
+  constexpr u64 swizzle_128_bytes = u64(1) << 62, stride_nbytes = 1024,
+                leading_nbytes = Layout == by_rows ? 16 : box_nbytes;
+  return swizzle_128_bytes | stride_nbytes >> 4 << 32 | leading_nbytes >> 4 << 16 |
          (shared_address(shared) & 0x3ffff) >> 4;
 }
 DEVICE u64 advance(u64 operand, u32 offset) { return operand + (offset >> 4); }
-
-// Rows of 64 elements of K: 8 rows are 1024 bytes, and the next 8 follow.
-DEVICE u64 operand_by_rows(const void* shared) { return operand(shared, 16, 1024); }
-
-// The transposed form: boxes of 64 of K, each a row of 64 columns. The next 64 columns are the next box.
-DEVICE u64 operand_by_columns(const void* shared) { return operand(shared, 64 * 128, 1024); }
 
 // A warpgroup that multiplies its rows of each tile. Operands lie in boxes, as in the matrices they come from.
 template <class T, class Tile, OperandLayout W, OperandLayout A = by_rows>
@@ -127,8 +125,7 @@ struct Multiplier {
   };
   DEVICE Operands first_operands() const {
     const char* const mine = ring.a(0) + Tile::warpgroup(index) * box_nbytes;
-    return {A == by_rows ? operand_by_rows(mine) : operand_by_columns(mine),
-            W == by_rows ? operand_by_rows(ring.w(0)) : operand_by_columns(ring.w(0))};
+    return {operand<A>(mine), operand<W>(ring.w(0))};
   }
 
   // Queues a group: the products of a place whose first column of K is `k`. Sums begin at zero where `k` is 0.

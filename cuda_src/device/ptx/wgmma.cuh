@@ -3,8 +3,8 @@
 #include "device/pack.cuh"
 #include "device/ptx/tma.cuh"
 
-// sums[64, N] += A[64, 16] * B[16, N], or = with `first`. Each operand is one of operand_by_rows or operand_by_columns
-// (pipeline.cuh). Of e4m3, A is [64, 32] and B [32, N], both by rows, and the sums have fewer bits than fp32. Row r of
+// sums[64, N] += A[64, 16] * B[16, N], or = with `first`. Each operand is by rows or by columns (`operand` in
+// pipeline.cuh). Of e4m3, A is [64, 32] and B [32, N], both by rows, and the sums have fewer bits than fp32. Row r of
 // a warp's 16, columns 8 j + 2 c and 8 j + 2 c + 1, are sums[4 j + r / 8 * 2 + {0, 1}] of thread 4 (r % 8) + c.
 template <int N, bool a_by_columns, bool b_by_columns>
 struct Product;
