@@ -10,7 +10,6 @@
 // by a matmul. Rows of e4m3 travel with their scales. Ordering between ranks: (21) in gathered_rows.cuh.
 #include "device/epilogue.cuh"
 #include "device/matmul/gathered_rows.cuh"
-#include "device/matmul/tile_store.cuh"
 
 template <int N>
 struct RowsOfRanks {

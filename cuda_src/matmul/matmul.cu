@@ -12,7 +12,6 @@
 #include "device/matmul/leaf_tree.cuh"
 #include "device/matmul/node_exchange.cuh"
 #include "device/matmul/scaled_products.cuh"
-#include "device/matmul/tile_store.cuh"
 
 // A warpgroup that computes 64 rows of each tile, or with consumers that alternate all of every second tile.
 template <class T, class Tile, OperandLayout W, class Result>

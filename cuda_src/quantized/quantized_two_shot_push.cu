@@ -49,12 +49,6 @@ struct Arm {
   }
 };
 
-template <class C>
-DEVICE void push(const Wire<C>& to, u32 tile, const Coded<C>& coded) {
-  static_assert(C::scheme == absmax, "a codec with minmax spares no word");
-  visit_coded(to, tile, coded, StoreRelaxed{});
-}
-
 // The slots on this rank in which the ranks' codes of a tile arrive.
 template <class C>
 struct Arrivals {
@@ -96,6 +90,7 @@ struct Arrivals {
 
 template <class T, int N, class C>
 __global__ void __launch_bounds__(512, 1) quantized_two_shot_push(const __grid_constant__ Arguments a) {
+  static_assert(C::scheme == absmax, "a codec with minmax spares no word");
   const Tensor<T> input(a.input, a.numel), output(a.output, a.numel), errors(a.errors, a.numel);
   const u32 tiles = tile_count(a.numel);
   u32 shard = (tiles + N - 1) / N;
@@ -119,7 +114,7 @@ __global__ void __launch_bounds__(512, 1) quantized_two_shot_push(const __grid_c
   };
   for (u32 t = first; t < end;) {
     const Coded<C> coded = encode<C>(mine, t, {a.seed, call.epoch, a.rank});
-    push(wire(hop, scatter), t - begin, coded);
+    visit_coded(wire(hop, scatter), t - begin, coded, StoreRelaxed{});
     if constexpr (C::feedback) store_error(errors, t, mine, coded);
     t += stride;
     if (t < end) mine = load_values<C>(input, errors, t);
@@ -132,7 +127,7 @@ __global__ void __launch_bounds__(512, 1) quantized_two_shot_push(const __grid_c
       if (!sum_of_parts<C, N>(Arrivals<C>{a, call, scatter, shard, t - begin}, total)) break;
       const Coded<C> coded = encode<C>(tile_of(total), t, {a.seed, call.epoch, noise_of_sum});
 #pragma unroll
-      for (int peer = 1; peer < N; ++peer) push(wire(peer, gather), t - begin, coded);
+      for (int peer = 1; peer < N; ++peer) visit_coded(wire(peer, gather), t - begin, coded, StoreRelaxed{});
       sum[0] = as_received(coded);
     } else {
       if (!Arrivals<C>{a, call, gather, shard, t - begin, 5}(owner, sum)) break;

@@ -1,6 +1,6 @@
 // A skinny matmul: at most 64 rows of A, so its time is the time to load the weights.
 //
-//   loader, one thread   W, A --TMA--> ring (ring.cuh); W early, if it is constant: (26) in kernel_order.cuh
+//   loader, one thread   W, A --TMA--> ring (pipeline.cuh); W early, if it is constant: (26) in kernel_order.cuh
 //   warpgroup            ring --wgmma--> fp32 sums --round--> a box in shared memory -> packs of 8 columns ---> ranks
 //   then all threads     receive and sum
 //

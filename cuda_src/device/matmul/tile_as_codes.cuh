@@ -10,7 +10,7 @@
 #pragma once
 #include "device/matmul/pipeline.cuh"
 #include "device/matmul/warpgroup_tile.cuh"
-#include "device/wire/codec_lanes.cuh"
+#include "device/wire/codec.cuh"
 
 // A thread's codes, and the scale of the bucket of its run `lane() % 4`.
 template <class C>

@@ -1,4 +1,4 @@
-// Instructions of a warpgroup, 128 threads from a multiple of 128 on (sm_90a only). Their order: (9) in ring.cuh.
+// Instructions of a warpgroup, 128 threads from a multiple of 128 on (sm_90a only). Their order: (9) in pipeline.cuh.
 #pragma once
 #include "device/pack.cuh"
 #include "device/ptx/tma.cuh"

@@ -8,7 +8,7 @@
 // Accesses fill whole lines of 128 bytes. All 32 lanes of a warp take part: after three shuffles each of four lanes has
 // the largest value of one of their four rows, and computes the scale of that row's bucket for the others.
 #pragma once
-#include "device/wire/codec_lanes.cuh"
+#include "device/wire/codec.cuh"
 
 constexpr int tile_rows = 4;
 constexpr int row_numel = 32 * run_numel;
