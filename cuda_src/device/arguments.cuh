@@ -1,11 +1,9 @@
-// The structs that kernels receive. graphar/runtime/arguments.py mirrors them, and every kernel is compiled with a
-// check of every field.
+// The structs that kernels receive. graphar/runtime/arguments.py mirrors them; every kernel is compiled with a check.
 #pragma once
 #include "device/ptx/ptx.cuh"
 
-// The version of the headers that kernels from outside the package may include (docs/pages/primitives.md). It changes
-// with any contract or layout of these for which such a kernel may need a change. A kernel may require it:
-// `static_assert(interface_version == 1);`.
+// Of the headers that kernels from outside the package may include (docs/pages/primitives.md). It changes where such a
+// kernel may need a change; a kernel may require it: `static_assert(interface_version == 1);`.
 constexpr int interface_version = 1;
 
 constexpr int max_ranks = 8;

@@ -106,8 +106,7 @@ constexpr bool is_tree = false;
 template <>
 constexpr bool is_tree<TreeOrder> = true;
 
-// By any thread: the sum of the packs of N ranks in fp32, in an order, then the epilogue, rounded once to Out. Touches
-// no memory. A NaN sum comes out as the canonical one, which is not the sentinel.
+// By any thread: the sum of N ranks' packs in fp32, in an order, then the epilogue, rounded to Out. Touches no memory.
 template <class T, int N, class Order, class Out, class Epilogue = Identity>
 DEVICE PackOf<T, Out> sum_in_order(const Pack (&part)[N], const Epilogue& epilogue = {}) {
   constexpr int E = elements_per_word<T>, words = elements_per_word<Out> / E;  // of T, that make one of Out
@@ -150,16 +149,13 @@ DEVICE Index equal_share(Index units, Index parts) {
   return (units + parts * Line - 1) / (parts * Line) * Line;
 }
 
-// Packs of a 128-byte line. Shards begin at whole lines, since a warp's stores over the link take longer if they touch
-// one line more.
+// Packs of a 128-byte line, at which shards begin: a warp's stores over the link take longer if they touch one more.
 constexpr int line = 8;
 
-// A caller's tensor as packs, of any alignment and numel. Whole aligned packs move as 16 bytes, others element by
-// element, out of line to keep the kernels short. Past the end of the tensor the last pack reads as zeros and is not
-// written. With half packs, halves and 8 bytes.
-//
-// By any thread, after wait_for_previous_kernel. All its accesses are weak: they order nothing, and peers see a store
-// only after a signal (2). `load` and `store` take the index of a pack.
+// A caller's tensor as packs, of any alignment and numel. Whole aligned packs move as 16 bytes, or half packs as 8;
+// others element by element, out of line to keep the kernels short. Past the end of the tensor the last pack reads as
+// zeros and is not written. By any thread, after wait_for_previous_kernel. All its accesses are weak: they order
+// nothing, and peers see a store only after a signal (2). `load` and `store` take the index of a pack.
 template <class T, class P = Pack>
 struct Tensor {
   using Storage = typename T::Storage;

@@ -1,6 +1,5 @@
 // Sums of exponentials over a vocabulary that ranks divide: what a lane of a leaf adds, and how lanes, leaves and ranks
-// are merged. numerics/softmax.py of the package specifies each operation, and gives the same bits. The compiler
-// contracts none.
+// are merged. numerics/softmax.py of the package specifies each operation. The compiler contracts none.
 #pragma once
 #include "device/ptx/codec.cuh"
 

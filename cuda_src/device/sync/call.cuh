@@ -5,9 +5,9 @@
 // all counters are equal between kernels. That needs no atomic, and grids of any size may follow each other.
 //
 // (22) Busy marks tell where (1) does not hold. It needs the calls of a rank to run in one order. The host sees to
-//      that, but cannot where two graphs are replayed at the same time. So thread 0 of a block marks its index as
-//      busy, first of all, and clears the mark once the block's last thread has received everything. Calls of two
-//      algorithms share no counters and no scratch, and may overlap.
+//      that, but cannot where two graphs are replayed at the same time. So thread 0 of a block marks its index as busy,
+//      first of all, and clears the mark once the block's last thread has received everything. Calls of two algorithms
+//      share no counters and no scratch, and may overlap.
 //      - A call in order finds no mark: by (1) the calls before it are over, and have cleared theirs.
 //      - A block that marks its index while another one's mark stands finds that mark, whatever the grids of their
 //        calls, since exchanges of one word come in one order. Its call reports `overlapped`, at its end at the latest.
@@ -15,8 +15,7 @@
 //        Before, the block's other threads may have read the epoch and sent packs with the exchange still on its way.
 //      Nothing more is promised: such calls may take each other's data or wait until the deadline. Unreported are a
 //      block that marks and clears its index before the exchange of one that has already begun, blocks of one index
-//      that run one after another although their calls overlap, and blocks beyond the other call's grid. To report
-//      these, every call would have to count its running blocks, with the atomics of all of them on one word.
+//      that run one after another although their calls overlap, and blocks beyond the other call's grid.
 #pragma once
 #include "device/sync/kernel_order.cuh"
 #include "device/sync/record.cuh"
@@ -87,9 +86,8 @@ DEVICE void advance_epoch(const Arguments& a, HeldCall& call) {
   if (call.epoch % calls_a_comparison == 0 && is_last_block()) compare_calls_apart(a, call.epoch);
 }
 
-// Internal: begin_call, read_epoch and, unless the call is aborted, advance_epoch, where warp 0 alone does so for its
-// block. Another block that gives up in this call changes `aborted` meanwhile, so all threads take what the first one
-// has read.
+// Internal: begin_call, read_epoch and, unless the call is aborted, advance_epoch, by warp 0 alone for its block.
+// Another block that gives up meanwhile changes `aborted`, so all threads take what the first one has read.
 DEVICE Call begin_call_in_warp(const Arguments& a) {
   Call call = begin_call(a);
   read_epoch(a, call);

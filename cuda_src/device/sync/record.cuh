@@ -33,8 +33,7 @@ __device__ __noinline__ void stop_sending(const Arguments& a) {
 DEVICE bool disagree(u64 own, u64 told) { return own != told && own >> 32 == told >> 32 && own != 0 && told != 0; }
 
 // By any thread that gives up, which then ends its waits. The first one on this rank writes the record, and publishes
-// `kind` to the host with a release store of system scope; others change nothing. Everything queued behind sees `abort`
-// and does not wait again.
+// `kind` to the host with a release store of system scope. Everything queued behind sees `abort` and does not wait.
 __device__ __noinline__ void report(const Arguments& a, u32 kind, u32 epoch, u32 peer, u32 expected, u32 seen) {
   if (exchange_relaxed_gpu(a.abort, 1) != 0) return;
   Record* r = a.record;
