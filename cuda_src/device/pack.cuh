@@ -61,10 +61,10 @@ struct Identity {
   DEVICE float operator()(int, float v) const { return v; }
 };
 
-template <class Expression>
-constexpr bool is_identity = false;
-template <>
-constexpr bool is_identity<Identity> = true;
+template <class A, class B>
+constexpr bool are_same = false;
+template <class A>
+constexpr bool are_same<A, A> = true;
 
 // Internal: element w of ((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7)), the ranks' fp32 packs as a binary tree. The host's
 // order is `tree_sum` in the package's leaf_tree.py.
@@ -100,11 +100,6 @@ struct TreeOrder {
     total[0] = sum_of_tree<N>(part, w);
   }
 };
-
-template <class Order>
-constexpr bool is_tree = false;
-template <>
-constexpr bool is_tree<TreeOrder> = true;
 
 // By any thread: the sum of N ranks' packs in fp32, in an order, then the epilogue, rounded to Out. Touches no memory.
 template <class T, int N, class Order, class Out, class Epilogue = Identity>

@@ -40,7 +40,7 @@ struct Rows {
     const auto push_to_peers = [&](u32 i, const Pack& pack) {
       for (int peer = 1; peer < N; ++peer) push(a, peer, gather() + a.rank * a.capacity + offset(row, i), pack);
     };
-    if constexpr (is_tree<Order>)
+    if constexpr (are_same<Order, TreeOrder>)
       norm.take(
           row,
           [&](u32 i, Pack(&total)[Norm::together]) {
@@ -58,7 +58,7 @@ struct Rows {
 
   DEVICE void collect(u32 row, u32 hop) {
     const u32 owner = (a.rank + hop) % N;
-    norm.template take<is_tree<Order>>(row, [&](u32 i, Pack(&total)[1]) {
+    norm.template take<are_same<Order, TreeOrder>>(row, [&](u32 i, Pack(&total)[1]) {
       Pack received[1];
       if (!receive(a, call, owner, gather() + owner * a.capacity + offset(row, i), received)) return false;
       total[0] = received[0];

@@ -69,7 +69,7 @@ struct Consumer {
   __device__ void add_bias_or_epilogue(Sums& sums, const WarpgroupTile& tile) const {
     if constexpr (sum_is_coded)
       return;  // the bias is added to the values that the codes of the sum decode to
-    else if constexpr (is_identity<Expression>)
+    else if constexpr (are_same<Expression, Identity>)
       add_bias<T>(m, tile.column, sums);
     else
       apply_to_rows<Expression>(a.epilogue, tile.row, u32(a.count[a.rank]), tile.column, m.n, sums);

@@ -15,9 +15,7 @@ struct Unscaled {
 };
 
 template <class Scales>
-constexpr bool is_scaled = true;
-template <>
-constexpr bool is_scaled<Unscaled> = false;
+constexpr bool is_scaled = !are_same<Scales, Unscaled>;
 
 // The scale of a row of A or of W, of all of K or of a block. Rows outside the operand take any scale.
 DEVICE float scale_of_a(const ScaledMatmulArguments& a, u32 row, u32 block = 0) {

@@ -74,10 +74,8 @@ struct SkinnyLoader {
     const u32 place = step.at.place;
     Mbarrier& filled = ring.filled[place];
     filled.arrive_and_expect(Tile::a_nbytes + Tile::cluster * share * row_nbytes);
-    if constexpr (W == by_rows)
-      tensor_load(ring.a(place), w_map, step.k, step.walk.column, filled);
-    else
-      tensor_load(ring.a(place), w_map, step.walk.column, step.k, filled);
+    const u32 column = step.walk.column;
+    tensor_load(ring.a(place), w_map, W == by_rows ? step.k : column, W == by_rows ? column : step.k, filled);
   }
 
   __device__ void load_a(const Steps& step) const {
