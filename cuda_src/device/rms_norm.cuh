@@ -23,9 +23,7 @@ enum NormOutput { like_input, static_fp8, dynamic_fp8, grouped_fp8 };
 
 // One number of each warp of a team, in two places that alternate, at one address in all blocks of a cluster.
 // NORM_SHARED_NBYTES in graphar/plan/scratch.py.
-struct NumbersOfWarps {
-  float of[2][norm_slots / 32];
-};
+using NumbersOfWarps = float[2][norm_slots / 32];
 
 struct Nothing {
   DEVICE void operator()(u32, const Pack&) const {}
@@ -223,7 +221,7 @@ struct RmsNorm {
   // have two slots, lanes w from 16 on get `further` of warp w - 16. A place is overwritten two exchanges later, and
   // all threads have read it before the barrier in between. After the last exchange no block writes to another.
   DEVICE float of_warps(float own, float further = 0) {
-    auto& of_warp = reinterpret_cast<NumbersOfWarps*>(dynamic_shared())->of[turn];
+    auto& of_warp = (*reinterpret_cast<NumbersOfWarps*>(dynamic_shared()))[turn];
     turn ^= 1;
     const u32 lane = threadIdx.x % 32;
     if constexpr (C == 1) {
