@@ -22,10 +22,12 @@ struct TwoShotPipelined {
   static constexpr bool gathers = !Direct;
   using Sum = PackOf<T, Out>;
   const Arguments& a;
-  const Call& call;
-  const Tensor<T> input{a.input, a.numel};
-  const Tensor<Out, Sum> output{a.output, a.numel};
-  Chunks<u64, line, N> chunks{a, pack_count<T>(a.numel)};
+  const Tensor<T> input;
+  const Tensor<Out, Sum> output;
+  Chunks<u64, line, N> chunks;
+
+  __device__ TwoShotPipelined(const Arguments& arguments, const Call&)
+      : a(arguments), input(a.input, a.numel), output(a.output, a.numel), chunks(a, pack_count<T>(a.numel)) {}
 
   __device__ int owner(int hop) const { return (a.rank + hop) % N; }
 

@@ -60,10 +60,11 @@ struct Consumer {
   const typename Scales::Arguments& m;
   const Arguments& a;
   const Ring<Tile>& ring;
-  SummedSharedStorage<Tile>& shared;
+  const u32 (&first)[max_ranks];  // from deal_tiles
+  Handover<Tile>& handover;
+  Turns<Tile>& turns;
   const u32 index;  // of the warpgroup among the consumers
   const u32 thread = threadIdx.x % 128;
-  Handover<Tile>& handover = shared.handover[index];
   using Sums = float[Tile::columns / 2];
 
   __device__ void add_bias_or_epilogue(Sums& sums, const WarpgroupTile& tile) const {
@@ -100,7 +101,7 @@ struct Consumer {
     const Products multiplier{m, ring, index};
     Position<Tile> at;
     u32 staged_tiles = 0, tiles = 0, own_tiles = 0;
-    WalkByOwner<Tile, N> walk{m, a, shared.first};
+    WalkByOwner<Tile, N> walk{m, a, first};
     for (walk.next(Tile::turn(index)); walk.more(); walk.next(Tile::turns)) {
       Sums sums;
       if constexpr (is_scaled<Scales>) {
@@ -110,7 +111,7 @@ struct Consumer {
       } else if constexpr (Tile::leaves > 1)
         LeafTree<Products, Tile>{multiplier}.multiply(at, sums);
       else
-        shared.turns.multiply(multiplier, at, sums, tiles++);
+        turns.multiply(multiplier, at, sums, tiles++);
       WarpgroupTile tile;
       if (!walk.find(Tile::warpgroup(index), tile)) continue;
       if (walk.own()) {
@@ -136,10 +137,10 @@ struct Sender {
   const Arguments& a;
   const TensorMap& output;
   const Ring<Tile>& ring;
-  SummedSharedStorage<Tile>& shared;
+  const u32 (&first)[max_ranks];  // from deal_tiles
+  Handover<Tile>& handover;
   const u32 index;  // of its consumer
   const u32 lane = threadIdx.x % 32;
-  Handover<Tile>& handover = shared.handover[index];
 
   // Returns once the box has arrived everywhere.
   __device__ void send_box(const WarpgroupTile& tile, int box, int owner) const {
@@ -181,12 +182,11 @@ struct Sender {
     }
   }
 
-  __device__ void run() const {
-    const Call& call = shared.call;
+  __device__ void run(const Call& call) const {
     const TileExchange<N> exchange{a};
     bool failed = call.aborted || !exchange.wait_until_all_entered(call);
     u32 sent = 0;
-    WalkByOwner<Tile, N> walk{m, a, shared.first};
+    WalkByOwner<Tile, N> walk{m, a, first};
     for (walk.next(Tile::turn(index)); walk.more(); walk.next(Tile::turns)) {
       WarpgroupTile tile;
       if (!walk.find(Tile::warpgroup(index), tile)) continue;
@@ -207,22 +207,21 @@ template <int N, class Tile, class Travel>
 struct Gatherer {
   const MatmulArguments& m;
   const Arguments& a;
-  SummedSharedStorage<Tile>& shared;
+  const u32 (&first)[max_ranks];  // from deal_tiles
   const u32 lane = threadIdx.x % 32;
 
   // Warps take warpgroup tiles in the order in which their owners finish them: the first tiles of all peers first.
-  __device__ void run() const {
-    const Call& call = shared.call;
+  __device__ void run(const Call& call, u32& taken) const {
     if (call.aborted || !TileExchange<N>{a}.wait_until_all_entered(call)) return;
     constexpr u32 of_peer = Tile::warpgroups, of_all = (N - 1) * of_peer;  // warpgroup tiles at each index
     const u32 clusters = gridDim.x / Tile::cluster;
     u32 most = 0;
 #pragma unroll
-    for (int hop = 1; hop < N; ++hop) most = max(most, WalkByOwner<Tile, N>{m, a, shared.first, hop}.tiles());
+    for (int hop = 1; hop < N; ++hop) most = max(most, WalkByOwner<Tile, N>{m, a, first, hop}.tiles());
     while (true) {
-      const u32 number = __shfl_sync(0xffffffff, lane == 0 ? add_relaxed_cta(&shared.taken, 1) : 0, 0);
+      const u32 number = __shfl_sync(0xffffffff, lane == 0 ? add_relaxed_cta(&taken, 1) : 0, 0);
       if (number / of_all * clusters >= most) return;
-      WalkByOwner<Tile, N> walk{m, a, shared.first, int(number % of_all / of_peer) + 1};
+      WalkByOwner<Tile, N> walk{m, a, first, int(number % of_all / of_peer) + 1};
       walk.next(number / of_all);
       WarpgroupTile tile;
       if (walk.index >= walk.tiles() || !walk.find(number % of_peer, tile)) continue;
@@ -260,8 +259,9 @@ DEVICE void run_helper(const Ring<Tile>& ring, SummedSharedStorage<Tile>& shared
     __syncwarp();
   }
   shared.call_known.wait(0);
-  if (warp < Tile::consumers) Sender<N, Tile, Op, Travel>{m, a, output_map, ring, shared, warp}.run();
-  if (Op == all_reduce) Gatherer<N, Tile, Travel>{m, a, shared}.run();
+  if (warp < Tile::consumers)
+    Sender<N, Tile, Op, Travel>{m, a, output_map, ring, shared.first, shared.handover[warp], warp}.run(shared.call);
+  if (Op == all_reduce) Gatherer<N, Tile, Travel>{m, a, shared.first}.run(shared.call, shared.taken);
 }
 
 // Registers of a thread of two consumers. Gatherers leave fewer of them, unless nodes of a tree need more.
@@ -293,7 +293,10 @@ DEVICE void multiply_and_sum(const TensorMap& a_map, const TensorMap& w_map, con
   const u32 warpgroup = same_in_warp(threadIdx.x / 128);
   if (warpgroup > 0) {
     if constexpr (Tile::consumers == 2) grow_registers<registers>();
-    Consumer<T, N, Tile, W, Op, Expression, Travel, Scales>{m, a, ring, shared, warpgroup - 1}.run();
+    const u32 index = warpgroup - 1;
+    Consumer<T, N, Tile, W, Op, Expression, Travel, Scales>{
+        m, a, ring, shared.first, shared.handover[index], shared.turns, index}
+        .run();
   } else {
     if constexpr (Tile::consumers == 2) shrink_registers<504 - 2 * registers>();
     using Operand = typename Scales::template Operand<T>;
