@@ -15,9 +15,8 @@
 // scale, which is not negative. So the sender need not change words. (3) and (4) hold for the words of a tile, whatever
 // codec each call has: a call arms every word that its peers wrote.
 //
-// (8) All lanes of a bucket read the word that holds its scale. A lane that armed a shared word early would hide it
-//     from a lane that has yet to read it. So a warp arms a tile's words only once all its lanes have seen all of
-//     theirs, by a vote.
+// (8) All lanes of a bucket read the word that holds its scale. A lane that armed it early would hide it from a lane
+//     that has yet to read it. So a warp arms a tile's words once all its lanes have seen all of theirs, by a vote.
 struct StoreRelaxed {
   template <int Count>
   DEVICE void operator()(Words<Count>* address, const u32* words) const {

@@ -153,8 +153,7 @@ DEVICE u32 add_relaxed_cta(u32* address, u32 v) {
 // (6) A copy is an ordinary weak load and store that the hardware finishes later. It reads through the generic proxy
 //     and not before it is issued, so it is ordered as a load at the same point would be: after the wait of (2) it sees
 //     the data that the peers signalled. It bypasses the L1 cache. After wait_for_copies its write is visible to the
-//     thread that issued it; another thread would need a barrier as well. A thread reuses only places that it has
-//     itself read.
+//     thread that issued it; another would need a barrier as well. A thread reuses only places that it has read itself.
 
 // By any thread: begins to copy one pack from global to shared memory. Weak, and ordered as a load here would be (6).
 DEVICE void copy_async(Pack* shared, const Pack* global) {
@@ -220,8 +219,7 @@ DEVICE void sync_cluster_mbarriers() {
           : "memory");
 }
 
-// Internal: __syncthreads for all blocks of the cluster, in its two halves. After the first one all blocks run, and
-// have their shared memory.
+// Internal: __syncthreads for all blocks of the cluster, in two halves. After the first all run, and have their memory.
 DEVICE void arrive_at_cluster() { asm volatile("barrier.cluster.arrive.release;" ::: "memory"); }
 // Internal: its second half.
 DEVICE void wait_for_cluster() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
@@ -271,8 +269,7 @@ DEVICE u64 global_time_ns() {
   return t;
 }
 
-// By any thread: two elements in a word, the first one in its lower half. Rounded to nearest even, overflow becomes
-// infinity, and any NaN 0x7fff.
+// By any thread: two elements in a word, the first in its lower half: to nearest even, or infinity; any NaN is 0x7fff.
 DEVICE u32 bf16x2_from_floats(float low, float high) {
   u32 v;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(v) : "f"(high), "f"(low));

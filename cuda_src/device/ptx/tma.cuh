@@ -1,7 +1,6 @@
 // Bulk copies (TMA) by one thread, and their mbarriers (sm_90 and newer). Addresses and sizes are multiples of 16.
 //
-// (5) Bulk copies access memory through the async proxy, everything else through the generic proxy. Two rules join
-//     them:
+// (5) Bulk copies access memory through the async proxy, all else through the generic proxy. Two rules join them:
 //     - Once a wait for a copy has returned, the copy's writes are visible to that thread through either proxy:
 //       completion implies a fence between the two. So they count as the thread's own writes. A barrier and a release
 //       store (2) publish them, also in a peer's memory. A wait for the reads alone, `.read`, does not suffice.

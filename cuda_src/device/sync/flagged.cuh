@@ -1,11 +1,10 @@
 // Readiness beside the data: each 4 bytes travel with a flag in the same 8 bytes, the fingerprint of the call.
 //
 // For data in which no value is free to mean 'not yet' (sentinel.cuh). It sends twice the bytes: 32 packs of data, or
-// fewer, take 64 packs of a slot, so a slot has a multiple of 1,024 bytes. An access of 8 bytes is never torn, so if
-// the flag has arrived, so have the data. (3) and (4) hold: two slots alternate by the epoch's parity, the receiver
-// arms a place again (flags 0) right after reading it, and each rank hears from every other in each call. So a flag
-// that is neither 0 nor this rank's fingerprint is of a peer that calls something else: it is found before the data are
-// used.
+// fewer, take 64 packs of a slot, so a slot has a multiple of 1,024 bytes. 8 bytes are never torn: with the flag the
+// data have arrived. (3) and (4) hold: two slots alternate by the epoch's parity, the receiver arms a place again
+// (flags 0) right after reading it, and each rank hears from every other in each call. So a flag that is neither 0 nor
+// this rank's fingerprint is of a peer that calls something else: it is found before the data are used.
 #pragma once
 #include "device/pack.cuh"
 #include "device/sync/deadline.cuh"

@@ -40,8 +40,6 @@ DEVICE void push(P* place, P p) {
   store_relaxed_sys(place, p);
 }
 
-// By any thread, after read_epoch: the same, relaxed and of system scope, to offset `at` of the scratch on the rank
-// `hop` after this one.
 template <class P>
 DEVICE void push(const Arguments& a, int hop, u32 at, const P& p) {
   push(slot<P>(a, hop, at), p);
@@ -218,7 +216,6 @@ DEVICE bool receive(const Arguments& a, const Call& call, int source, const u32 
   return true;
 }
 
-// By one thread for each place: the same at one place, relaxed and of system scope.
 template <int N, class P>
 DEVICE bool receive(const Arguments& a, const Call& call, int source, u32 at, P (&part)[N]) {
   const u32 place[1] = {at};

@@ -61,9 +61,8 @@ DEVICE bool is_whole(const Tensor<T>& x, u64 tile) {
 
 // (24) A tile may be overwritten in place, by sums, by a gathered part or by rounding errors. A lane stores only what
 //      it has loaded itself, but lanes past the end have also loaded the last element, which another lane stores.
-//      Shuffles and votes in between order no accesses. So the loads of a tile that is not whole end with __syncwarp,
-//      which does. Whole tiles need no barrier. The warp that stores a tile has loaded it, or a barrier of the block
-//      lies between.
+//      Shuffles and votes in between order no accesses. So the loads of a tile that is not whole end with __syncwarp.
+//      Whole tiles need no barrier. The warp that stores a tile has loaded it, or a barrier of the block lies between.
 template <class T>
 DEVICE Tile<T> load_tile(const Tensor<T>& x, u64 tile) {
   const bool whole = is_whole(x, tile);
