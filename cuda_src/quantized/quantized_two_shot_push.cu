@@ -128,8 +128,8 @@ __global__ void __launch_bounds__(512, 1) quantized_two_shot_push(const __grid_c
 #pragma unroll
       for (int peer = 1; peer < N; ++peer) visit_coded(wire(peer, gather), t - begin, coded, StoreRelaxed{});
       sum[0] = as_received(coded);
-    } else {
-      if (!Arrivals<C>{a, call, gather, shard, t - begin, 5}(owner, sum)) break;
+    } else if (!Arrivals<C>{a, call, gather, shard, t - begin, 5}(owner, sum)) {
+      break;
     }
     store_values(output, t, sum[0]);
   }

@@ -19,7 +19,7 @@
 #include "device/epilogue.cuh"
 #include "device/matmul/leaf_tree.cuh"
 #include "device/matmul/scaled_products.cuh"
-#include "device/matmul/tile_as_elements.cuh"
+#include "device/matmul/tile_travel.cuh"
 
 template <class Tile>
 struct Handover {

@@ -1,7 +1,7 @@
 // Warpgroup tiles on their way between ranks: the 64 rows of a tile that one warpgroup computes (sm_90 and newer). A
 // warpgroup tile is boxes of 64 x 64 elements. A slot has a place of 8 KB for every box of a rank's rows. With partials
 // in fp32 a box takes two places, so a slot has room for half as many of them. Flags stay where they are, and there are
-// more of them than boxes. The bytes in a place are described in tile_as_elements.cuh and tile_as_codes.cuh.
+// more of them than boxes. The bytes in a place are described in tile_travel.cuh.
 //
 //   scratch: the signal pad, whose row 0 holds the call that each rank has entered
 //            partial, for this rank's rows:
