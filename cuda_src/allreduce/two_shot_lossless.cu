@@ -13,10 +13,12 @@ template <class T, int N>
 struct TwoShotLossless {
   static constexpr bool gathers = true;
   const Arguments& a;
-  const Call& call;
-  const Tensor<T> input{a.input, a.numel}, output{a.output, a.numel};
-  Chunks<u32, 1, N> chunks{a, tile_count(a.numel)};
+  const Tensor<T> input, output;
+  Chunks<u32, 1, N> chunks;
   const u32 warp = threadIdx.x / 32, warps = blockDim.x / 32;
+
+  __device__ TwoShotLossless(const Arguments& arguments, const Call&)
+      : a(arguments), input(a.input, a.numel), output(a.output, a.numel), chunks(a, tile_count(a.numel)) {}
 
   __device__ LosslessTile place(Shot shot, int hop, u32 k, int from, u32 j) const {
     return lossless_tile(j, chunks.length, [&](u32 at) { return pipeline_slot<N>(a, shot, hop, k, from, at); });

@@ -11,8 +11,15 @@ struct PartOfTuple {
 
   DEVICE u32 hold() { return 0; }
 
-  DEVICE Pack load(u64 i) const { return tensor_of(i).load(i); }
-  DEVICE void store(u64 i, const Pack& p) const { tensor_of(i).store(i, p); }
+  DEVICE Pack load(u64 i) const {
+    const Tensor<T> tensor = tensor_of(i);
+    return tensor.load(i);
+  }
+
+  DEVICE void store(u64 i, const Pack& p) const {
+    const Tensor<T> tensor = tensor_of(i);
+    tensor.store(i, p);
+  }
 
   // The rows of the tensor that has pack i; i becomes the pack's index in them.
   DEVICE Tensor<T> tensor_of(u64& i) const {
