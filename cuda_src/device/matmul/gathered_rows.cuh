@@ -159,12 +159,18 @@ class GatheredRows {
 #pragma unroll
       for (u32 i = 0; i < ahead; ++i)
         if (at + 32 * i < packs) p[i] = from[at + 32 * i];
-#pragma unroll(scaled ? 1 : Copies)  // with scales the consumers take more of the block's registers
-      for (int c = 0; c < Copies; ++c) {
+      const auto store = [&](int c) {
         Pack* const there = to(c) + at;
 #pragma unroll
         for (u32 i = 0; i < ahead; ++i)
           if (at + 32 * i < packs) there[32 * i] = p[i];
+      };
+      if constexpr (scaled) {  // then the consumers take more of the block's registers
+#pragma unroll 1
+        for (int c = 0; c < Copies; ++c) store(c);
+      } else {
+#pragma unroll
+        for (int c = 0; c < Copies; ++c) store(c);
       }
     }
   }
