@@ -203,9 +203,9 @@ struct RmsNorm {
   }
 
   static DEVICE void add_squares(const Pack& pack, float& squares) {
-    for (u32 word : pack.word) {
+    for (int w = 0; w < 4; ++w) {
       float v[W];
-      T::unpack(word, v);
+      T::unpack(pack.word[w], v);
       for (int e = 0; e < W; ++e) squares = __fadd_rn(squares, __fmul_rn(v[e], v[e]));
     }
   }
@@ -237,20 +237,24 @@ struct RmsNorm {
   }
 
   DEVICE Pack round(const Pack& row, const Pack& by, float inverse) const {
-    float v[E];
-    norm(row, by, inverse, v);
     Pack result;
-    for (int w = 0; w < 4; ++w) result.word[w] = T::round(v + w * W);
+    for (int w = 0; w < 4; ++w) {
+      float v[W];
+      norm_word(row.word[w], by.word[w], inverse, v);
+      result.word[w] = T::round(v);
+    }
     return result;
   }
 
+  DEVICE void norm_word(u32 row, u32 by, float inverse, float* v) const {
+    float factor[W];
+    T::unpack(row, v);
+    T::unpack(by, factor);
+    for (int e = 0; e < W; ++e) v[e] = __fmul_rn(__fmul_rn(v[e], inverse), __fadd_rn(factor[e], offset));
+  }
+
   DEVICE void norm(const Pack& row, const Pack& by, float inverse, float* v) const {
-    for (int w = 0; w < 4; ++w, v += W) {
-      float factor[W];
-      T::unpack(row.word[w], v);
-      T::unpack(by.word[w], factor);
-      for (int e = 0; e < W; ++e) v[e] = __fmul_rn(__fmul_rn(v[e], inverse), __fadd_rn(factor[e], offset));
-    }
+    for (int w = 0; w < 4; ++w) norm_word(row.word[w], by.word[w], inverse, v + w * W);
   }
 
   static DEVICE Words<E / 4> encode(const float (&v)[E], float by_scale) {

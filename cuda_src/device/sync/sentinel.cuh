@@ -196,7 +196,8 @@ DEVICE bool receive(const Arguments& a, const Call& call, int source, const u32 
   Deadline deadline;
   while (true) {
     bool all = true;
-    for (int i = 0; i < Count; ++i) look_at(a, at[i], part[i]);
+    for (int i = 0; i < Count; ++i)
+      for (int r = 0; r < N; ++r) part[i][r] = load_relaxed_sys(slot<P>(a, 0, at[i] + r * a.capacity));
     for (int i = 0; i < Count; ++i)
       for (int r = 0; r < N; ++r) all &= arrived(part[i][r]);
     if (all) break;
@@ -210,7 +211,8 @@ DEVICE bool receive(const Arguments& a, const Call& call, int source, const u32 
     report(a, timed_out, call.epoch, source + missing, call.epoch, not_yet);
     return false;
   }
-  for (int i = 0; i < Count; ++i) arm_all(a, at[i], part[i]);
+  for (int i = 0; i < Count; ++i)
+    for (int r = 0; r < N; ++r) arm(slot<P>(a, 0, at[i] + r * a.capacity));
   return true;
 }
 
