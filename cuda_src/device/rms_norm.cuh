@@ -13,7 +13,7 @@
 #pragma once
 #include "device/pack.cuh"
 #include "device/sync/call.cuh"
-#include "device/wire/e4m3.cuh"
+#include "device/wire/codec.cuh"
 
 constexpr int norm_slots = 1024;
 constexpr int group_columns = 128;  // that share a scale in grouped_fp8
