@@ -38,7 +38,7 @@ CALLERS = {
     "By all threads of the block": "all threads of it, converged, since there may be a barrier in it",
 }
 _INTERNAL = "Internal"
-_ATTRIBUTES = re.compile(r"__device__ |__forceinline__ |__noinline__ |explicit ")
+_ATTRIBUTES = re.compile(r"DEVICE |__device__ |__noinline__ |explicit ")
 _TYPE = re.compile(r"(?:struct|class)(?: alignas\(.+?\))? (\w+)(?:<.*>)?(?: : \w+)? \{")
 _CONSTANT = re.compile(r"(?:constexpr \w+|using) (\w+).*?;")
 _FIELD = re.compile(r"  ((?!using|static)(?:const )?\w+\*?) (\w+(?:, \w+)*(?:\[\w+\])*)(?: = \w+)?;(?: +// (.*))?")
@@ -111,7 +111,7 @@ class _Reader:
             self._owner, self._hidden = None, False
         elif line.startswith(" private:"):
             self._hidden = True
-        elif "__device__" in line and re.match(rf"{indent}\S", line):
+        elif re.match(rf"{indent}(?!#)\S", line) and re.search(r"\b(?:DEVICE|__device__) ", line):
             return None if self._hidden else self._function(line, template, comment)
         elif not self._owner and (found := _TYPE.match(line)):
             if "<>" in template:  # a specialisation

@@ -90,9 +90,9 @@ def catalogue() -> Iterator[KernelSource]:
         *partials, backward = softmax_kernels(dtype)
         yield from (*partials[at :: len(TYPE_NAMES)], backward)
     yield from softmax_results_kernels()
-    for dtype, tile in itertools.product(MATMUL_TYPES, MATMUL_TILES):
-        for layout in tile.layouts:
-            yield matmul_source(dtype, tile, layout)
+    kinds = [(tile, layout) for tile in MATMUL_TILES for layout in tile.layouts]
+    for (tile, layout), dtype in _in_turn(kinds, MATMUL_TYPES):
+        yield matmul_source(dtype, tile, layout)
     yield from _partial_matmul_kernels()
     yield from _scaled_matmul_kernels()
     yield from _fused_matmul_kernels(epilogues)
@@ -140,14 +140,10 @@ def _plain_kernels() -> Iterator[KernelSource]:
             variants = [codec.type_name for codec in (_SPARING if can.spares_a_word else _ANY)]
             every = _in_turn(variants, WORLD_SIZES, can.dtypes)
         else:
-            first, *others = can.variants
-            every = [
-                *((first, world_size, dtype) for dtype, world_size in itertools.product(can.dtypes, WORLD_SIZES)),
-                *(
-                    (variant, world_size, dtype)
-                    for (world_size, variant), dtype in _in_turn(itertools.product(WORLD_SIZES, others), can.dtypes)
-                ),
-            ]
+            whole = 0 if can.multimem else 1  # the variants of which every dtype comes with every number of ranks
+            of_whole = itertools.product(can.variants[:whole], WORLD_SIZES, can.dtypes)
+            of_others = _in_turn(itertools.product(can.variants[whole:], WORLD_SIZES), can.dtypes)
+            every = [*of_whole, *((*kind, dtype) for kind, dtype in of_others)]
         for variant, world_size, dtype in every:
             yield kernel_source(algorithm, dtype, world_size, variant)
 

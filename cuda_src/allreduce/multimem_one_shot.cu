@@ -16,8 +16,7 @@ __global__ void __launch_bounds__(512, 2) multimem_one_shot(const __grid_constan
   const Signals signals(a);
   const Tensor<T> input(a.input, a.numel), output(a.output, a.numel);
   const u64 packs = pack_count<T>(a.numel);
-  const u64 first = u64(blockIdx.x) * blockDim.x + threadIdx.x;
-  const u64 stride = u64(gridDim.x) * blockDim.x;
+  const u64 first = u64(blockIdx.x) * blockDim.x + threadIdx.x, stride = u64(gridDim.x) * blockDim.x;
   const u64 stage = (call.epoch & 1) * u64(a.capacity);
 
   for (u64 i = first; i < packs; i += stride) after_signal_pad(a, a.rank)[stage + i] = input.load(i);

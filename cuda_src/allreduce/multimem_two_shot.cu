@@ -25,8 +25,7 @@ __global__ void __launch_bounds__(512, 2) multimem_two_shot(const __grid_constan
   const Tensor<T> input(a.input, a.numel), output(a.output, a.numel);
   const u64 packs = pack_count<T>(a.numel);
   const u64 shard = (packs + N - 1) / N;  // of one owner; the last owners may have fewer, or none
-  const u64 first = u64(blockIdx.x) * blockDim.x + threadIdx.x;
-  const u64 stride = u64(gridDim.x) * blockDim.x;
+  const u64 first = u64(blockIdx.x) * blockDim.x + threadIdx.x, stride = u64(gridDim.x) * blockDim.x;
   Pack* const stage = after_signal_pad(a, a.rank);
 
   for (u64 j = first; j < shard; j += stride) {
@@ -41,8 +40,7 @@ __global__ void __launch_bounds__(512, 2) multimem_two_shot(const __grid_constan
   advance_epoch(a, call);
   bool ok = signals.wait<N>(a, call, 1);
   if (ok) {
-    const u64 begin = a.rank * shard;
-    const u64 end = min(begin + shard, packs);
+    const u64 begin = a.rank * shard, end = min(begin + shard, packs);
     for (u64 i = begin + first; i < end; i += in_flight * stride) {
       Pack sum[in_flight];
       for (int k = 0; k < in_flight; ++k)

@@ -22,8 +22,7 @@ __global__ void __launch_bounds__(512, 2) one_shot_unstaged(const __grid_constan
   const Signals signals(a);
   const Tensor<T> input(a.input, a.numel), output(a.output, a.numel);
   const u64 packs = pack_count<T>(a.numel);
-  const u64 first = u64(blockIdx.x) * blockDim.x + threadIdx.x;
-  const u64 stride = u64(gridDim.x) * blockDim.x;
+  const u64 first = u64(blockIdx.x) * blockDim.x + threadIdx.x, stride = u64(gridDim.x) * blockDim.x;
   const auto stage = [&](int rank) { return after_signal_pad(a, rank) + (call.epoch & 1) * a.capacity; };
 
   if constexpr (!Direct)

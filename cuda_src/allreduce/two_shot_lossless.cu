@@ -5,8 +5,7 @@
 //           sum of shard r         -> codes ---> slots of the all-gather on every peer
 //           slots of every peer p  -> values -> output, shard p
 //
-// Exponents that are far apart take more bytes, and time (lossless.cuh). Wins at large sizes, where the links hide the
-// arithmetic.
+// Exponents far apart take more bytes, and time (lossless.cuh). Wins at large sizes, where links hide the arithmetic.
 #include "device/sync/two_shot_pipeline.cuh"
 #include "device/wire/lossless.cuh"
 

@@ -7,7 +7,7 @@
 #include "device/pack.cuh"
 
 template <class T, int N>
-__device__ __forceinline__ Pack sum_and_scale(const Pack (&part)[N], float factor) {
+DEVICE Pack sum_and_scale(const Pack (&part)[N], float factor) {
   Pack sum = sum_in_rank_order<T, N>(part);
   if (factor == 1) return sum;
   for (int w = 0; w < 4; ++w) {

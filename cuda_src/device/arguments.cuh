@@ -1,11 +1,9 @@
-// The structs that kernels receive. graphar/runtime/arguments.py mirrors them, and every kernel is compiled with a
-// check of every field.
+// The structs that kernels receive. graphar/runtime/arguments.py mirrors them; every kernel is compiled with a check.
 #pragma once
 #include "device/ptx/ptx.cuh"
 
-// The version of the headers that kernels from outside the package may include (docs/pages/primitives.md). It changes
-// with any contract or layout of these for which such a kernel may need a change. A kernel may require it:
-// `static_assert(interface_version == 1);`.
+// Of the headers that kernels from outside the package may include (docs/pages/primitives.md). It changes where such a
+// kernel may need a change; a kernel may require it: `static_assert(interface_version == 1);`.
 constexpr int interface_version = 1;
 
 constexpr int max_ranks = 8;
@@ -37,8 +35,7 @@ struct Counters {
   EpochState epoch_state[max_blocks];
   u32 steps[max_blocks];  // steps this block has signalled; the same on every rank
   u32 busy[max_blocks];   // 1 while a block of this index runs: (22) in call.cuh
-  // By rank, and epoch modulo kept_calls: what the rank called, as epoch + 1 and a fingerprint; 0: nothing
-  // (agreement.cuh).
+  // By rank, and epoch modulo kept_calls: what the rank called, as epoch + 1 and a fingerprint, or 0 (record.cuh).
   u64 called[max_ranks][kept_calls];
 };
 
@@ -122,8 +119,7 @@ struct NormArguments : Arguments {
   float eps, weight_offset;
 };
 
-// Internal: the arguments of the gradients of a norm (residual_rmsnorm_backward.cu). All tensors are aligned to 16
-// bytes.
+// Internal: the arguments of a norm's gradients (residual_rmsnorm_backward.cu). Tensors are aligned to 16 bytes.
 struct NormGradientArguments {
   const void* of_normed;
   const void* of_summed;  // null: zeros

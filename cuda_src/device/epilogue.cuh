@@ -10,43 +10,43 @@ struct Indices {
 };
 
 // Those in the whole tensor of an element in this launch's row and column.
-__device__ __forceinline__ Indices indices_of(const EpilogueArguments& e, u64 row, u64 col) {
+DEVICE Indices indices_of(const EpilogueArguments& e, u64 row, u64 col) {
   return {(e.first_row + row) * e.pitch + e.first_col + col, e.first_row + row, e.first_col + col};
 }
 
-__device__ __forceinline__ bool is_nan(float x) { return x != x; }
-__device__ __forceinline__ float truth(bool condition) { return condition ? 1.0f : 0.0f; }
-__device__ __forceinline__ float maximum(float a, float b) { return a > b || is_nan(a) ? a : b; }
-__device__ __forceinline__ float minimum(float a, float b) { return a < b || is_nan(a) ? a : b; }
+DEVICE bool is_nan(float x) { return x != x; }
+DEVICE float truth(bool condition) { return condition ? 1.0f : 0.0f; }
+DEVICE float maximum(float a, float b) { return a > b || is_nan(a) ? a : b; }
+DEVICE float minimum(float a, float b) { return a < b || is_nan(a) ? a : b; }
 
 template <class T>
-__device__ __forceinline__ float rounded(float x) {
+DEVICE float rounded(float x) {
   const float pair[2] = {x, 0.0f};
   float v[2];
   T::unpack(T::round(pair), v);
   return v[0];
 }
 
-__device__ __forceinline__ float sigmoid(float x) { return __fdiv_rn(1.0f, __fadd_rn(1.0f, expf(-x))); }
-__device__ __forceinline__ float silu(float x) { return __fdiv_rn(x, __fadd_rn(1.0f, expf(-x))); }
-__device__ __forceinline__ float gelu(float x) {
+DEVICE float sigmoid(float x) { return __fdiv_rn(1.0f, __fadd_rn(1.0f, expf(-x))); }
+DEVICE float silu(float x) { return __fdiv_rn(x, __fadd_rn(1.0f, expf(-x))); }
+DEVICE float gelu(float x) {
   return __fmul_rn(__fmul_rn(0.5f, x), __fadd_rn(1.0f, erff(__fmul_rn(x, 0.70710678118654752f))));
 }
-__device__ __forceinline__ float gelu_tanh(float x) {
+DEVICE float gelu_tanh(float x) {
   const float cube = __fmul_rn(__fmul_rn(x, x), x);
   const float inner = __fmul_rn(0.79788456080286536f, __fadd_rn(x, __fmul_rn(0.044715f, cube)));
   return __fmul_rn(__fmul_rn(0.5f, x), __fadd_rn(1.0f, tanhf(inner)));
 }
-__device__ __forceinline__ float softplus(float x) { return x > 20.0f ? x : log1pf(expf(x)); }
-__device__ __forceinline__ float elu(float x) { return x > 0.0f ? x : expm1f(x); }
-__device__ __forceinline__ float mish(float x) { return __fmul_rn(x, tanhf(softplus(x))); }
-__device__ __forceinline__ float hardswish(float x) {
+DEVICE float softplus(float x) { return x > 20.0f ? x : log1pf(expf(x)); }
+DEVICE float elu(float x) { return x > 0.0f ? x : expm1f(x); }
+DEVICE float mish(float x) { return __fmul_rn(x, tanhf(softplus(x))); }
+DEVICE float hardswish(float x) {
   return __fdiv_rn(__fmul_rn(x, minimum(maximum(__fadd_rn(x, 3.0f), 0.0f), 6.0f)), 6.0f);
 }
 
 // Element i of an operand of any dtype, aligned to its size.
 template <class T>
-__device__ __forceinline__ float element(const void* tensor, u64 i) {
+DEVICE float element(const void* tensor, u64 i) {
   float v[2];
   T::unpack(static_cast<const typename T::Storage*>(tensor)[i], v);
   return v[0];
@@ -60,10 +60,10 @@ struct Epilogue {
   Indices indices[E];
   float operand[E][Expression::operands ? Expression::operands : 1];
 
-  __device__ __forceinline__ Epilogue(const Arguments& a, u64 pack) : Epilogue(a, pack, a.numel, 0) {}
+  DEVICE Epilogue(const Arguments& a, u64 pack) : Epilogue(a, pack, a.numel, 0) {}
 
   // For a launch that handles `numel` elements of a tensor after the first `skipped`.
-  __device__ __forceinline__ Epilogue(const Arguments& a, u64 pack, u64 numel, u64 skipped) : arguments(a.epilogue) {
+  DEVICE Epilogue(const Arguments& a, u64 pack, u64 numel, u64 skipped) : arguments(a.epilogue) {
     const u32 count = min(numel - pack * E, u64(E));
     const u64 first = skipped + pack * E, row = first / arguments.columns;
     Indices at = indices_of(arguments, row, first - row * arguments.columns);
@@ -80,7 +80,7 @@ struct Epilogue {
   }
 
   // The value for element e. An fp32 NaN becomes the canonical one here; for other types rounding does that.
-  __device__ __forceinline__ float operator()(int e, float v) const {
+  DEVICE float operator()(int e, float v) const {
     const float result = Expression::value(arguments, indices[e], operand[e], v);
     return elements_per_word<T> == 1 && is_nan(result) ? __uint_as_float(0x7fffffffu) : result;
   }
@@ -88,13 +88,13 @@ struct Epilogue {
 
 template <class T>
 struct Epilogue<T, Identity> : Identity {
-  __device__ __forceinline__ Epilogue(const Arguments&, u64, u64 = 0, u64 = 0) {}
+  DEVICE Epilogue(const Arguments&, u64, u64 = 0, u64 = 0) {}
 };
 
 // The same of a warpgroup tile's sums, from `row` and `column` on. Those past `rows` and `columns` have no operands.
 template <class Expression, int Count>
-__device__ __forceinline__ void apply_to_rows(const EpilogueArguments& e, u32 row, u32 rows, u32 column, u32 columns,
-                                              float (&sums)[Count]) {
+DEVICE void apply_to_rows(const EpilogueArguments& e, u32 row, u32 rows, u32 column, u32 columns,
+                          float (&sums)[Count]) {
   row += threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
   column += threadIdx.x % 4 * 2;
 #pragma unroll

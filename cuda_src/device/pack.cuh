@@ -9,25 +9,25 @@
 // even, with any NaN as the canonical one. They touch no memory.
 struct bf16 {
   using Storage = u16;
-  static __device__ __forceinline__ void unpack(u32 word, float* v) {
+  static DEVICE void unpack(u32 word, float* v) {
     v[0] = __uint_as_float(word << 16);
     v[1] = __uint_as_float(word & 0xffff0000u);
   }
-  static __device__ __forceinline__ u32 round(const float* v) { return bf16x2_from_floats(v[0], v[1]); }
+  static DEVICE u32 round(const float* v) { return bf16x2_from_floats(v[0], v[1]); }
 };
 
 // The same for elements of IEEE half precision. By any thread.
 struct fp16 {
   using Storage = u16;
-  static __device__ __forceinline__ void unpack(u32 word, float* v) { floats_from_fp16x2(word, v[0], v[1]); }
-  static __device__ __forceinline__ u32 round(const float* v) { return fp16x2_from_floats(v[0], v[1]); }
+  static DEVICE void unpack(u32 word, float* v) { floats_from_fp16x2(word, v[0], v[1]); }
+  static DEVICE u32 round(const float* v) { return fp16x2_from_floats(v[0], v[1]); }
 };
 
 // The same for elements of single precision, whose bits stay as they are. By any thread.
 struct fp32 {
   using Storage = u32;
-  static __device__ __forceinline__ void unpack(u32 word, float* v) { v[0] = __uint_as_float(word); }
-  static __device__ __forceinline__ u32 round(const float* v) { return __float_as_uint(v[0]); }
+  static DEVICE void unpack(u32 word, float* v) { v[0] = __uint_as_float(word); }
+  static DEVICE u32 round(const float* v) { return __float_as_uint(v[0]); }
 };
 
 // Internal: for operands of products: a sign, four bits of exponent and three of mantissa.
@@ -58,18 +58,18 @@ constexpr u32 in_a_pack = sizeof(Pack) / sizeof(P);
 
 // Instead of an epilogue: leaves the sum as it is. By any thread.
 struct Identity {
-  __device__ __forceinline__ float operator()(int, float v) const { return v; }
+  DEVICE float operator()(int, float v) const { return v; }
 };
 
-template <class Expression>
-constexpr bool is_identity = false;
-template <>
-constexpr bool is_identity<Identity> = true;
+template <class A, class B>
+constexpr bool are_same = false;
+template <class A>
+constexpr bool are_same<A, A> = true;
 
 // Internal: element w of ((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7)), the ranks' fp32 packs as a binary tree. The host's
 // order is `tree_sum` in the package's leaf_tree.py.
 template <int Count>
-__device__ __forceinline__ float sum_of_tree(const Pack* part, int w) {
+DEVICE float sum_of_tree(const Pack* part, int w) {
   if constexpr (Count == 1)
     return __uint_as_float(part->word[w]);
   else
@@ -81,7 +81,7 @@ __device__ __forceinline__ float sum_of_tree(const Pack* part, int w) {
 // rounded, is the canonical NaN of its dtype, and never the sentinel (sentinel.cuh).
 struct RankOrder {
   template <class T, int N>
-  static __device__ __forceinline__ void add(const Pack (&part)[N], int w, float* total) {
+  static DEVICE void add(const Pack (&part)[N], int w, float* total) {
     constexpr int E = elements_per_word<T>;
     T::unpack(part[0].word[w], total);
     for (int r = 1; r < N; ++r) {
@@ -95,21 +95,15 @@ struct RankOrder {
 // The same as a binary tree: ((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7)), of fp32 and 2, 4 or 8 ranks. By any thread.
 struct TreeOrder {
   template <class T, int N>
-  static __device__ __forceinline__ void add(const Pack (&part)[N], int w, float* total) {
+  static DEVICE void add(const Pack (&part)[N], int w, float* total) {
     static_assert(elements_per_word<T> == 1 && (N & (N - 1)) == 0, "a tree adds fp32 of 2, 4 or 8 ranks");
     total[0] = sum_of_tree<N>(part, w);
   }
 };
 
-template <class Order>
-constexpr bool is_tree = false;
-template <>
-constexpr bool is_tree<TreeOrder> = true;
-
-// By any thread: the sum of the packs of N ranks in fp32, in an order, then the epilogue, rounded once to Out. Touches
-// no memory. A NaN sum comes out as the canonical one, which is not the sentinel.
+// By any thread: the sum of N ranks' packs in fp32, in an order, then the epilogue, rounded to Out. Touches no memory.
 template <class T, int N, class Order, class Out, class Epilogue = Identity>
-__device__ __forceinline__ PackOf<T, Out> sum_in_order(const Pack (&part)[N], const Epilogue& epilogue = {}) {
+DEVICE PackOf<T, Out> sum_in_order(const Pack (&part)[N], const Epilogue& epilogue = {}) {
   constexpr int E = elements_per_word<T>, words = elements_per_word<Out> / E;  // of T, that make one of Out
   PackOf<T, Out> result;
 #pragma unroll
@@ -126,40 +120,37 @@ __device__ __forceinline__ PackOf<T, Out> sum_in_order(const Pack (&part)[N], co
 
 // By any thread: sum_in_order in rank order, rounded to T, as the exact ops are specified.
 template <class T, int N, class Epilogue = Identity>
-__device__ __forceinline__ Pack sum_in_rank_order(const Pack (&part)[N], const Epilogue& epilogue = {}) {
+DEVICE Pack sum_in_rank_order(const Pack (&part)[N], const Epilogue& epilogue = {}) {
   return sum_in_order<T, N, RankOrder, T>(part, epilogue);
 }
 
 // Internal: the sum of a number over a warp, the same in all lanes: neighbours first, then pairs, and so on, as sums of
 // slots in graphar/numerics/norms.py.
-__device__ __forceinline__ float sum_of_warp(float v) {
+DEVICE float sum_of_warp(float v) {
   for (int step = 1; step < 32; step *= 2) v = __fadd_rn(v, __shfl_xor_sync(0xffffffff, v, step));
   return v;
 }
 
 // By any thread: the packs of so many elements; the last one may be part empty.
 template <class T>
-__device__ __forceinline__ u64 pack_count(u64 numel) {
+DEVICE u64 pack_count(u64 numel) {
   return (numel + elements_per_pack<T> - 1) / elements_per_pack<T>;
 }
 
 // By any thread: the size of the first of `parts` equal parts of `units`: a multiple of `Line`. The last parts may have
 // fewer units, or none.
 template <class Index, int Line>
-__device__ __forceinline__ Index equal_share(Index units, Index parts) {
+DEVICE Index equal_share(Index units, Index parts) {
   return (units + parts * Line - 1) / (parts * Line) * Line;
 }
 
-// Packs of a 128-byte line. Shards begin at whole lines, since a warp's stores over the link take longer if they touch
-// one line more.
+// Packs of a 128-byte line, at which shards begin: a warp's stores over the link take longer if they touch one more.
 constexpr int line = 8;
 
-// A caller's tensor as packs, of any alignment and numel. Whole aligned packs move as 16 bytes, others element by
-// element, out of line to keep the kernels short. Past the end of the tensor the last pack reads as zeros and is not
-// written. With half packs, halves and 8 bytes.
-//
-// By any thread, after wait_for_previous_kernel. All its accesses are weak: they order nothing, and peers see a store
-// only after a signal (2). `load` and `store` take the index of a pack.
+// A caller's tensor as packs, of any alignment and numel. Whole aligned packs move as 16 bytes, or half packs as 8;
+// others element by element, out of line to keep the kernels short. Past the end of the tensor the last pack reads as
+// zeros and is not written. By any thread, after wait_for_previous_kernel. All its accesses are weak: they order
+// nothing, and peers see a store only after a signal (2). `load` and `store` take the index of a pack.
 template <class T, class P = Pack>
 struct Tensor {
   using Storage = typename T::Storage;
@@ -168,19 +159,19 @@ struct Tensor {
   u64 numel;
   u64 whole;  // packs [0, whole) may move as 16 bytes
 
-  __device__ __forceinline__ Tensor(const void* p, u64 n)
+  DEVICE Tensor(const void* p, u64 n)
       : base(static_cast<Storage*>(const_cast<void*>(p))),
         numel(n),
         whole(reinterpret_cast<u64>(p) % sizeof(P) ? 0 : n / E) {}
 
   // Internal: (28).
-  __device__ __forceinline__ u32 hold() { return ::hold(base) | ::hold(whole); }
+  DEVICE u32 hold() { return ::hold(base) | ::hold(whole); }
 
-  __device__ __forceinline__ P load(u64 i) const {
+  DEVICE P load(u64 i) const {
     return i < whole ? reinterpret_cast<const P*>(base)[i] : load_elements(base + i * E, elements_of(i));
   }
 
-  __device__ __forceinline__ void store(u64 i, const P& p) const {
+  DEVICE void store(u64 i, const P& p) const {
     if (i < whole)
       reinterpret_cast<P*>(base)[i] = p;
     else
@@ -188,11 +179,11 @@ struct Tensor {
   }
 
   // By any thread: the store, weak, of a pack that is whole and aligned.
-  __device__ __forceinline__ void store_whole(u32 i, const P& p) const { reinterpret_cast<P*>(base)[i] = p; }
+  DEVICE void store_whole(u32 i, const P& p) const { reinterpret_cast<P*>(base)[i] = p; }
 
   // By any thread: stores, weak, into the same tensor on N ranks, aligned there as here, this rank's next peer first.
   template <int N>
-  __device__ __forceinline__ void store_to_all(char* const* bases, int rank, u64 i, const P& p) const {
+  DEVICE void store_to_all(char* const* bases, int rank, u64 i, const P& p) const {
     if (i < whole) {
       for (int hop = 1; hop <= N; ++hop) reinterpret_cast<P*>(bases[(rank + hop) % N])[i] = p;
     } else {
@@ -202,14 +193,14 @@ struct Tensor {
   }
 
   // By any thread: the same tensor on another rank, with the same alignment.
-  __device__ __forceinline__ Tensor at(const void* p) const {
+  DEVICE Tensor at(const void* p) const {
     Tensor there = *this;
     there.base = static_cast<Storage*>(const_cast<void*>(p));
     return there;
   }
 
   // By any thread: how many elements of pack i, below pack_count, lie in the tensor.
-  __device__ __forceinline__ u32 elements_of(u64 i) const { return min(numel - i * E, u64(E)); }
+  DEVICE u32 elements_of(u64 i) const { return min(numel - i * E, u64(E)); }
 
   // Internal: the loads of packs that are not whole and aligned.
   static __device__ __noinline__ P load_elements(const void* begin, u32 count) {
@@ -235,14 +226,12 @@ struct Tensor {
   }
 
   // Internal: whether they move as words.
-  static __device__ __forceinline__ bool in_words(const Storage* at, u32 count) {
-    return count == E && reinterpret_cast<u64>(at) % 4 == 0;
-  }
+  static DEVICE bool in_words(const Storage* at, u32 count) { return count == E && reinterpret_cast<u64>(at) % 4 == 0; }
 };
 
 // By any thread: whether the packs `first`, `first` + `stride`, ... below `end` are whole and aligned in both tensors.
 template <class A, class B>
-__device__ __forceinline__ bool are_whole(const A& a, const B& b, u32 first, u32 end, u32 stride) {
+DEVICE bool are_whole(const A& a, const B& b, u32 first, u32 end, u32 stride) {
   const u64 whole = min(a.whole, b.whole);
   return end <= whole || (first < whole && first + stride >= end);
 }
@@ -254,24 +243,24 @@ struct WholePacks {
   static constexpr int E = elements_per_pack<T>;
   Storage* base;
 
-  __device__ __forceinline__ explicit WholePacks(const void* p) : base(static_cast<Storage*>(const_cast<void*>(p))) {}
+  DEVICE explicit WholePacks(const void* p) : base(static_cast<Storage*>(const_cast<void*>(p))) {}
 
-  __device__ __forceinline__ Pack load(u64 i) const {
+  DEVICE Pack load(u64 i) const {
     return aligned() ? reinterpret_cast<const Pack*>(base)[i] : Tensor<T>::load_elements(base + i * E, E);
   }
 
-  __device__ __forceinline__ void store(u64 i, const Pack& p) const {
+  DEVICE void store(u64 i, const Pack& p) const {
     if (aligned())
       reinterpret_cast<Pack*>(base)[i] = p;
     else
       Tensor<T>::store_elements(base + i * E, E, p);
   }
 
-  __device__ __forceinline__ bool aligned() const { return reinterpret_cast<u64>(base) % 16 == 0; }
+  DEVICE bool aligned() const { return reinterpret_cast<u64>(base) % 16 == 0; }
 };
 
 // By any thread: the elements of the part of `rank`, in a tensor at `whole`, that this launch handles.
 template <class T>
-__device__ __forceinline__ Tensor<T> part_of(const void* whole, const Arguments& a, int rank) {
+DEVICE Tensor<T> part_of(const void* whole, const Arguments& a, int rank) {
   return {static_cast<const typename T::Storage*>(whole) + a.begin[rank], a.count[rank]};
 }

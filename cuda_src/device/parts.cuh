@@ -2,28 +2,27 @@
 #pragma once
 #include "device/pack.cuh"
 
-// Internal: rows of several tensors. The last pack of each tensor is padded, so every tensor begins at a pack of the
-// part.
+// Internal: rows of several tensors, each of which begins at a pack of the part: the last pack of a tensor is padded.
 template <class T>
 struct PartOfTuple {
   const TupleArguments& a;
   const void* const* tensors;
   u64 first_row, rows;
 
-  __device__ __forceinline__ u32 hold() { return 0; }
+  DEVICE u32 hold() { return 0; }
 
-  __device__ __forceinline__ Pack load(u64 i) const {
+  DEVICE Pack load(u64 i) const {
     const Tensor<T> tensor = tensor_of(i);
     return tensor.load(i);
   }
 
-  __device__ __forceinline__ void store(u64 i, const Pack& p) const {
+  DEVICE void store(u64 i, const Pack& p) const {
     const Tensor<T> tensor = tensor_of(i);
     tensor.store(i, p);
   }
 
   // The rows of the tensor that has pack i; i becomes the pack's index in them.
-  __device__ __forceinline__ Tensor<T> tensor_of(u64& i) const {
+  DEVICE Tensor<T> tensor_of(u64& i) const {
 #pragma unroll 1
     for (u32 t = 0;; ++t) {
       const u64 nbytes = rows * a.row_nbytes[t], packs = pack_count<T>(nbytes);
@@ -36,25 +35,25 @@ struct PartOfTuple {
 
 // By any thread: what this rank sends in an all-gather. For accesses by Tensor.
 template <class T>
-__device__ __forceinline__ Tensor<T> input_of(const Arguments& a) {
+DEVICE Tensor<T> input_of(const Arguments& a) {
   return {a.input, a.count[a.rank]};
 }
 
 // Internal: the same of several tensors.
 template <class T>
-__device__ __forceinline__ PartOfTuple<T> input_of(const TupleArguments& a) {
+DEVICE PartOfTuple<T> input_of(const TupleArguments& a) {
   return {a, a.inputs, 0, a.rows[a.rank]};
 }
 
 // By any thread: where the part of `rank` goes, in this rank's result of an all-gather.
 template <class T>
-__device__ __forceinline__ Tensor<T> output_of(const Arguments& a, int rank) {
+DEVICE Tensor<T> output_of(const Arguments& a, int rank) {
   return part_of<T>(a.output, a, rank);
 }
 
 // Internal: the same of several tensors.
 template <class T>
-__device__ __forceinline__ PartOfTuple<T> output_of(const TupleArguments& a, int rank) {
+DEVICE PartOfTuple<T> output_of(const TupleArguments& a, int rank) {
   return {a, a.outputs, a.first_row[rank], a.rows[rank]};
 }
 
@@ -64,14 +63,14 @@ struct BytesInRuns {
   u32 count;
   u64 left, run, gap;  // bytes left of this run
 
-  __device__ __forceinline__ BytesInRuns(const void* tensor, const Runs& part, u32 i) : run(part.run), gap(part.gap) {
+  DEVICE BytesInRuns(const void* tensor, const Runs& part, u32 i) : run(part.run), gap(part.gap) {
     const u64 first = u64(i) * sizeof(Pack), row = gap == 0 ? 0 : first / run;
     at = static_cast<char*>(const_cast<void*>(tensor)) + part.begin + first + row * gap;
     count = first < part.nbytes ? min(part.nbytes - first, u64(sizeof(Pack))) : 0;
     left = gap == 0 ? count : run - (first - row * run);
   }
 
-  __device__ __forceinline__ char* next() {
+  DEVICE char* next() {
     if (left == 0) at += gap, left = run;
     --left;
     return at++;
@@ -106,25 +105,21 @@ struct PartInRuns {
   char* tensor;
   const Runs& part;
 
-  __device__ __forceinline__ u64 packs() const { return pack_count<T>(part.nbytes); }
+  DEVICE u64 packs() const { return pack_count<T>(part.nbytes); }
 
-  __device__ __forceinline__ Pack load(u32 i) const {
-    return is_whole(i) ? *place(i) : load_in_runs<T>(tensor, part, i);
-  }
+  DEVICE Pack load(u32 i) const { return is_whole(i) ? *place(i) : load_in_runs<T>(tensor, part, i); }
 
-  __device__ __forceinline__ void store(u32 i, const Pack& p) const {
+  DEVICE void store(u32 i, const Pack& p) const {
     if (is_whole(i))
       *place(i) = p;
     else
       store_in_runs<T>(tensor, part, i, p);
   }
 
-  __device__ __forceinline__ bool is_whole(u32 i) const {
-    return i < part.whole && reinterpret_cast<u64>(tensor) % sizeof(Pack) == 0;
-  }
+  DEVICE bool is_whole(u32 i) const { return i < part.whole && reinterpret_cast<u64>(tensor) % sizeof(Pack) == 0; }
 
   // Where pack i of whole runs lies. A part has fewer than 2^32 packs.
-  __device__ __forceinline__ Pack* place(u32 i) const {
+  DEVICE Pack* place(u32 i) const {
     const u64 gaps = part.gap == 0 ? 0 : i / part.run_packs * part.gap;
     return reinterpret_cast<Pack*>(tensor + part.begin + u64(i) * sizeof(Pack) + gaps);
   }
@@ -132,12 +127,12 @@ struct PartInRuns {
 
 // Internal: what this rank sends to `rank` in an all-to-all.
 template <class T>
-__device__ __forceinline__ PartInRuns<T> input_for(const ExchangeArguments& a, int rank) {
+DEVICE PartInRuns<T> input_for(const ExchangeArguments& a, int rank) {
   return {static_cast<char*>(const_cast<void*>(a.input)), a.sends[rank]};
 }
 
 // Internal: where the part from `rank` goes, in this rank's result of an all-to-all.
 template <class T>
-__device__ __forceinline__ PartInRuns<T> output_of(const ExchangeArguments& a, int rank) {
+DEVICE PartInRuns<T> output_of(const ExchangeArguments& a, int rank) {
   return {static_cast<char*>(a.output), a.receives[rank]};
 }

@@ -13,7 +13,7 @@
 #pragma once
 #include "device/pack.cuh"
 #include "device/sync/call.cuh"
-#include "device/wire/e4m3.cuh"
+#include "device/wire/codec.cuh"
 
 constexpr int norm_slots = 1024;
 constexpr int group_columns = 128;  // that share a scale in grouped_fp8
@@ -23,12 +23,10 @@ enum NormOutput { like_input, static_fp8, dynamic_fp8, grouped_fp8 };
 
 // One number of each warp of a team, in two places that alternate, at one address in all blocks of a cluster.
 // NORM_SHARED_NBYTES in graphar/plan/scratch.py.
-struct NumbersOfWarps {
-  float of[2][norm_slots / 32];
-};
+using NumbersOfWarps = float[2][norm_slots / 32];
 
 struct Nothing {
-  __device__ __forceinline__ void operator()(u32, const Pack&) const {}
+  DEVICE void operator()(u32, const Pack&) const {}
 };
 
 // T is the type of residual, weight and results. Sum is that of the sums: T, or fp32, so that only r is rounded.
@@ -61,7 +59,7 @@ struct RmsNorm {
   }
 
   // By all threads before the first row. Call it after the first pushes, since it waits for memory.
-  __device__ __forceinline__ void start() {
+  DEVICE void start() {
     if constexpr (O == static_fp8) by_caller = __fdiv_rn(1.0f, *caller_scale);
     if constexpr (C > 1) wait_for_cluster();  // all blocks run, and have their shared memory
   }
@@ -69,7 +67,7 @@ struct RmsNorm {
   // By all threads of the team: norms a row. `next(i, sum)` gives the row's sums from pack i on, or packs of r with
   // `has_residual`; false where one does not come. `then(i, r)` gets each pack of r.
   template <bool has_residual = false, class Next, class Then = Nothing>
-  __device__ __forceinline__ void take(u32 row, Next next, Then then = {}) {
+  DEVICE void take(u32 row, Next next, Then then = {}) {
     const u64 start = u64(row) * packs;
     float squares[own_slots] = {};
     Pack mine{}, by{};
@@ -113,20 +111,20 @@ struct RmsNorm {
   }
 
  private:
-  static __device__ __forceinline__ const void* element(const void* tensor, u64 i) {
+  static DEVICE const void* element(const void* tensor, u64 i) {
     return static_cast<const typename T::Storage*>(tensor) + i;
   }
 
   // The scales of the first `numel` elements.
-  __device__ __forceinline__ u64 scales_of(u64 numel) const {
+  DEVICE u64 scales_of(u64 numel) const {
     if (O == dynamic_fp8 && numel != 0) return numel / columns;  // a division takes long
     return O == grouped_fp8 ? numel / group_columns : 0;
   }
 
-  __device__ __forceinline__ bool has_two_slots() const { return C == 1 && threads == norm_slots / 2; }
+  DEVICE bool has_two_slots() const { return C == 1 && threads == norm_slots / 2; }
 
   // Stores the row in e4m3. `mine` and `by` are the thread's first pack of sums and weights.
-  __device__ __forceinline__ void store_codes(u32 row, const Pack& mine, const Pack& by, float inverse) {
+  DEVICE void store_codes(u32 row, const Pack& mine, const Pack& by, float inverse) {
     const u64 start = u64(row) * packs;
     const auto load = [&](u32 i, float* v) {
       if (i == thread)
@@ -158,7 +156,7 @@ struct RmsNorm {
 
   // The same with a scale for each group: packs of neighbouring lanes, which all take part in shuffles.
   template <class Load>
-  __device__ __forceinline__ void store_groups(u32 row, const Load& load) {
+  DEVICE void store_groups(u32 row, const Load& load) {
     constexpr int lanes = group_columns / E;
     const u32 lane = threadIdx.x % 32;
     for (u32 first = thread - lane; first < packs; first += threads) {
@@ -175,21 +173,21 @@ struct RmsNorm {
   }
 
   // The bits of the largest magnitude. A NaN compares above all numbers.
-  static __device__ __forceinline__ u32 largest_of(const float (&v)[E]) {
+  static DEVICE u32 largest_of(const float (&v)[E]) {
     u32 largest = 0;
     for (int e = 0; e < E; ++e) largest = max(largest, __float_as_uint(v[e]) & 0x7fffffff);
     return largest;
   }
 
   // The scale of a row or a group, from the bits of its largest magnitude.
-  static __device__ __forceinline__ float scale_of(u32 largest) {
+  static DEVICE float scale_of(u32 largest) {
     if (largest >= 0x7f800000) return __uint_as_float(0x7fffffff);
     constexpr u32 smallest_normal = 0x00800000;
     return __uint_as_float(max(__float_as_uint(__fdiv_rn(__uint_as_float(largest), 448)), smallest_normal));
   }
 
   // round(sum + residual). Adds its squares to `squares`.
-  __device__ __forceinline__ PackOf<Sum, T> add(const Pack& sum, const PackOf<Sum, T>& from, float& squares) const {
+  DEVICE PackOf<Sum, T> add(const Pack& sum, const PackOf<Sum, T>& from, float& squares) const {
     constexpr int S = elements_per_word<Sum>;
     PackOf<Sum, T> result;
     for (int w = 0; w < 4 / sums; ++w) {
@@ -204,7 +202,7 @@ struct RmsNorm {
     return result;
   }
 
-  static __device__ __forceinline__ void add_squares(const Pack& pack, float& squares) {
+  static DEVICE void add_squares(const Pack& pack, float& squares) {
     for (int w = 0; w < 4; ++w) {
       float v[W];
       T::unpack(pack.word[w], v);
@@ -213,7 +211,7 @@ struct RmsNorm {
   }
 
   // One over the root of the row's mean square, from all threads' squares.
-  __device__ __forceinline__ float inverse_root(const float (&squares)[own_slots]) {
+  DEVICE float inverse_root(const float (&squares)[own_slots]) {
     const float further = own_slots == 2 ? sum_of_warp(squares[own_slots - 1]) : 0;
     const float total = sum_of_warp(of_warps(sum_of_warp(squares[0]), further));
     return __fdiv_rn(1.0f, __fsqrt_rn(__fadd_rn(__fdiv_rn(total, float(columns)), eps)));
@@ -222,8 +220,8 @@ struct RmsNorm {
   // Exchanges one number of each warp of the team: lane w gets the number of warp w, and other lanes get 0. If threads
   // have two slots, lanes w from 16 on get `further` of warp w - 16. A place is overwritten two exchanges later, and
   // all threads have read it before the barrier in between. After the last exchange no block writes to another.
-  __device__ __forceinline__ float of_warps(float own, float further = 0) {
-    auto& of_warp = reinterpret_cast<NumbersOfWarps*>(dynamic_shared())->of[turn];
+  DEVICE float of_warps(float own, float further = 0) {
+    auto& of_warp = (*reinterpret_cast<NumbersOfWarps*>(dynamic_shared()))[turn];
     turn ^= 1;
     const u32 lane = threadIdx.x % 32;
     if constexpr (C == 1) {
@@ -238,7 +236,7 @@ struct RmsNorm {
     return lane < (has_two_slots() ? norm_slots : threads) / 32 ? of_warp[lane] : 0.0f;
   }
 
-  __device__ __forceinline__ Pack round(const Pack& row, const Pack& by, float inverse) const {
+  DEVICE Pack round(const Pack& row, const Pack& by, float inverse) const {
     Pack result;
     for (int w = 0; w < 4; ++w) {
       float v[W];
@@ -248,18 +246,18 @@ struct RmsNorm {
     return result;
   }
 
-  __device__ __forceinline__ void norm_word(u32 row, u32 by, float inverse, float* v) const {
+  DEVICE void norm_word(u32 row, u32 by, float inverse, float* v) const {
     float factor[W];
     T::unpack(row, v);
     T::unpack(by, factor);
     for (int e = 0; e < W; ++e) v[e] = __fmul_rn(__fmul_rn(v[e], inverse), __fadd_rn(factor[e], offset));
   }
 
-  __device__ __forceinline__ void norm(const Pack& row, const Pack& by, float inverse, float* v) const {
+  DEVICE void norm(const Pack& row, const Pack& by, float inverse, float* v) const {
     for (int w = 0; w < 4; ++w) norm_word(row.word[w], by.word[w], inverse, v + w * W);
   }
 
-  static __device__ __forceinline__ Words<E / 4> encode(const float (&v)[E], float by_scale) {
+  static DEVICE Words<E / 4> encode(const float (&v)[E], float by_scale) {
     Words<E / 4> result{};
     for (int e = 0; e < E; e += 2)
       result.word[e / 4] |= saturated_e4m3x2(__fmul_rn(v[e], by_scale), __fmul_rn(v[e + 1], by_scale)) << 8 * (e % 4);

@@ -1,6 +1,5 @@
 // Sums of exponentials over a vocabulary that ranks divide: what a lane of a leaf adds, and how lanes, leaves and ranks
-// are merged. numerics/softmax.py of the package specifies each operation, and gives the same bits. The compiler
-// contracts none.
+// are merged. numerics/softmax.py of the package specifies each operation. The compiler contracts none.
 #pragma once
 #include "device/ptx/codec.cuh"
 
@@ -12,7 +11,7 @@ constexpr int softmax_leaves = 8;  // of the vocabulary
 // What a row needs beside its maximum and its sum of exponentials.
 enum Also { nothing, sum_of_logits, entropy_and_top1 };
 
-__device__ __forceinline__ float no_logit() { return __uint_as_float(0xff800000u); }  // -inf
+DEVICE float no_logit() { return __uint_as_float(0xff800000u); }  // -inf
 
 // A word of such elements.
 template <class T>
@@ -22,17 +21,17 @@ inline constexpr u32 no_logits<bf16> = 0xff80ff80u;
 template <>
 inline constexpr u32 no_logits<fp16> = 0xfc00fc00u;
 
-__device__ __forceinline__ float larger(float a, float b) {
+DEVICE float larger(float a, float b) {
   return __uint_as_float(larger(fp32{}, __float_as_uint(a), __float_as_uint(b)));
 }
 
 // d, or -88 if it is less, whose exponential is 0: so are products with it. NaN stays NaN.
-__device__ __forceinline__ float clamped(float d) { return larger(d, -88.0f); }
+DEVICE float clamped(float d) { return larger(d, -88.0f); }
 
 // exp(d) = p x power for a clamped d. A sum takes it as fma(p, power, sum).
 struct Exponential {
   float p, power;
-  __device__ __forceinline__ explicit Exponential(float d) {
+  DEVICE explicit Exponential(float d) {
     constexpr float log2e = 0x1.715476p+0f, to_integer = 12582912.0f;
     const float shifted = __fmaf_rn(d, log2e, to_integer);
     const float f = __fmaf_rn(d, log2e, -__fsub_rn(shifted, to_integer));
@@ -43,11 +42,11 @@ struct Exponential {
     p = __fmaf_rn(p, f, 1.0f);
     power = __uint_as_float((__float_as_uint(shifted) << 23) + 0x3f800000u);
   }
-  __device__ __forceinline__ operator float() const { return __fmul_rn(p, power); }
+  DEVICE operator float() const { return __fmul_rn(p, power); }
 };
 
 // What is subtracted from the elements whose maximum is m: if they are all -inf, their exponentials are then 0.
-__device__ __forceinline__ float reference_of(float m) { return m == no_logit() ? 0.0f : m; }
+DEVICE float reference_of(float m) { return m == no_logit() ? 0.0f : m; }
 
 // A node of the tree. `top1` is a column of the vocabulary.
 struct SoftmaxNode {
@@ -56,7 +55,7 @@ struct SoftmaxNode {
 
   // Scales what has been summed beside m to the reference r of a larger maximum.
   template <Also also>
-  __device__ __forceinline__ void move_to(float r) {
+  DEVICE void move_to(float r) {
     const float delta = clamped(__fsub_rn(m, r)), factor = Exponential(delta);
     if constexpr (also == entropy_and_top1) sum_xe = __fmul_rn(__fmaf_rn(s, delta, sum_xe), factor);
     s = __fmul_rn(s, factor);
@@ -65,7 +64,7 @@ struct SoftmaxNode {
 
 // Of neighbours, of which `a` has the lower columns.
 template <Also also>
-__device__ __forceinline__ SoftmaxNode merge(const SoftmaxNode& a, const SoftmaxNode& b) {
+DEVICE SoftmaxNode merge(const SoftmaxNode& a, const SoftmaxNode& b) {
   const bool second = b.m > a.m;
   const float small_s = second ? a.s : b.s, large_s = second ? b.s : a.s;
   SoftmaxNode both;
@@ -83,7 +82,7 @@ __device__ __forceinline__ SoftmaxNode merge(const SoftmaxNode& a, const Softmax
 
 // The node of `count` neighbours: 1, 2, 4 or 8. The nodes are overwritten.
 template <Also also>
-__device__ __forceinline__ SoftmaxNode merge_all(SoftmaxNode (&node)[softmax_leaves], u32 count) {
+DEVICE SoftmaxNode merge_all(SoftmaxNode (&node)[softmax_leaves], u32 count) {
   for (int step = 1; step < softmax_leaves; step *= 2)
     for (int i = 0; i + step < softmax_leaves; i += 2 * step)
       if (step < count && i < count) node[i] = merge<also>(node[i], node[i + step]);
@@ -91,7 +90,7 @@ __device__ __forceinline__ SoftmaxNode merge_all(SoftmaxNode (&node)[softmax_lea
 }
 
 // The logarithm of a sum of exponentials, in fp64: `log` in numerics/softmax.py.
-__device__ __forceinline__ double log_of_sum(float s) {
+DEVICE double log_of_sum(float s) {
   const u32 bits = __float_as_uint(s);
   int k = int(bits >> 23) - 126;
   double c = __uint_as_float((bits & 0x7fffff) | 0x3f000000);
@@ -107,7 +106,7 @@ __device__ __forceinline__ double log_of_sum(float s) {
 struct Target {
   long long column;
   bool ignored, valid;
-  __device__ __forceinline__ Target(const LossArguments& a, u64 row) : column(a.target[row]) {
+  DEVICE Target(const LossArguments& a, u64 row) : column(a.target[row]) {
     ignored = a.may_ignore && column == a.ignore_index;
     valid = !ignored && column >= 0 && column < a.vocab_size;
   }
@@ -115,7 +114,7 @@ struct Target {
 
 // A node and the target's x as a rank's partial: `width` in numerics/softmax.py.
 template <Also also>
-__device__ __forceinline__ void store_partial(const LossArguments& a, u64 row, const SoftmaxNode& node, float x) {
+DEVICE void store_partial(const LossArguments& a, u64 row, const SoftmaxNode& node, float x) {
   float* const to = a.partials + row * a.width;
   to[0] = node.m, to[1] = node.s, to[2] = x;
   if constexpr (also == sum_of_logits) to[3] = node.sum_x;
@@ -127,7 +126,7 @@ __device__ __forceinline__ void store_partial(const LossArguments& a, u64 row, c
 
 // Internal: of a partial of another rank.
 template <Also also>
-__device__ __forceinline__ SoftmaxNode load_partial(const LossArguments& a, u64 row, u32 rank) {
+DEVICE SoftmaxNode load_partial(const LossArguments& a, u64 row, u32 rank) {
   const float* const from = a.gathered + (u64(rank) * a.rows + row) * a.width;
   SoftmaxNode node;
   node.m = from[0], node.s = from[1];
@@ -140,12 +139,11 @@ __device__ __forceinline__ SoftmaxNode load_partial(const LossArguments& a, u64 
 }
 
 // Rounded, with any NaN as the canonical one: fp64 has NaNs of both signs.
-__device__ __forceinline__ float rounded(double v) { return v == v ? float(v) : __uint_as_float(0x7fffffff); }
+DEVICE float rounded(double v) { return v == v ? float(v) : __uint_as_float(0x7fffffff); }
 
 // Writes the results of a row, whose target has the logit x: `finish` in numerics/softmax.py.
 template <Also also>
-__device__ __forceinline__ void store_results(const LossArguments& a, u64 row, const Target& target,
-                                              const SoftmaxNode& node, float x) {
+DEVICE void store_results(const LossArguments& a, u64 row, const Target& target, const SoftmaxNode& node, float x) {
   const double m = node.m, log_s = log_of_sum(node.s), nan = __uint_as_float(0x7fffffff);
   double result = target.valid ? __dsub_rn(__dsub_rn(x, m), log_s) : nan;
   if (a.is_loss) {

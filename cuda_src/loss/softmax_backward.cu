@@ -11,7 +11,7 @@ constexpr int depth = 2;  // packs that a thread loads before it computes
 struct RowGradient {
   float reference, scale, all, at_target;
 
-  __device__ __forceinline__ RowGradient(const LossArguments& a, u64 row, const Target& target) {
+  DEVICE RowGradient(const LossArguments& a, u64 row, const Target& target) {
     const float m = a.state[2 * row], s = a.state[2 * row + 1];
     float g = a.upstream[a.is_per_row ? row : 0];
     if (a.is_mean) g = __fdiv_rn(g, a.state[2 * a.rows]);

@@ -19,19 +19,19 @@ struct Eight {
   u32 word[words];
 
   // Of each half of a word, or of the word.
-  __device__ __forceinline__ u32 largest() const {
+  DEVICE u32 largest() const {
     u32 v = word[0];
     for (int w = 1; w < words; ++w) v = larger(T{}, v, word[w]);
     return v;
   }
-  __device__ __forceinline__ u32 smallest() const {
+  DEVICE u32 smallest() const {
     u32 v = word[0];
     for (int w = 1; w < words; ++w) v = smaller(T{}, v, word[w]);
     return v;
   }
 
   // Makes the elements from `count` on absent.
-  __device__ __forceinline__ void keep(u32 count) {
+  DEVICE void keep(u32 count) {
     constexpr u32 bits = 32 / W, mask = ~u32(0) >> (32 - bits);
     for (int e = 0; e < 8; ++e)
       if (e >= count) {
@@ -52,7 +52,7 @@ struct Leaf {
 
   // The pack at `from`, of index i, or one `lanes` after it for each k. Aligned leaves consist of whole packs, of which
   // padding is loaded, too.
-  __device__ __forceinline__ Eight<T> load(const Storage* from, u32 i, int k) const {
+  DEVICE Eight<T> load(const Storage* from, u32 i, int k) const {
     constexpr int E = elements_per_pack<T>;
     Eight<T> x;
     for (int p = 0; p < x.packs; ++p) {
@@ -69,7 +69,7 @@ struct Leaf {
   }
 
   // The same, or -inf past the end.
-  __device__ __forceinline__ Eight<T> load_if_any(const Storage* from, u32 i, int k) const {
+  DEVICE Eight<T> load_if_any(const Storage* from, u32 i, int k) const {
     Eight<T> x;
     for (int w = 0; w < x.words; ++w) x.word[w] = no_logits<T>;
     if (i + k * softmax_lanes < packs) x = load(from, i, k);
@@ -91,14 +91,14 @@ template <Also also>
 constexpr int planes = also == nothing ? 2 : also == sum_of_logits ? 3 : 4;
 
 template <Also also>
-__device__ __forceinline__ void put(LanesOfLeaf* lanes, u32 at, const SoftmaxNode& node) {
+DEVICE void put(LanesOfLeaf* lanes, u32 at, const SoftmaxNode& node) {
   lanes[0][at] = node.m, lanes[1][at] = node.s;
   if constexpr (also == sum_of_logits) lanes[2][at] = node.sum_x;
   if constexpr (also == entropy_and_top1) lanes[2][at] = node.sum_xe, lanes[3][at] = __uint_as_float(node.top1);
 }
 
 template <Also also>
-__device__ __forceinline__ SoftmaxNode get(const LanesOfLeaf* lanes, u32 at) {
+DEVICE SoftmaxNode get(const LanesOfLeaf* lanes, u32 at) {
   SoftmaxNode node;
   node.m = lanes[0][at], node.s = lanes[1][at];
   if constexpr (also == sum_of_logits) node.sum_x = lanes[2][at];
@@ -115,12 +115,10 @@ struct Step {
   Eight<T> x[softmax_packs];
   u32 i;
 
-  __device__ __forceinline__ float x_of(float logit) const {
-    return scaled ? __fmul_rn(logit, inverse_temperature) : logit;
-  }
+  DEVICE float x_of(float logit) const { return scaled ? __fmul_rn(logit, inverse_temperature) : logit; }
 
   // Moves the node to the maximum of it and the step. Returns what is then subtracted from elements.
-  __device__ __forceinline__ float raise(SoftmaxNode& node) const {
+  DEVICE float raise(SoftmaxNode& node) const {
     u32 largest = x[0].largest();
     for (int k = 1; k < softmax_packs; ++k) largest = larger(T{}, largest, x[k].largest());
     float v[W], m = node.m;
@@ -135,7 +133,7 @@ struct Step {
   }
 
   // By a warp: whether all elements are so near to r that no difference has to be clamped.
-  __device__ __forceinline__ bool is_near(float r) const {
+  DEVICE bool is_near(float r) const {
     u32 smallest = x[0].smallest();
     for (int k = 1; k < softmax_packs; ++k) smallest = smaller(T{}, smallest, x[k].smallest());
     float v[2];
@@ -144,7 +142,7 @@ struct Step {
   }
 
   // The leaf's first element of the step that equals m.
-  __device__ __forceinline__ u32 first_of(float m) const {
+  DEVICE u32 first_of(float m) const {
     u32 at = 0;
     for (int k = softmax_packs - 1; k >= 0; --k)
       for (int w = x[k].words - 1; w >= 0; --w) {
@@ -159,7 +157,7 @@ struct Step {
   // Adds pack k. If it is `whole`, all of its elements are present, or absent ones do not matter; if it is `near`, none
   // has to be clamped.
   template <bool whole, bool near = false>
-  __device__ __forceinline__ void add(SoftmaxNode& node, int k, float r) const {
+  DEVICE void add(SoftmaxNode& node, int k, float r) const {
     for (int w = 0; w < Eight<T>::words; ++w) {
       float v[W];
       T::unpack(x[k].word[w], v);
@@ -180,8 +178,8 @@ struct Step {
 // By a warp: puts the lanes of the groups [group, end) of a leaf into shared memory. `ignored` reads the target. It is
 // called when the loads of the first step are on their way.
 template <class T, Also also, bool scaled, bool early, bool aligned, class Ignored>
-__device__ __forceinline__ void take(const Leaf<T, aligned>& leaf, float inverse_temperature, u32 group, u32 end,
-                                     LanesOfLeaf* lanes, const Ignored& ignored) {
+DEVICE void take(const Leaf<T, aligned>& leaf, float inverse_temperature, u32 group, u32 end, LanesOfLeaf* lanes,
+                 const Ignored& ignored) {
   const u32 thread = threadIdx.x % 32, packs = leaf.packs;
   Step<T, also, scaled, aligned> step{leaf, inverse_temperature, {}, group * 32 + thread};
   const auto* at = leaf.base + step.i * 8;
@@ -246,7 +244,7 @@ __device__ __noinline__ void take_elements(Leaf<T, false> leaf, float inverse_te
 
 // By a warp: merges the lanes of a leaf, as plain sums beside their maximum.
 template <Also also>
-__device__ __forceinline__ SoftmaxNode merge_lanes(const LanesOfLeaf* lanes) {
+DEVICE SoftmaxNode merge_lanes(const LanesOfLeaf* lanes) {
   const u32 thread = threadIdx.x % 32;
   SoftmaxNode node[groups], all;
   for (int g = 0; g < groups; ++g) {
@@ -279,7 +277,7 @@ __device__ __forceinline__ SoftmaxNode merge_lanes(const LanesOfLeaf* lanes) {
 
 // By a warp: merges `leaves` neighbours, each of which a thread has, as a tree. The first of these threads gets it.
 template <Also also>
-__device__ __forceinline__ SoftmaxNode merge_leaves(SoftmaxNode node, u32 leaves) {
+DEVICE SoftmaxNode merge_leaves(SoftmaxNode node, u32 leaves) {
 #pragma unroll 1
   for (u32 step = 1; step < leaves; step *= 2) {
     SoftmaxNode other;

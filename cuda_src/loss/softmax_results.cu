@@ -22,7 +22,7 @@ __global__ void __launch_bounds__(128, 4) softmax_results(const __grid_constant_
 }
 
 // The sum of up to 128 numbers, neighbours first. Zeros from `size`, a power of two, on are not added: -0 stays -0.
-__device__ __forceinline__ float sum_of_four_each(const float (&v)[4], u64 size) {
+DEVICE float sum_of_four_each(const float (&v)[4], u64 size) {
   float a = v[0];
   if (size > 1) a = __fadd_rn(a, v[1]);
   if (size > 2) a = __fadd_rn(a, __fadd_rn(v[2], v[3]));

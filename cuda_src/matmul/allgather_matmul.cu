@@ -10,7 +10,6 @@
 // by a matmul. Rows of e4m3 travel with their scales. Ordering between ranks: (21) in gathered_rows.cuh.
 #include "device/epilogue.cuh"
 #include "device/matmul/gathered_rows.cuh"
-#include "device/matmul/tile_store.cuh"
 
 template <int N>
 struct RowsOfRanks {
@@ -94,7 +93,7 @@ __device__ void consume(const typename Scales::Arguments& m, const Arguments& a,
     } else {
       multiplier.multiply(at, sums);
     }
-    if constexpr (is_identity<Expression>) {
+    if constexpr (are_same<Expression, Identity>) {
       add_bias<T>(m, tile.column, sums);
     } else {  // whose indices are those in the product of all ranks' rows
       const u32 begin = a.begin[tile.owner], end = begin + a.count[tile.owner];

@@ -8,11 +8,9 @@
 //
 // The producer runs ahead across tiles. A grid of any size walks all tiles: the caller chooses how many SMs it takes.
 // Products are added in the order of K, so the bits of C depend on A and W alone; or in leaves of K (leaf_tree.cuh),
-// which the blocks of a cluster may split (node_exchange.cuh). Operands in e4m3 have scales (scaled_products.cuh).
+// which the blocks of a cluster may split. Operands in e4m3 have scales (scaled_products.cuh).
 #include "device/matmul/leaf_tree.cuh"
-#include "device/matmul/node_exchange.cuh"
 #include "device/matmul/scaled_products.cuh"
-#include "device/matmul/tile_store.cuh"
 
 // A warpgroup that computes 64 rows of each tile, or with consumers that alternate all of every second tile.
 template <class T, class Tile, OperandLayout W, class Result>

@@ -6,7 +6,6 @@
 //
 // While own rows are computed the links carry finished tiles. Gives the bits of a matmul followed by an all-reduce.
 #include "device/matmul/fused_tiles.cuh"
-#include "device/matmul/tile_as_codes.cuh"
 
 template <class T, int N, class Tile, OperandLayout W, class Expression = Identity, class Travel = AsElements<T>,
           class Scales = Unscaled>

@@ -6,10 +6,9 @@
 //                           --round--> boxes in shared memory --TMA--> output
 //
 // No SM is spent on the links: a warp beside the consumers sends a tile while they compute the next. Gives the bits of
-// a matmul and a reduce-scatter. With a codec, tiles travel as codes (tile_as_codes.cuh). Partial tiles may travel
-// unrounded, of K in leaves, to be added as a tree (tile_as_elements.cuh). Ordering: (10) in warpgroup_tile.cuh.
+// a matmul and a reduce-scatter. With a codec, tiles travel as codes. Partial tiles may travel unrounded, of K in
+// leaves, to be added as a tree (tile_travel.cuh). Ordering: (10) in warpgroup_tile.cuh.
 #include "device/matmul/fused_tiles.cuh"
-#include "device/matmul/tile_as_codes.cuh"
 
 template <class T, int N, class Tile, OperandLayout W, class Expression = Identity, class Travel = AsElements<T>,
           class Scales = Unscaled>

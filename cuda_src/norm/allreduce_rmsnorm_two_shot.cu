@@ -22,25 +22,25 @@ struct Rows {
   const WholePacks<T> input{a.input};
   const u32 packs = norm.packs, scatter = (call.epoch & 1) * N * a.capacity;
 
-  __device__ __forceinline__ u32 gather() const { return scatter + 2 * N * a.capacity; }
+  DEVICE u32 gather() const { return scatter + 2 * N * a.capacity; }
 
   // The offset of pack i of a row in its owner's part of a slot: of what is gathered, or with `sums` packs for each.
   template <int Count = 1>
-  __device__ __forceinline__ u32 offset(u32 row, u32 i) const {
+  DEVICE u32 offset(u32 row, u32 i) const {
     return row / N * (Count * packs) + i;
   }
 
   // The three steps of a row whose owner is `hop` ranks after this one. `sum` is its owner's, `collect` the others'.
-  __device__ __forceinline__ void send(u32 row, u32 hop) {
+  DEVICE void send(u32 row, u32 hop) {
     for (u32 i = norm.thread; norm.comes && i < sums * packs; i += norm.threads)
       push(a, hop, scatter + a.rank * a.capacity + offset<sums>(row, i), input.load(u64(row) * (sums * packs) + i));
   }
 
-  __device__ __forceinline__ void sum(u32 row) {
+  DEVICE void sum(u32 row) {
     const auto push_to_peers = [&](u32 i, const Pack& pack) {
       for (int peer = 1; peer < N; ++peer) push(a, peer, gather() + a.rank * a.capacity + offset(row, i), pack);
     };
-    if constexpr (is_tree<Order>)
+    if constexpr (are_same<Order, TreeOrder>)
       norm.take(
           row,
           [&](u32 i, Pack(&total)[Norm::together]) {
@@ -56,9 +56,9 @@ struct Rows {
       });
   }
 
-  __device__ __forceinline__ void collect(u32 row, u32 hop) {
+  DEVICE void collect(u32 row, u32 hop) {
     const u32 owner = (a.rank + hop) % N;
-    norm.template take<is_tree<Order>>(row, [&](u32 i, Pack(&total)[1]) {
+    norm.template take<are_same<Order, TreeOrder>>(row, [&](u32 i, Pack(&total)[1]) {
       Pack received[1];
       if (!receive(a, call, owner, gather() + owner * a.capacity + offset(row, i), received)) return false;
       total[0] = received[0];
@@ -68,7 +68,7 @@ struct Rows {
 
   // Calls `visit` with each row of group g and the distance to its owner.
   template <class Visit>
-  __device__ __forceinline__ void visit_group(u32 g, Visit visit) {
+  DEVICE void visit_group(u32 g, Visit visit) {
 #pragma unroll 1
     for (u32 k = g * N; k < (g + 1) * N; ++k) {
       const u32 row = norm.team + k * norm.teams;
@@ -77,11 +77,11 @@ struct Rows {
   }
 
   // By the threads of a block that is a team.
-  __device__ __forceinline__ void send_group(u32 g) {
+  DEVICE void send_group(u32 g) {
     visit_group(g, [&](u32 row, u32 hop) { send(row, hop); });
   }
 
-  __device__ __forceinline__ void finish_groups() {
+  DEVICE void finish_groups() {
     for (u32 g = 0; g == 0 || norm.team + (g - 1) * N * norm.teams < norm.rows; ++g) {
       send_group(g + 1);
       visit_group(g, [&](u32 row, u32 hop) {

@@ -20,11 +20,9 @@ struct RowsOfParts {
   const u32 slots_of_call = (call.epoch & 1) * N * a.capacity;
 
   // Of the part of a rank. A launch has fewer than 2^32 elements.
-  __device__ __forceinline__ u32 packs_of_part(int rank) const {
-    return max(u32(a.count[rank]) / elements_per_pack<T>, 1u);
-  }
+  DEVICE u32 packs_of_part(int rank) const { return max(u32(a.count[rank]) / elements_per_pack<T>, 1u); }
 
-  __device__ __forceinline__ u32 rows_of_largest_part() const {
+  DEVICE u32 rows_of_largest_part() const {
     u32 most = 0;
     for (int rank = 0; rank < N; ++rank) most = max(most, packs_of_part(rank));
     return (most + packs - 1) / packs;
@@ -33,12 +31,12 @@ struct RowsOfParts {
   // Calls `visit` with pack u of a row of all parts: the distance to its owner, and its index in the part. 32 packs of
   // one part, of a warp's lanes, are followed by 32 of the next. The parts of this rank's next peers come first.
   template <class Visit>
-  __device__ __forceinline__ void visit_pack(u32 row, u32 u, Visit visit) const {
+  DEVICE void visit_pack(u32 row, u32 u, Visit visit) const {
     const u32 hop = u / 32 % N + 1, i = u / (32 * N) * 32 + u % 32, at = row * packs + i;
     if (i < packs && at < packs_of_part((a.rank + hop) % N)) visit(hop % N, at);
   }
 
-  __device__ __forceinline__ void send(u32 row) const {
+  DEVICE void send(u32 row) const {
     const u32 end = (packs + 31) / 32 * 32 * N;
     for (u32 first = norm.thread; norm.comes && first < end; first += in_flight * norm.threads) {
       Pack mine[in_flight] = {};
@@ -51,7 +49,7 @@ struct RowsOfParts {
     }
   }
 
-  __device__ __forceinline__ void take(u32 row) {
+  DEVICE void take(u32 row) {
     Pack zeros[1];
     if (row < norm.rows)
       norm.take(row, [&](u32 i, Pack(&total)[Norm::together]) {

@@ -15,12 +15,10 @@ constexpr int group_lanes = 64;              // that add the groups' sums of one
 constexpr int columns_added = 32;            // by one block: 128 bytes of a group, 16 by each thread
 
 // Two numbers of each warp of a block, in two places that alternate.
-struct PairsOfWarps {
-  float of[2][2][norm_gradient_threads / 32];
-};
+using PairsOfWarps = float[2][2][norm_gradient_threads / 32];
 
 // Adds two numbers of all threads, neighbours first. A place is overwritten two calls, so a barrier, later.
-__device__ __forceinline__ void add_over_block(float& a, float& b, float (&of_warp)[2][norm_gradient_threads / 32]) {
+DEVICE void add_over_block(float& a, float& b, float (&of_warp)[2][norm_gradient_threads / 32]) {
   const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   a = sum_of_warp(a), b = sum_of_warp(b);
   if (lane == 0) of_warp[0][warp] = a, of_warp[1][warp] = b;
@@ -78,7 +76,7 @@ __global__ void __launch_bounds__(norm_gradient_threads) residual_rmsnorm_backwa
         }
       }
     }
-    add_over_block(squares, products, pairs.of[turn]);
+    add_over_block(squares, products, pairs[turn]);
     turn ^= 1;
     const float columns = a.columns, mean = __fdiv_rn(products, columns);
     const float s = __fdiv_rn(1.0f, __fsqrt_rn(__fadd_rn(__fdiv_rn(squares, columns), a.eps)));

@@ -23,7 +23,7 @@ struct CodecArguments {
 static_assert(sizeof(CodecArguments) == 72);
 
 template <class F>
-__device__ __forceinline__ void for_each_tile_of(u32 tiles, const F& f) {
+DEVICE void for_each_tile_of(u32 tiles, const F& f) {
   const u32 warps = blockDim.x / 32;
   for (u32 tile = blockIdx.x * warps + threadIdx.x / 32; tile < tiles; tile += gridDim.x * warps) f(tile);
 }

@@ -15,12 +15,11 @@
 // scale, which is not negative. So the sender need not change words. (3) and (4) hold for the words of a tile, whatever
 // codec each call has: a call arms every word that its peers wrote.
 //
-// (8) All lanes of a bucket read the word that holds its scale. A lane that armed a shared word early would hide it
-//     from a lane that has yet to read it. So a warp arms a tile's words only once all its lanes have seen all of
-//     theirs, by a vote.
+// (8) All lanes of a bucket read the word that holds its scale. A lane that armed it early would hide it from a lane
+//     that has yet to read it. So a warp arms a tile's words once all its lanes have seen all of theirs, by a vote.
 struct StoreRelaxed {
   template <int Count>
-  __device__ __forceinline__ void operator()(Words<Count>* address, const u32* words) const {
+  DEVICE void operator()(Words<Count>* address, const u32* words) const {
     Words<Count> piece;
     for (int w = 0; w < Count; ++w) piece.word[w] = words[w];
     store_relaxed_sys(address, piece);
@@ -31,7 +30,7 @@ struct LoadRelaxed {
   bool& complete;  // turns false where a word has not arrived
 
   template <int Count>
-  __device__ __forceinline__ void operator()(const Words<Count>* address, u32* words) const {
+  DEVICE void operator()(const Words<Count>* address, u32* words) const {
     const Words<Count> piece = load_relaxed_sys(address);
     for (int w = 0; w < Count; ++w) {
       words[w] = piece.word[w];
@@ -42,18 +41,12 @@ struct LoadRelaxed {
 
 struct Arm {
   template <int Count>
-  __device__ __forceinline__ void operator()(Words<Count>* address, const u32*) const {
+  DEVICE void operator()(Words<Count>* address, const u32*) const {
     Words<Count> armed;
     for (int w = 0; w < Count; ++w) armed.word[w] = not_yet;
     store_relaxed_sys(address, armed);
   }
 };
-
-template <class C>
-__device__ __forceinline__ void push(const Wire<C>& to, u32 tile, const Coded<C>& coded) {
-  static_assert(C::scheme == absmax, "a codec with minmax spares no word");
-  visit_coded(to, tile, coded, StoreRelaxed{});
-}
 
 // The slots on this rank in which the ranks' codes of a tile arrive.
 template <class C>
@@ -65,13 +58,13 @@ struct Arrivals {
   u32 tile;
   u32 patience = 4;  // more for a tile that is a sum, as in receive (sentinel.cuh)
 
-  __device__ __forceinline__ Wire<C> wire(int rank) const {
+  DEVICE Wire<C> wire(int rank) const {
     return {reinterpret_cast<char*>(slot(a, 0, slots + rank * a.capacity)), tiles};
   }
 
   // Receives the tile from `first` and the ranks after it, and arms the words again. False in all lanes if one is late.
   template <int Count>
-  __device__ __forceinline__ bool operator()(int first, Received<C> (&part)[Count]) const {
+  DEVICE bool operator()(int first, Received<C> (&part)[Count]) const {
     Deadline deadline;
     while (true) {
       int missing = -1;
@@ -96,6 +89,7 @@ struct Arrivals {
 
 template <class T, int N, class C>
 __global__ void __launch_bounds__(512, 1) quantized_two_shot_push(const __grid_constant__ Arguments a) {
+  static_assert(C::scheme == absmax, "a codec with minmax spares no word");
   const Tensor<T> input(a.input, a.numel), output(a.output, a.numel), errors(a.errors, a.numel);
   const u32 tiles = tile_count(a.numel);
   u32 shard = (tiles + N - 1) / N;
@@ -119,7 +113,7 @@ __global__ void __launch_bounds__(512, 1) quantized_two_shot_push(const __grid_c
   };
   for (u32 t = first; t < end;) {
     const Coded<C> coded = encode<C>(mine, t, {a.seed, call.epoch, a.rank});
-    push(wire(hop, scatter), t - begin, coded);
+    visit_coded(wire(hop, scatter), t - begin, coded, StoreRelaxed{});
     if constexpr (C::feedback) store_error(errors, t, mine, coded);
     t += stride;
     if (t < end) mine = load_values<C>(input, errors, t);
@@ -132,10 +126,10 @@ __global__ void __launch_bounds__(512, 1) quantized_two_shot_push(const __grid_c
       if (!sum_of_parts<C, N>(Arrivals<C>{a, call, scatter, shard, t - begin}, total)) break;
       const Coded<C> coded = encode<C>(tile_of(total), t, {a.seed, call.epoch, noise_of_sum});
 #pragma unroll
-      for (int peer = 1; peer < N; ++peer) push(wire(peer, gather), t - begin, coded);
+      for (int peer = 1; peer < N; ++peer) visit_coded(wire(peer, gather), t - begin, coded, StoreRelaxed{});
       sum[0] = as_received(coded);
-    } else {
-      if (!Arrivals<C>{a, call, gather, shard, t - begin, 5}(owner, sum)) break;
+    } else if (!Arrivals<C>{a, call, gather, shard, t - begin, 5}(owner, sum)) {
+      break;
     }
     store_values(output, t, sum[0]);
   }

@@ -33,12 +33,8 @@ __global__ void __launch_bounds__(512, 2) allgather_flagged(const __grid_constan
   }
   advance_epoch(a, call);
 
-  u32 packs[N - 1];  // of the parts of the ranks 1, 2, ... after this one
-  u32 most = 0;
-  for (int i = 0; i < N - 1; ++i) {
-    packs[i] = packs_of((a.rank + 1 + i) % N);
-    most = max(most, packs[i]);
-  }
+  u32 packs[N - 1], most = 0;  // of the parts of the ranks 1, 2, ... after this one
+  for (int i = 0; i < N - 1; ++i) most = max(most, packs[i] = packs_of((a.rank + 1 + i) % N));
   for (u32 j = first; j < most; j += stride) {
     Pack part[N - 1] = {};
     if (!receive_flagged<N>(a, call, slots, j, packs, part)) break;

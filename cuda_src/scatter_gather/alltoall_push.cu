@@ -25,7 +25,7 @@ struct AlltoallPush {
       for (int r = 0; r < N; ++r) most = max(most, max(packs(a.sends[r]), packs(a.receives[r])));
   }
 
-  __device__ __forceinline__ u32 hold() { return ::hold(most); }  // (28)
+  DEVICE u32 hold() { return ::hold(most); }  // (28)
 
   __device__ bool has_header(u32 k) const { return k == 0 && a.most == 0; }
   __device__ bool has_chunk(u32 k) const { return most != 0 && k * gridDim.x * a.chunk < most; }
@@ -38,15 +38,11 @@ struct AlltoallPush {
   // A pack of chunk k of this block, in the part for or from the rank `hop` after this one: the next peers' first.
   struct Item {
     const ExchangeArguments& a;
-    u32 hop, at;
+    u32 hop = 1, at = 0;
 
-    __device__ explicit Item(const ExchangeArguments& arguments) : a(arguments), hop(1), at(threadIdx.x) { wrap(); }
-    __device__ void advance() {
-      at += blockDim.x;
-      wrap();
-    }
-    __device__ void wrap() {
-      for (; at >= a.chunk; at -= a.chunk) ++hop;
+    __device__ explicit Item(const ExchangeArguments& arguments) : a(arguments) { advance(threadIdx.x); }
+    __device__ void advance(u32 packs) {
+      for (at += packs; at >= a.chunk; at -= a.chunk) ++hop;
     }
     __device__ u32 peer() const { return (a.rank + hop) % N; }
     __device__ u32 pack(u32 k) const { return (k * gridDim.x + blockIdx.x) * a.chunk + at; }
@@ -60,10 +56,10 @@ struct AlltoallPush {
     Item to(a);
     for (Item from(a); from.hop <= N;) {  // N: the part that stays here
       Pack mine[ahead] = {};
-      for (u32 i = 0; i < ahead; ++i, from.advance())
+      for (u32 i = 0; i < ahead; ++i, from.advance(blockDim.x))
         if (from.hop <= N && from.pack(k) < packs(a.sends[from.peer()]))
           mine[i] = input_for<T>(a, from.peer()).load(from.pack(k));
-      for (u32 i = 0; i < ahead; ++i, to.advance()) {
+      for (u32 i = 0; i < ahead; ++i, to.advance(blockDim.x)) {
         if (to.hop > N || to.pack(k) >= packs(a.sends[to.peer()])) continue;
         if (to.hop < N)
           slot(to.hop, k, a.rank)[to.at] = mine[i];
@@ -97,10 +93,10 @@ struct AlltoallPush {
     Item to(a);
     for (Item from(a); from.hop < N;) {
       Pack part[ahead] = {};
-      for (u32 i = 0; i < ahead; ++i, from.advance())
+      for (u32 i = 0; i < ahead; ++i, from.advance(blockDim.x))
         if (from.hop < N && from.pack(k) < packs(a.receives[from.peer()]))
           part[i] = slot(0, k, from.peer())[from.at];
-      for (u32 i = 0; i < ahead; ++i, to.advance())
+      for (u32 i = 0; i < ahead; ++i, to.advance(blockDim.x))
         if (to.hop < N && to.pack(k) < packs(a.receives[to.peer()]))
           output_of<T>(a, to.peer()).store(to.pack(k), part[i]);
     }

@@ -108,7 +108,7 @@ class Row:
     packs_a_block: Callable[[int, int, int], int] = lambda world_size, threads, chunk: threads
     in_groups: bool = False  # whether a block has a group of whole warps for each rank
     # Whether one block more than has work is launched, if there is room: the last block tells the other ranks what is
-    # called (cuda_src/device/sync/agreement.cuh).
+    # called (cuda_src/device/sync/record.cuh).
     tells: bool = False
 
     def scratch(self, world_size: int) -> Scratch:

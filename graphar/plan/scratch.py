@@ -42,7 +42,7 @@ PUSH_DEPTH = 4  # steps in flight of a reduce-scatter or an all-gather: `push_de
 LOSSLESS_TILE_NBYTES = 2 * TILE_NUMEL + 32  # uncompressed elements and a header
 MATMUL_BOX_ROWS = MATMUL_BOX_COLUMNS = 64  # a box is the unit that a fused matmul sends
 MATMUL_BOX_NBYTES = 8192
-MATMUL_PARTIAL_PLACES = 2  # of a box in fp32: `fp32_places` in device/matmul/tile_as_elements.cuh
+MATMUL_PARTIAL_PLACES = 2  # of a box in fp32: `fp32_places` in device/matmul/tile_travel.cuh
 MATMUL_PARTS_NBYTES = 128 * MIB  # the largest result that one launch has scratch for
 GATHERED_UNIT_PACKS = 1024  # of an all-gather + matmul: `unit_packs` in device/matmul/gathered_rows.cuh
 FLAGGED_PACKS = 2 * WARP  # of a slot, for 32 packs and their flags: `place` in device/sync/flagged.cuh

@@ -162,7 +162,7 @@ template <>
 inline constexpr bool is_void<void> = true;
 
 template <class Call>
-__device__ __forceinline__ void keep(void* out, Call call) {
+DEVICE void keep(void* out, Call call) {
   if constexpr (is_void<decltype(call())>) call();
   else *static_cast<decltype(call())*>(out) = call();
 }
@@ -238,7 +238,7 @@ def name_of(call: str) -> str:
 def functions() -> list[tuple[str, str]]:
     """Name and text of each function that holds asm."""
     text = "".join((FOLDER / name).read_text() for name in HEADERS)
-    every = re.findall(r"__device__ __forceinline__ \S+ (\w+)(\(.*?)(?=__device__|\Z)", text, re.DOTALL)
+    every = re.findall(r"\bDEVICE \S+ (\w+)(\(.*?)(?=\bDEVICE\b|\Z)", text, re.DOTALL)
     return [(name, body) for name, body in every if re.search(r"\basm( volatile)?\(", body)]
 
 

@@ -21,7 +21,7 @@ def test_the_index_has_each_argument_with_its_file():
 
 
 def citations(text: str) -> list[tuple[str, str]]:
-    """Number and file of each citation: "(9) in ring.cuh", or "in ring.cuh, (9)"."""
+    """Number and file of each citation: "(9) in pipeline.cuh", or "in pipeline.cuh, (9)"."""
     before = re.findall(r"\((\d+)\) (?:in|of) (?:\w+/)*(\w+\.cuh?)\b", text)
     return before + [(number, name) for name, number in re.findall(r"\b(\w+\.cuh?), \((\d+)\)", text)]
 

@@ -21,7 +21,7 @@ TAKE = """        of[half][i] = __fmul_rn(of_row, __shfl_sync(0xffffffff, loaded
   }
 """
 ADD = """
-  __device__ __forceinline__ void add(const OfBlock&, const SumsOf<Tile>& sums, SumsOf<Tile>& totals) const {
+  DEVICE void add(const OfBlock&, const SumsOf<Tile>& sums, SumsOf<Tile>& totals) const {
 #pragma unroll
     for (int i = 0; i < Tile::columns / 2; ++i)
       totals[i] = __fmaf_rn(sums[i], of[i / 2 % 2][2 * i / width], totals[i]);
@@ -153,7 +153,7 @@ MISTAKES = {
     load_next(odd);
   }
   float of_rows[2];
-  __device__ __forceinline__ void add(const OfBlock&, const SumsOf<Tile>& sums, SumsOf<Tile>& totals) const {
+  DEVICE void add(const OfBlock&, const SumsOf<Tile>& sums, SumsOf<Tile>& totals) const {
     for (int i = 0; i < Tile::columns / 2; ++i)
       totals[i] = __fmaf_rn(__fmul_rn(sums[i], of_rows[i / 2 % 2]), of[i / 2 % 2][2 * i / width], totals[i]);
   }

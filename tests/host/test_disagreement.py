@@ -160,7 +160,7 @@ def test_a_rank_that_does_not_come_is_not_said_to_call_anything():
 
 # ---- mistakes that must be noticed ----------------------------------------------------------------------------------
 
-AGREEMENT, PAD = "device/sync/agreement.cuh", "device/sync/signal_pad.cuh"
+AGREEMENT, PAD = "device/sync/record.cuh", "device/sync/signal_pad.cuh"
 TELL = "->called[a.rank][epoch % kept_calls]"
 LOOK = "if (found_difference("
 BLIND = Mutation("device/sync/deadline.cuh", LOOK, "if (false && found_difference(")  # while they wait

@@ -154,7 +154,7 @@ def test_the_partial_boxes_of_a_launch_have_places_in_a_slot(world_size, columns
 
     for algorithm in OPS.values():
         assert MATMUL_PARTIAL_PLACES * boxes <= algorithm.row.scratch(world_size).capacity
-    assert constant("device/matmul/tile_as_elements.cuh", "fp32_places") == MATMUL_PARTIAL_PLACES
+    assert constant("device/matmul/tile_travel.cuh", "fp32_places") == MATMUL_PARTIAL_PLACES
 
 
 # ---- what the kernel is given ---------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@
 #include "device/epilogue.cuh"
 #include "device/matmul/leaf_tree.cuh"
 #include "device/matmul/scaled_products.cuh"
-#include "device/matmul/tile_as_elements.cuh"
+#include "device/matmul/tile_travel.cuh"
 
 template <class Tile>
 struct Handover {
@@ -43,7 +43,7 @@ struct SummedSharedStorage {
 };
 
 template <class Travel, class Tile>
-__device__ __forceinline__ char* staged_box(const Ring<Tile>& ring, u32 consumer, int box) {
+DEVICE char* staged_box(const Ring<Tile>& ring, u32 consumer, int box) {
   static_assert(Tile::staged == Tile::boxes * Travel::places && !Tile::spills);
   return ring.staging + (consumer * Tile::boxes + box) * Travel::places * box_nbytes;
 }
@@ -70,7 +70,7 @@ struct Consumer {
   __device__ void add_bias_or_epilogue(Sums& sums, const WarpgroupTile& tile) const {
     if constexpr (sum_is_coded)
       return;  // the bias is added to the values that the codes of the sum decode to
-    else if constexpr (is_identity<Expression>)
+    else if constexpr (are_same<Expression, Identity>)
       add_bias<T>(m, tile.column, sums);
     else
       apply_to_rows<Expression>(a.epilogue, tile.row, u32(a.count[a.rank]), tile.column, m.n, sums);
@@ -238,9 +238,9 @@ struct Gatherer {
 
 // The first warpgroup: a sender for each consumer, then the producer. With all_reduce all gather in the end.
 template <class Operand, int N, class Tile, OperandLayout W, Collective Op, class Travel>
-__device__ __forceinline__ void run_helper(const Ring<Tile>& ring, SummedSharedStorage<Tile>& shared,
-                                           const TensorMap& a_map, const TensorMap& w_map, const TensorMap& output_map,
-                                           const MatmulArguments& m, const Arguments& a) {
+DEVICE void run_helper(const Ring<Tile>& ring, SummedSharedStorage<Tile>& shared, const TensorMap& a_map,
+                       const TensorMap& w_map, const TensorMap& output_map, const MatmulArguments& m,
+                       const Arguments& a) {
   const u32 warp = same_in_warp(threadIdx.x / 32);
   if (warp == 0) {
     const Call call = begin_call_in_warp(a);
@@ -271,9 +271,8 @@ constexpr int consumer_registers = Op == reduce_scatter                         
                                                                                            : 208;
 
 template <class T, int N, class Tile, OperandLayout W, Collective Op, class Expression, class Travel, class Scales>
-__device__ __forceinline__ void multiply_and_sum(const TensorMap& a_map, const TensorMap& w_map,
-                                                 const TensorMap& output_map, const typename Scales::Arguments& m,
-                                                 const Arguments& a) {
+DEVICE void multiply_and_sum(const TensorMap& a_map, const TensorMap& w_map, const TensorMap& output_map,
+                             const typename Scales::Arguments& m, const Arguments& a) {
   constexpr int registers = consumer_registers<Op, Tile>;
   const Ring<Tile> ring;
   auto& shared = static_shared<SummedSharedStorage<Tile>>();

@@ -45,7 +45,7 @@ class GatheredRows {
   }
 
   // The arguments of products of the rows of a rank, with their scales.
-  __device__ __forceinline__ typename Scales::Arguments of_rows(int from) const {
+  DEVICE typename Scales::Arguments of_rows(int from) const {
     typename Scales::Arguments of_owner = m;
     of_owner.m = a.count[from];
     if (from != a.rank) {
@@ -94,7 +94,7 @@ class GatheredRows {
       if (unit >= units_of(from)) continue;
       if (!wait(call, from, unit * unit_rows, unit_rows)) return false;
       const u32 first = unit * unit_rows * row_packs;
-      copy<1>(packs_of(from, unit), slot(a.rank, from) + first, [&](int) { return gathered(from) + first; });
+      copy<1>(rows_of(from, unit) * row_packs, slot(a.rank, from) + first, [&](int) { return gathered(from) + first; });
       if constexpr (scaled) gather_scales(from, unit);
     }
     return true;
@@ -115,16 +115,14 @@ class GatheredRows {
     return reinterpret_cast<u32*>(after_signal_pad(a, a.rank)) + epoch % 2;
   }
   __device__ u32 units_of(u32 rank) const { return (u32(a.count[rank]) + unit_rows - 1) / unit_rows; }
-  __device__ u32 packs_of(u32 rank, u32 unit) const {
-    return min(unit_rows, u32(a.count[rank]) - unit * unit_rows) * row_packs;
-  }
+  __device__ u32 rows_of(u32 rank, u32 unit) const { return min(unit_rows, u32(a.count[rank]) - unit * unit_rows); }
   __device__ float* scales(int to, int from) const {
     return reinterpret_cast<float*>(slot(to, from) + a.count[from] * row_packs);
   }
   __device__ Pack* gathered(u32 rank) const { return static_cast<Pack*>(a.output) + a.begin[rank] * row_packs; }
 
   __device__ void send_unit(u32 unit) const {
-    const u32 packs = packs_of(a.rank, unit);
+    const u32 packs = rows_of(a.rank, unit) * row_packs;
     const u64 first = u64(unit) * unit_rows * row_packs;
     const Pack* const from = static_cast<const Pack*>(a.input) + first;
     if (a.output == nullptr)
@@ -135,13 +133,10 @@ class GatheredRows {
       });
   }
 
-  __device__ u32 scales_of(u32 rank, u32 unit) const {
-    return min(unit_rows, u32(a.count[rank]) - unit * unit_rows) * Scales::of_row(m.k);
-  }
   __device__ float* gathered_scales(u32 rank) const { return m.gathered_scales + a.begin[rank] * Scales::of_row(m.k); }
 
   __device__ void send_scales(u32 unit) const {
-    const u32 of_row = Scales::of_row(m.k), row = unit * unit_rows, count = scales_of(a.rank, unit);
+    const u32 of_row = Scales::of_row(m.k), row = unit * unit_rows, count = rows_of(a.rank, unit) * of_row;
     const u32 first = row * of_row;  // a slot has fewer than 2^32 scales
     for (u32 i = threadIdx.x % 32; i < count; i += 32) {
       const float scale = m.a_scale[(row + i / of_row) * m.a_scale_row + i % of_row * m.a_scale_block];
@@ -151,12 +146,13 @@ class GatheredRows {
     }
   }
   __device__ void gather_scales(u32 from, u32 unit) const {
-    const u32 first = unit * unit_rows * Scales::of_row(m.k), end = first + scales_of(from, unit);
+    const u32 of_row = Scales::of_row(m.k), first = unit * unit_rows * of_row,
+              end = first + rows_of(from, unit) * of_row;
     for (u32 i = first + threadIdx.x % 32; i < end; i += 32) gathered_scales(from)[i] = scales(a.rank, from)[i];
   }
 
   template <int Copies, class To>
-  __device__ __forceinline__ void copy(u32 packs, const Pack* from, const To& to) const {
+  DEVICE void copy(u32 packs, const Pack* from, const To& to) const {
     constexpr u32 ahead = 4;  // packs that a thread loads before it stores the first
     for (u32 at = threadIdx.x % 32; at < packs; at += 32 * ahead) {
       Pack p[ahead];

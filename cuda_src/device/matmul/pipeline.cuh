@@ -1,7 +1,78 @@
-// The warps of a matmul's block: one thread loads operands into the ring (ring.cuh), warpgroups multiply them.
+// The block of a matmul: a ring of places in its shared memory that hold the next operands, one thread that loads them,
+// warpgroups that multiply them, and the way of finished tiles into C (sm_90a only).
+//
+//   producer, one thread     A, W --TMA--> place i % stages     arrives at `filled`
+//   consumers, warpgroups    place i % stages --wgmma--> sums   arrive at `emptied`
+//
+// (9) Use u of a place is phase u of its two mbarriers: `filled` (one arrival, and the bytes of the loads) and
+//     `emptied` (an arrival of each consumer warp).
+//     - A fill waits for `emptied` u - 1, where phase -1 of a new mbarrier counts as ended. A consumer waits for
+//       `filled` u before it multiplies, and arrives at `emptied` u once a wait for those products has returned. So no
+//       place is overwritten while it is read.
+//     - Parities suffice: `filled` u + 1 needs a fill after `emptied` u, thus after every consumer's wait for `filled`
+//       u has returned. `emptied` u + 1 needs `filled` u + 1, thus a fill after the wait for `emptied` u.
+//     - Where consumers alternate (tiles.cuh) each use belongs to one of them, and its warps alone arrive. A consumer
+//       begins to wait for its uses once the other has waited for all uses before them, so waits still come in the
+//       order of uses.
+//     - Loads write and products read through the async proxy, so no fence stands between them. The wait for `filled`
+//       orders the loads before the products. Reads by products are over when the wait for the products returns.
+//     - In a cluster each block's fill writes to the same place of all blocks, so `emptied` counts the consumer warps
+//       of all. Another block's bytes for use u may come before this block's own arrival, but not before `filled` u - 1
+//       has ended: they were sent after this block's consumers had arrived for use u - 1.
 #pragma once
-#include "device/matmul/ring.cuh"
+#include "device/matmul/tiles.cuh"
 #include "device/ptx/wgmma.cuh"
+
+template <class Tile>
+struct Position {
+  u32 place = 0, use = 0;
+
+  __device__ void next() {
+    if (++place < Tile::stages) return;
+    place = 0;
+    ++use;
+  }
+  __device__ void skip(u32 count) {
+    use += (place + count) / Tile::stages;
+    place = (place + count) % Tile::stages;
+  }
+};
+
+// In shared memory: the places (boxes of A, then of W), the staged boxes of each consumer, the mbarriers.
+template <class Tile>
+struct Ring {
+  char* const places = dynamic_shared_boxes();
+  char* const staging = places + Tile::stages * Tile::place_nbytes;
+  Mbarrier* const filled = reinterpret_cast<Mbarrier*>(staging + Tile::consumers * Tile::staged * box_nbytes);
+  Mbarrier* const emptied = filled + Tile::stages;
+
+  __device__ void init() const {
+    for (int i = 0; i < Tile::stages; ++i) {
+      filled[i].init(1);
+      emptied[i].init(4 * Tile::warpgroups * Tile::cluster);
+    }
+    fence_async_proxy_shared();
+  }
+
+  // By all threads, after init: makes the mbarriers, and nothing else (23), known to all blocks of the cluster.
+  __device__ void share() const {
+    if constexpr (Tile::blocks == 1)
+      __syncthreads();
+    else
+      sync_cluster_mbarriers();
+  }
+
+  __device__ void wait_for_emptied(const Position<Tile>& at) const { emptied[at.place].wait(at.use - 1); }
+
+  // By the producer, at the end: other blocks' consumers arrive at mbarriers of this block, which must not end before.
+  __device__ void wait_for_cluster(Position<Tile> at) const {
+    if constexpr (Tile::cluster > 1)
+      for (int i = 0; i < Tile::stages; ++i, at.next()) wait_for_emptied(at);
+  }
+
+  __device__ char* a(u32 place) const { return places + place * Tile::place_nbytes; }
+  __device__ char* w(u32 place) const { return a(place) + Tile::a_nbytes; }
+};
 
 template <class Tile, OperandLayout W, class T = bf16>
 struct Producer {
@@ -65,24 +136,22 @@ template <class Tile>
 using SumsOf = float[Tile::row_blocks * Tile::columns / 2];
 
 template <class Tile>
-__device__ __forceinline__ auto& sums_of_block(SumsOf<Tile>& sums, int block) {
+DEVICE auto& sums_of_block(SumsOf<Tile>& sums, int block) {
   return reinterpret_cast<float(&)[Tile::columns / 2]>(sums[block * Tile::columns / 2]);
 }
 
-// Where an operand of wgmma lies in shared memory, in boxes (tensor_map.cuh): a "matrix descriptor" of PTX. Parts of it
-// lie `offset` bytes further, also inside the swizzled 128.
-__device__ __forceinline__ u64 operand(const void* shared, u32 leading_nbytes, u32 stride_nbytes) {
-  constexpr u64 swizzle_128_bytes = u64(1) << 62;
-  return swizzle_128_bytes | u64(stride_nbytes >> 4) << 32 | u64(leading_nbytes >> 4) << 16 |
+// Where an operand of wgmma lies in shared memory, in boxes (tensor_map.cuh): a "matrix descriptor" of PTX. By rows of
+// 64 elements of K: 8 rows are 1024 bytes, and the next 8 follow. By columns: boxes of 64 of K, each a row of 64
+// columns; the next 64 columns are the next box. Parts of an operand lie `offset` bytes further, also inside the
+// swizzled 128.
+template <OperandLayout Layout>
+DEVICE u64 operand(const void* shared) {
+  constexpr u64 swizzle_128_bytes = u64(1) << 62, stride_nbytes = 1024,
+                leading_nbytes = Layout == by_rows ? 16 : box_nbytes;
+  return swizzle_128_bytes | stride_nbytes >> 4 << 32 | leading_nbytes >> 4 << 16 |
          (shared_address(shared) & 0x3ffff) >> 4;
 }
-__device__ __forceinline__ u64 advance(u64 operand, u32 offset) { return operand + (offset >> 4); }
-
-// Rows of 64 elements of K: 8 rows are 1024 bytes, and the next 8 follow.
-__device__ __forceinline__ u64 operand_by_rows(const void* shared) { return operand(shared, 16, 1024); }
-
-// The transposed form: boxes of 64 of K, each a row of 64 columns. The next 64 columns are the next box.
-__device__ __forceinline__ u64 operand_by_columns(const void* shared) { return operand(shared, 64 * 128, 1024); }
+DEVICE u64 advance(u64 operand, u32 offset) { return operand + (offset >> 4); }
 
 // A warpgroup that multiplies its rows of each tile. Operands lie in boxes, as in the matrices they come from.
 template <class T, class Tile, OperandLayout W, OperandLayout A = by_rows>
@@ -125,15 +194,13 @@ struct Multiplier {
   struct Operands {
     u64 rows, columns;
   };
-  __device__ __forceinline__ Operands first_operands() const {
+  DEVICE Operands first_operands() const {
     const char* const mine = ring.a(0) + Tile::warpgroup(index) * box_nbytes;
-    return {A == by_rows ? operand_by_rows(mine) : operand_by_columns(mine),
-            W == by_rows ? operand_by_rows(ring.w(0)) : operand_by_columns(ring.w(0))};
+    return {operand<A>(mine), operand<W>(ring.w(0))};
   }
 
   // Queues a group: the products of a place whose first column of K is `k`. Sums begin at zero where `k` is 0.
-  __device__ __forceinline__ void queue_place(const Operands& operands, const Position<Tile>& at, Sums& sums,
-                                              u32 k) const {
+  DEVICE void queue_place(const Operands& operands, const Position<Tile>& at, Sums& sums, u32 k) const {
     const auto [rows, columns] = operands;
     ring.filled[at.place].wait(at.use);
     const u32 place = at.place * Tile::place_nbytes;
@@ -183,7 +250,7 @@ struct Turns {
 
 // Rounds 64 x 64 sums, from `column` of the tile on, into a swizzled box.
 template <class T, int Count>
-__device__ __forceinline__ void round_box(const float (&sums)[Count], int column, char* to) {
+DEVICE void round_box(const float (&sums)[Count], int column, char* to) {
   const u32 lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane % 16;
 #pragma unroll
   for (int chunk = 0; chunk < 8; chunk += 2) {
@@ -195,7 +262,7 @@ __device__ __forceinline__ void round_box(const float (&sums)[Count], int column
 
 // Writes 64 x 32 sums, from `column` of the tile on, into a swizzled box of fp32.
 template <int Count>
-__device__ __forceinline__ void write_box(const float (&sums)[Count], int column, char* to) {
+DEVICE void write_box(const float (&sums)[Count], int column, char* to) {
   const u32 lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane / 4;
   for (int pair = 0; pair < 8; ++pair) {
     const int i = column / 2 + pair * 2;
@@ -207,7 +274,7 @@ __device__ __forceinline__ void write_box(const float (&sums)[Count], int column
 
 // Sums that stay in fp32 are a rank's partials, which get no bias.
 template <class T, int Count>
-__device__ __forceinline__ void add_bias(const MatmulArguments& a, u32 column, float (&sums)[Count]) {
+DEVICE void add_bias(const MatmulArguments& a, u32 column, float (&sums)[Count]) {
   if (sizeof(typename T::Storage) == sizeof(float) || a.bias == nullptr) return;
   const auto* bias = static_cast<const typename T::Storage*>(a.bias);
 #pragma unroll
@@ -221,3 +288,51 @@ __device__ __forceinline__ void add_bias(const MatmulArguments& a, u32 column, f
     }
   }
 }
+
+// By a consumer warpgroup: its rows of a tile, as elements of type T, through boxes in shared memory.
+template <class T, class Tile>
+struct TileStore {
+  const MatmulArguments& a;
+  const Ring<Tile>& ring;
+  const u32 index;  // of the warpgroup among the consumers
+  const bool leader = threadIdx.x % 128 == 0;
+
+  // `row` and `column` are the tile's first ones in `c`.
+  __device__ void store(const TensorMap& c, SumsOf<Tile>& sums, u32 row, u32 column) const {
+    for (int block = 0; block < Tile::row_blocks; ++block)
+      store_block(c, sums_of_block<Tile>(sums, block), row + 64 * (Tile::warpgroup(index) + block), column);
+  }
+
+  // After the last tile.
+  __device__ void wait() const {
+    if (leader) wait_for_bulk_stores();
+  }
+
+ private:
+  static constexpr int box_columns = row_nbytes / sizeof(typename T::Storage);
+  static constexpr int boxes = (Tile::columns + box_columns - 1) / box_columns;
+
+  // Stores 64 rows box by box, each to a place that was read. The first barrier follows reads of sums (leaf_tree.cuh).
+  __device__ void store_block(const TensorMap& c, const float (&sums)[Tile::columns / 2], u32 row, u32 column) const {
+    const u32 barrier = 1 + index;
+    for (int box = 0; box < boxes; ++box) {
+      // The last box of a tile that is not a whole number of boxes wide repeats columns of the box before.
+      const int first = min(box_columns * box, max(Tile::columns - box_columns, 0));
+      char* const place = ring.staging + (index * Tile::staged + box % Tile::staged) * box_nbytes;
+      if (box == 0 || box >= Tile::staged) {
+        if (leader && box == 0) wait_for_bulk_sources<0>();
+        if (leader && box > 0) wait_for_bulk_sources<Tile::staged - 1>();
+        sync_warpgroup(barrier);
+      }
+      if constexpr (box_columns == 64)
+        round_box<T>(sums, first, place);
+      else
+        write_box(sums, first, place);
+      fence_async_proxy_shared();
+      sync_warpgroup(barrier);
+      if (!leader) continue;
+      tensor_store(c, column + first, row, place);
+      commit_bulk_stores();
+    }
+  }
+};

@@ -15,21 +15,19 @@ struct Unscaled {
 };
 
 template <class Scales>
-constexpr bool is_scaled = true;
-template <>
-constexpr bool is_scaled<Unscaled> = false;
+constexpr bool is_scaled = !are_same<Scales, Unscaled>;
 
 // The scale of a row of A or of W, of all of K or of a block. Rows outside the operand take any scale.
-__device__ __forceinline__ float scale_of_a(const ScaledMatmulArguments& a, u32 row, u32 block = 0) {
+DEVICE float scale_of_a(const ScaledMatmulArguments& a, u32 row, u32 block = 0) {
   return a.a_scale[min(row, a.m - 1) * a.a_scale_row + block * a.a_scale_block];
 }
-__device__ __forceinline__ float scale_of_w(const ScaledMatmulArguments& a, u32 row) {
+DEVICE float scale_of_w(const ScaledMatmulArguments& a, u32 row) {
   return a.w_scale[min(row, a.n - 1) * a.w_scale_row];
 }
 
 // The first row of this warp's 16; `row` is the tile's. Sum i of a thread lies in row lane / 4 + i / 2 % 2 * 8 of them.
 template <class Tile>
-__device__ __forceinline__ u32 first_row_of_warp(u32 row, u32 index) {
+DEVICE u32 first_row_of_warp(u32 row, u32 index) {
   return row + 64 * Tile::warpgroup(index) + threadIdx.x / 32 % 4 * 16;
 }
 
@@ -39,14 +37,14 @@ struct ColumnScales {
   float of_lane[(Tile::columns + 31) / 32];
 
   template <class ScaleOf>
-  __device__ __forceinline__ void load(const ScaleOf& scale_of) {
+  DEVICE void load(const ScaleOf& scale_of) {
 #pragma unroll
     for (int i = 0; i < (Tile::columns + 31) / 32; ++i) of_lane[i] = scale_of(32 * i + threadIdx.x % 32);
   }
 
   // By a warp: calls `visit` for each of this thread's columns, with its scale and the index of its first of two sums.
   template <class Visit>
-  __device__ __forceinline__ void visit(const Visit& visit) const {
+  DEVICE void visit(const Visit& visit) const {
 #pragma unroll
     for (int pair = 0; pair < Tile::columns / 4; ++pair) {
       const u32 lane = pair / 2 % 4 * 8 + threadIdx.x % 4 * 2 + pair % 2;
@@ -64,10 +62,10 @@ struct Scaled {
 // What the scales of a tile need not do.
 struct ScalesOfTile {
   struct OfBlock {};
-  __device__ __forceinline__ void load_block(OfBlock&, u32) {}
-  __device__ __forceinline__ void take_block(int) {}
+  DEVICE void load_block(OfBlock&, u32) {}
+  DEVICE void take_block(int) {}
   template <class Sums>
-  __device__ __forceinline__ void multiply(Sums&) const {}
+  DEVICE void multiply(Sums&) const {}
 };
 
 // A scale for each row of A and each row of W: they multiply the totals, A's first.
@@ -81,7 +79,7 @@ struct RowScales : Scaled {
     float of_row[2];
     ColumnScales<Tile> of_columns;
 
-    __device__ __forceinline__ void load(const Arguments& a, u32 row, u32 column, u32 index, u32) {
+    DEVICE void load(const Arguments& a, u32 row, u32 column, u32 index, u32) {
       const auto of_a = [&](u32 i) { return scale_of_a(a, (Tile::swapped ? column : row) + i); };
       const auto of_w = [&](u32 i) { return scale_of_w(a, (Tile::swapped ? row : column) + i); };
       const u32 mine = first_row_of_warp<Tile>(0, index) + threadIdx.x % 32 / 4;
@@ -90,12 +88,12 @@ struct RowScales : Scaled {
       if constexpr (!Tile::swapped) of_columns.load(of_w);
     }
 
-    __device__ __forceinline__ void add(const OfBlock&, const SumsOf<Tile>& sums, SumsOf<Tile>& totals) const {
+    DEVICE void add(const OfBlock&, const SumsOf<Tile>& sums, SumsOf<Tile>& totals) const {
 #pragma unroll
       for (int i = 0; i < Tile::columns / 2; ++i) totals[i] += sums[i];
     }
 
-    __device__ __forceinline__ void multiply(SumsOf<Tile>& totals) const {
+    DEVICE void multiply(SumsOf<Tile>& totals) const {
       of_columns.visit([&](float scale, int first) {
         for (int half = 0; half < 2; ++half) {
           float& total = totals[first + 2 * half];
@@ -122,7 +120,7 @@ struct ScalesOfBlocks : ScalesOfTile {
   float loaded[2] = {};  // of an even block, and of an odd one
   float of[2][count];    // of the block that was taken last: what multiplies its sums
 
-  __device__ __forceinline__ void load(const ScaledMatmulArguments& a, u32 row, u32 column, u32 index, u32 blocks) {
+  DEVICE void load(const ScaledMatmulArguments& a, u32 row, u32 column, u32 index, u32 blocks) {
     const u32 lane = threadIdx.x % 32;
     // Rows and columns outside C take any scale.
     if (lane < 16) {
@@ -138,7 +136,7 @@ struct ScalesOfBlocks : ScalesOfTile {
   }
 
   // By all lanes, once for each block in the order of K: takes the scales of a block, which is even or odd.
-  __device__ __forceinline__ void take_block(int odd) {
+  DEVICE void take_block(int odd) {
     const u32 row = threadIdx.x % 32 / 4;
     for (int half = 0; half < 2; ++half) {
       const float of_row = __shfl_sync(0xffffffff, loaded[odd], row + 8 * half);
@@ -149,14 +147,14 @@ struct ScalesOfBlocks : ScalesOfTile {
     load_next(odd);
   }
 
-  __device__ __forceinline__ void add(const OfBlock&, const SumsOf<Tile>& sums, SumsOf<Tile>& totals) const {
+  DEVICE void add(const OfBlock&, const SumsOf<Tile>& sums, SumsOf<Tile>& totals) const {
 #pragma unroll
     for (int i = 0; i < Tile::columns / 2; ++i)
       totals[i] = __fmaf_rn(sums[i], of[i / 2 % 2][2 * i / width], totals[i]);
   }
 
  private:
-  __device__ __forceinline__ void load_next(int odd) {
+  DEVICE void load_next(int odd) {
     if (left == 0) return;
     --left;
     loaded[odd] = *next;
@@ -176,19 +174,19 @@ struct ScalesOfBlocks<Tile, true> : ScalesOfTile {
   const ScaledMatmulArguments* arguments;
   u32 row;
 
-  __device__ __forceinline__ void load(const ScaledMatmulArguments& a, u32 first_row, u32, u32, u32) {
+  DEVICE void load(const ScaledMatmulArguments& a, u32 first_row, u32, u32, u32) {
     arguments = &a;
     row = first_row;
   }
 
   // Before the products of a block.
-  __device__ __forceinline__ void load_block(OfBlock& scales, u32 block) const {
+  DEVICE void load_block(OfBlock& scales, u32 block) const {
     const ScaledMatmulArguments& a = *arguments;
     scales.of_a.load([&](u32 i) { return scale_of_a(a, i, block); });
     scales.of_w = a.w_scale[min(row, a.n - 1) / block_rows * a.w_scale_row + block * a.w_scale_block];
   }
 
-  __device__ __forceinline__ void add(const OfBlock& scales, const SumsOf<Tile>& sums, SumsOf<Tile>& totals) const {
+  DEVICE void add(const OfBlock& scales, const SumsOf<Tile>& sums, SumsOf<Tile>& totals) const {
     scales.of_a.visit([&](float of_a, int first) {
       const float scale = __fmul_rn(of_a, scales.of_w);
 #pragma unroll
@@ -220,19 +218,17 @@ struct ScaledProducts {
     u32 place;
   };
 
-  __device__ __forceinline__ void load(OfTile& scales) const {
-    scales.load(a, row, column, multiplier.index, blocks());
-  }
+  DEVICE void load(OfTile& scales) const { scales.load(a, row, column, multiplier.index, blocks()); }
 
   // All of K, for one tile.
-  __device__ __forceinline__ void multiply(Position<Tile>& at, Sums& totals) const {
+  DEVICE void multiply(Position<Tile>& at, Sums& totals) const {
     OfTile scales;
     load(scales);
     multiply(at, totals, scales);
   }
 
   // The same with scales that `load` was called for.
-  __device__ __forceinline__ void multiply(Position<Tile>& at, Sums& totals, OfTile& scales) const {
+  DEVICE void multiply(Position<Tile>& at, Sums& totals, OfTile& scales) const {
     const auto operands = multiplier.first_operands();
 #pragma unroll
     for (int i = 0; i < Tile::columns / 2; ++i) totals[i] = 0;
@@ -279,13 +275,13 @@ struct ScaledProducts {
   __device__ u32 blocks() const { return (a.k + Multiplier::depth - 1) / Multiplier::depth; }
 
   // Adds a block once its products are complete, while those of the block that was queued after it run.
-  __device__ __forceinline__ void add_all_but_last(Block& it, OfTile& scales, int odd, Sums& totals) const {
+  DEVICE void add_all_but_last(Block& it, OfTile& scales, int odd, Sums& totals) const {
     scales.take_block(odd);
     wait_for_all_but_last_products(it.sums);
     multiplier.release(it.place);
     scales.add(it.scales, it.sums, totals);
   }
-  __device__ __forceinline__ void add_last(Block& it, OfTile& scales, int odd, Sums& totals) const {
+  DEVICE void add_last(Block& it, OfTile& scales, int odd, Sums& totals) const {
     scales.take_block(odd);
     multiplier.finish(it.sums, it.place);
     scales.add(it.scales, it.sums, totals);

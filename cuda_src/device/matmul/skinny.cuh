@@ -1,6 +1,6 @@
 // A skinny matmul: at most 64 rows of A, so its time is the time to load the weights.
 //
-//   loader, one thread   W, A --TMA--> ring (ring.cuh); W early, if it is constant: (26) in kernel_order.cuh
+//   loader, one thread   W, A --TMA--> ring (pipeline.cuh); W early, if it is constant: (26) in kernel_order.cuh
 //   warpgroup            ring --wgmma--> fp32 sums --round--> a box in shared memory -> packs of 8 columns ---> ranks
 //   then all threads     receive and sum
 //
@@ -74,10 +74,8 @@ struct SkinnyLoader {
     const u32 place = step.at.place;
     Mbarrier& filled = ring.filled[place];
     filled.arrive_and_expect(Tile::a_nbytes + Tile::cluster * share * row_nbytes);
-    if constexpr (W == by_rows)
-      tensor_load(ring.a(place), w_map, step.k, step.walk.column, filled);
-    else
-      tensor_load(ring.a(place), w_map, step.walk.column, step.k, filled);
+    const u32 column = step.walk.column;
+    tensor_load(ring.a(place), w_map, W == by_rows ? step.k : column, W == by_rows ? column : step.k, filled);
   }
 
   __device__ void load_a(const Steps& step) const {
@@ -113,7 +111,7 @@ struct SkinnyLoader {
 
 // By a warpgroup: rounds the sums into a swizzled box that has a row of 64 columns for each row of A.
 template <class T, int Count>
-__device__ __forceinline__ void round_transposed(const float (&sums)[Count], char* box) {
+DEVICE void round_transposed(const float (&sums)[Count], char* box) {
   const u32 lane = threadIdx.x % 32, chunk = threadIdx.x / 32 % 4 * 2 + lane / 8 % 2;
   for (int i = 0; i < Count; i += 4) {
     const u32 row = 2 * i + lane % 8, words[2] = {T::round(sums + i), T::round(sums + i + 2)};
@@ -123,7 +121,7 @@ __device__ __forceinline__ void round_transposed(const float (&sums)[Count], cha
 
 // By a warpgroup: the same in fp32. Chunks of 16 bytes are swizzled, as a warp stores to four rows at a time.
 template <int Count>
-__device__ __forceinline__ void write_transposed(const float (&sums)[Count], char* box) {
+DEVICE void write_transposed(const float (&sums)[Count], char* box) {
   const u32 lane = threadIdx.x % 32, column = threadIdx.x / 32 % 4 * 16 + lane / 4;
   for (int i = 0; i < Count; ++i) {
     const u32 row = i / 4 * 8 + lane % 4 * 2 + i % 2, x = column + i / 2 % 2 * 8;
@@ -160,7 +158,7 @@ struct ResultPack {
 
 // By all threads: visits packs of 8 columns of the block's tiles that lie in the result, until one returns false.
 template <class Tile, class Visit>
-__device__ __forceinline__ bool visit_packs(const MatmulArguments& m, const Visit& visit) {
+DEVICE bool visit_packs(const MatmulArguments& m, const Visit& visit) {
   for (SkinnyWalk<Tile> walk{m}; walk.more(); walk.next())
     for (u32 i = threadIdx.x; i < 8 * m.m; i += blockDim.x) {
       const ResultPack<8> pack(i, walk.column);
@@ -174,18 +172,18 @@ struct PackBias {
   float of[8];
   const bool has_bias;
 
-  __device__ __forceinline__ PackBias(const MatmulArguments& m, u32 column) : has_bias(m.bias != nullptr) {
+  DEVICE PackBias(const MatmulArguments& m, u32 column) : has_bias(m.bias != nullptr) {
     if (!has_bias) return;
     const Pack pack = Tensor<T>(m.bias, m.n).load(column / 8);
     for (int w = 0; w < 4; ++w) T::unpack(pack.word[w], of + 2 * w);
   }
-  __device__ __forceinline__ float operator()(int e, float v) const { return has_bias ? v + of[e] : v; }
+  DEVICE float operator()(int e, float v) const { return has_bias ? v + of[e] : v; }
 };
 
 // By the warpgroup. Its first warp reads the call for all threads of the block.
 template <class T, class Tile, OperandLayout W, class Result, class Scales, class Send>
-__device__ __forceinline__ void multiply_and_send(const Ring<Tile>& ring, const typename Scales::Arguments& m,
-                                                  const Arguments& a, Call& call, const Send& send) {
+DEVICE void multiply_and_send(const Ring<Tile>& ring, const typename Scales::Arguments& m, const Arguments& a,
+                              Call& call, const Send& send) {
   if (same_in_warp(threadIdx.x / 32) == 0) {
     const Call read = begin_call_in_warp(a);
     if (threadIdx.x == 0) call = read;
@@ -218,9 +216,8 @@ __device__ __forceinline__ void multiply_and_send(const Ring<Tile>& ring, const 
 
 // What a block does before it waits for peers: computes tiles, and calls `send(parity, at, pack)` unless it is aborted.
 template <class T, class Tile, OperandLayout W, class Result, class Scales, class Send>
-__device__ __forceinline__ const Call& multiply_skinny(const TensorMap& w_map, const TensorMap& a_map,
-                                                       const typename Scales::Arguments& m, const Arguments& a,
-                                                       const Send& send) {
+DEVICE const Call& multiply_skinny(const TensorMap& w_map, const TensorMap& a_map, const typename Scales::Arguments& m,
+                                   const Arguments& a, const Send& send) {
   const Ring<Tile> ring;
   Call& call = static_shared<Call>();
   if (threadIdx.x == 0) {
@@ -246,8 +243,8 @@ __device__ __forceinline__ const Call& multiply_skinny(const TensorMap& w_map, c
 // Receives a pack of the result from every rank, at the places of this call's slots, and adds them: rounded packs in
 // the order of ranks, partials as a tree. Then adds the bias, and rounds. False when the wait expired.
 template <class T, int N, class Tile>
-__device__ __forceinline__ bool receive_sum(const MatmulArguments& m, const Arguments& a, const Call& call, u32 slots,
-                                            const ResultPack<8>& at, Pack& sum) {
+DEVICE bool receive_sum(const MatmulArguments& m, const Arguments& a, const Call& call, u32 slots,
+                        const ResultPack<8>& at, Pack& sum) {
   const PackBias<T> bias(m, at.column);
   const u32 first = slots + at.in_result<Tile::pack_columns>(m);
   if constexpr (!Tile::partials) {

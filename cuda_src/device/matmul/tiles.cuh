@@ -15,7 +15,7 @@ enum OperandLayout { by_rows, by_columns };  // of W: [N, K], [K, N]
 // 64 rows: a warpgroup tile. With `Alternating` two consumers compute separate tiles, all rows in blocks of 64, so that
 // one multiplies while the other finishes a tile. Shared memory holds two finished boxes of each consumer, one of each
 // of three consumers, or with `Whole` the whole tile; with `Partials` in fp32. K is added in `Leaves` leaves
-// (leaf_tree.cuh), which the `Split` blocks of a cluster compute together (node_exchange.cuh).
+// (leaf_tree.cuh), which the `Split` blocks of a cluster compute together.
 template <int M, int N, int Stages, int Cluster, bool Whole = false, bool Alternating = false, int Leaves = 1,
           int Split = 1, bool Partials = false>
 struct MatmulTile {

@@ -1,7 +1,7 @@
 // Warpgroup tiles on their way between ranks: the 64 rows of a tile that one warpgroup computes (sm_90 and newer). A
 // warpgroup tile is boxes of 64 x 64 elements. A slot has a place of 8 KB for every box of a rank's rows. With partials
 // in fp32 a box takes two places, so a slot has room for half as many of them. Flags stay where they are, and there are
-// more of them than boxes. The bytes in a place are described in tile_as_elements.cuh and tile_as_codes.cuh.
+// more of them than boxes. The bytes in a place are described in tile_travel.cuh.
 //
 //   scratch: the signal pad, whose row 0 holds the call that each rank has entered
 //            partial, for this rank's rows:
@@ -45,8 +45,7 @@ struct Box {
   u32 column;         // its first
 };
 
-__device__ __forceinline__ Box box_of(const MatmulArguments& m, const Arguments& a, int owner,
-                                      const WarpgroupTile& tile, int box) {
+DEVICE Box box_of(const MatmulArguments& m, const Arguments& a, int owner, const WarpgroupTile& tile, int box) {
   const u32 column = tile.column + 64 * box;
   u16* const output = static_cast<u16*>(a.output) + (a.begin[owner] + tile.row) * m.n + column;
   return {output, u32(a.count[owner]) - tile.row, column < m.n ? m.n - column : 0, column};
@@ -55,7 +54,7 @@ __device__ __forceinline__ Box box_of(const MatmulArguments& m, const Arguments&
 // By all threads: finds the first of each owner's tiles that is this block's. The tiles of all owners, rank 0's first,
 // are dealt to the clusters of the grid in turn, so that a tile is computed by the same block on every rank.
 template <class Tile, int N>
-__device__ __forceinline__ void deal_tiles(const MatmulArguments& m, const Arguments& a, u32 (&first)[max_ranks]) {
+DEVICE void deal_tiles(const MatmulArguments& m, const Arguments& a, u32 (&first)[max_ranks]) {
   if (threadIdx.x >= N) return;
   constexpr u32 height = Tile::rows * Tile::cluster;
   const u32 clusters = gridDim.x / Tile::cluster, columns = (m.n + Tile::columns - 1) / Tile::columns;

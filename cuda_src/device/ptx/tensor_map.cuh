@@ -10,12 +10,10 @@ struct alignas(128) TensorMap {
   u64 word[16];
 };
 
-__device__ __forceinline__ void prefetch(const TensorMap& map) {
-  asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
-}
+DEVICE void prefetch(const TensorMap& map) { asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory"); }
 
 // Loads the box whose first element is in column x and row y of the matrix.
-__device__ __forceinline__ void tensor_load(void* shared, const TensorMap& map, u32 x, u32 y, Mbarrier& loaded) {
+DEVICE void tensor_load(void* shared, const TensorMap& map, u32 x, u32 y, Mbarrier& loaded) {
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::
           "r"(shared_address(shared)),
@@ -24,8 +22,7 @@ __device__ __forceinline__ void tensor_load(void* shared, const TensorMap& map, 
 }
 
 // The same into every block of the cluster whose bit is set in `blocks`, at the addresses of `shared` and `loaded`.
-__device__ __forceinline__ void tensor_load(void* shared, const TensorMap& map, u32 x, u32 y, Mbarrier& loaded,
-                                            u16 blocks) {
+DEVICE void tensor_load(void* shared, const TensorMap& map, u32 x, u32 y, Mbarrier& loaded, u16 blocks) {
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster "
       "[%0], [%1, {%2, %3}], [%4], %5;" ::"r"(shared_address(shared)),
@@ -33,23 +30,23 @@ __device__ __forceinline__ void tensor_load(void* shared, const TensorMap& map, 
       : "memory");
 }
 
-__device__ __forceinline__ void tensor_store(const TensorMap& map, u32 x, u32 y, const void* shared) {
+DEVICE void tensor_store(const TensorMap& map, u32 x, u32 y, const void* shared) {
   asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%1, %2}], [%3];" ::"l"(&map), "r"(x),
                "r"(y), "r"(shared_address(shared))
                : "memory");
 }
 
 // Ends a group of this thread's stores.
-__device__ __forceinline__ void commit_bulk_stores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+DEVICE void commit_bulk_stores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
 // Waits until the sources of all but the last `Pending` groups may be overwritten, written to their place or not.
 template <int Pending>
-__device__ __forceinline__ void wait_for_bulk_sources() {
+DEVICE void wait_for_bulk_sources() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(Pending) : "memory");
 }
 
 // The block's dynamic shared memory, aligned for boxes.
-__device__ __forceinline__ char* dynamic_shared_boxes() {
+DEVICE char* dynamic_shared_boxes() {
   extern __shared__ __align__(1024) char boxes[];
   return boxes;
 }

@@ -1,10 +1,10 @@
-// Instructions of a warpgroup, 128 threads from a multiple of 128 on (sm_90a only). Their order: (9) in ring.cuh.
+// Instructions of a warpgroup, 128 threads from a multiple of 128 on (sm_90a only). Their order: (9) in pipeline.cuh.
 #pragma once
 #include "device/pack.cuh"
 #include "device/ptx/tma.cuh"
 
-// sums[64, N] += A[64, 16] * B[16, N], or = with `first`. Each operand is one of operand_by_rows or operand_by_columns
-// (pipeline.cuh). Of e4m3, A is [64, 32] and B [32, N], both by rows, and the sums have fewer bits than fp32. Row r of
+// sums[64, N] += A[64, 16] * B[16, N], or = with `first`. Each operand is by rows or by columns (`operand` in
+// pipeline.cuh). Of e4m3, A is [64, 32] and B [32, N], both by rows, and the sums have fewer bits than fp32. Row r of
 // a warp's 16, columns 8 j + 2 c and 8 j + 2 c + 1, are sums[4 j + r / 8 * 2 + {0, 1}] of thread 4 (r % 8) + c.
 template <int N, bool a_by_columns, bool b_by_columns>
 struct Product;
@@ -27,12 +27,13 @@ struct Product;
 #define NAMES_96_127 \
   NAMES_96_111 ", %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 
-#define PRODUCT_OF(TYPE, K_AND_TYPES, LAYOUTS, N, NAMES, A, B, FIRST, ...)                                           \
-  static __device__ __forceinline__ void add(TYPE, float(&sums)[N / 2], u64 a, u64 b, bool first) {                 \
-    asm volatile("{\n\t.reg .pred p;\n\tsetp.eq.u32 p, " FIRST ", 0;\n\twgmma.mma_async.sync.aligned.m64n" #N      \
-                 K_AND_TYPES " {" NAMES "}, " A ", " B ", p, 1, 1" LAYOUTS ";\n\t}"                                 \
-                 : __VA_ARGS__                                                                                      \
-                 : "l"(a), "l"(b), "n"(int(a_by_columns)), "n"(int(b_by_columns)), "r"(u32(first)));                \
+#define PRODUCT_OF(TYPE, K_AND_TYPES, LAYOUTS, N, NAMES, A, B, FIRST, ...)                            \
+  static DEVICE void add(TYPE, float (&sums)[N / 2], u64 a, u64 b, bool first) {                      \
+    asm volatile("{\n\t.reg .pred p;\n\tsetp.eq.u32 p, " FIRST                                        \
+                 ", 0;\n\twgmma.mma_async.sync.aligned.m64n" #N K_AND_TYPES " {" NAMES "}, " A ", " B \
+                 ", p, 1, 1" LAYOUTS ";\n\t}"                                                         \
+                 : __VA_ARGS__                                                                        \
+                 : "l"(a), "l"(b), "n"(int(a_by_columns)), "n"(int(b_by_columns)), "r"(u32(first)));  \
   }
 #define PRODUCT(N, NAMES, A, B, A_BY_COLUMNS, B_BY_COLUMNS, FIRST, ...)                                              \
   template <bool a_by_columns, bool b_by_columns>                                                                   \
@@ -56,32 +57,30 @@ PRODUCT(256, NAMES_0_31 NAMES_32_63 NAMES_64_95 NAMES_96_127, "%128", "%129", "%
         SUMS_64(64))
 
 // Before the first product, and after any other access to the sums.
-__device__ __forceinline__ void fence_sums() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+DEVICE void fence_sums() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 
 // Ends a group of products.
-__device__ __forceinline__ void commit_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+DEVICE void commit_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 
 // Waits until all but the last group are complete.
-__device__ __forceinline__ void wait_for_all_but_last_products() {
-  asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
-}
+DEVICE void wait_for_all_but_last_products() { asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory"); }
 
 // The same, and tells the compiler that the sums of earlier groups may be accessed from here on.
 template <int Count>
-__device__ __forceinline__ void wait_for_all_but_last_products(float (&sums)[Count]) {
+DEVICE void wait_for_all_but_last_products(float (&sums)[Count]) {
   wait_for_all_but_last_products();
   for (int i = 0; i < Count; ++i) asm volatile("" : "+f"(sums[i])::"memory");
 }
 
 // Waits until all products are complete, and tells the compiler that the sums may be accessed from here on.
 template <int Count>
-__device__ __forceinline__ void wait_for_products(float (&sums)[Count]) {
+DEVICE void wait_for_products(float (&sums)[Count]) {
   asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
   for (int i = 0; i < Count; ++i) asm volatile("" : "+f"(sums[i])::"memory");
 }
 
 // The bits of a sum. With __float_as_uint the compiler would copy sums to other registers, and products would wait.
-__device__ __forceinline__ u32 word_of_sum(float sum) {
+DEVICE u32 word_of_sum(float sum) {
   u32 word;
   asm("mov.b32 %0, %1;" : "=r"(word) : "f"(sum));
   return word;
@@ -89,28 +88,26 @@ __device__ __forceinline__ u32 word_of_sum(float sum) {
 
 // Sets the registers of each thread of this warpgroup: returns some to the block, or takes some.
 template <int Registers>
-__device__ __forceinline__ void shrink_registers() {
+DEVICE void shrink_registers() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Registers));
 }
 template <int Registers>
-__device__ __forceinline__ void grow_registers() {
+DEVICE void grow_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Registers));
 }
 
 // A barrier of one warpgroup; __syncthreads is barrier 0.
-__device__ __forceinline__ void sync_warpgroup(u32 barrier) {
-  asm volatile("barrier.sync.aligned %0, 128;" ::"r"(barrier) : "memory");
-}
+DEVICE void sync_warpgroup(u32 barrier) { asm volatile("barrier.sync.aligned %0, 128;" ::"r"(barrier) : "memory"); }
 
 // Stores four matrices of 8 x 8 16-bit elements: of matrix i two of row lane / 4 each; row r to lane 8 i + r's address.
-__device__ __forceinline__ void store_matrices(void* shared, const u32 (&words)[4]) {
+DEVICE void store_matrices(void* shared, const u32 (&words)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared_address(shared)),
                "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3])
                : "memory");
 }
 
 // Stores two such matrices transposed: column r of matrix i goes to the address of lane 8 i + r.
-__device__ __forceinline__ void store_transposed_matrices(void* shared, const u32 (&words)[2]) {
+DEVICE void store_transposed_matrices(void* shared, const u32 (&words)[2]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(shared_address(shared)),
                "r"(words[0]), "r"(words[1])
                : "memory");

@@ -11,17 +11,17 @@ class Deadline {
 
   Deadline() = default;
   // By any thread: a wait that began at `start`, or begins with the first look if that is 0. Touches no memory.
-  __device__ __forceinline__ explicit Deadline(u64 start) : start_(start) {}
+  DEVICE explicit Deadline(u64 start) : start_(start) {}
 
   // By any thread, once a spin: `look` at every 1024th, and `waiting` else. Relaxed, of gpu scope. `patience` is in
   // quarters of the call's timeout.
-  __device__ __forceinline__ State check(const Arguments& a, const Call& call, u32 patience = 4) {
+  DEVICE State check(const Arguments& a, const Call& call, u32 patience = 4) {
     return ++spins_ % spins_a_look != 0 ? waiting : look(a, call, patience);
   }
 
   // By any thread: reads the abort word, what the ranks call, and the clock. Relaxed loads, of gpu and system scope.
   // `expired`: the caller reports `timed_out` and gives up. `aborted`: it gives up, as that is reported already.
-  __device__ __forceinline__ State look(const Arguments& a, const Call& call, u32 patience = 4) {
+  DEVICE State look(const Arguments& a, const Call& call, u32 patience = 4) {
     if (call.was_busy) report(a, overlapped, call.epoch, a.rank, 0, 1);
     if (load_relaxed_gpu(a.abort) != 0) {
       stop_sending(a);  // the wait that expired may have been another algorithm's
@@ -34,7 +34,7 @@ class Deadline {
   }
 
   // By any thread: the time of the first look in ns, or 0.
-  __device__ __forceinline__ u64 start() const { return start_; }
+  DEVICE u64 start() const { return start_; }
 
  private:
   u64 start_ = 0;  // the time of the first look

@@ -1,11 +1,10 @@
 // Readiness beside the data: each 4 bytes travel with a flag in the same 8 bytes, the fingerprint of the call.
 //
 // For data in which no value is free to mean 'not yet' (sentinel.cuh). It sends twice the bytes: 32 packs of data, or
-// fewer, take 64 packs of a slot, so a slot has a multiple of 1,024 bytes. An access of 8 bytes is never torn, so if
-// the flag has arrived, so have the data. (3) and (4) hold: two slots alternate by the epoch's parity, the receiver
-// arms a place again (flags 0) right after reading it, and each rank hears from every other in each call. So a flag
-// that is neither 0 nor this rank's fingerprint is of a peer that calls something else: it is found before the data are
-// used.
+// fewer, take 64 packs of a slot, so a slot has a multiple of 1,024 bytes. 8 bytes are never torn: with the flag the
+// data have arrived. (3) and (4) hold: two slots alternate by the epoch's parity, the receiver arms a place again
+// (flags 0) right after reading it, and each rank hears from every other in each call. So a flag that is neither 0 nor
+// this rank's fingerprint is of a peer that calls something else: it is found before the data are used.
 #pragma once
 #include "device/pack.cuh"
 #include "device/sync/deadline.cuh"
@@ -14,19 +13,19 @@
 // its second pairs, so that each of its stores fills whole lines.
 struct FlaggedPlace {
   Pair* first;
-  __device__ __forceinline__ Pair* half(int h) const { return first + 32 * h; }
+  DEVICE Pair* half(int h) const { return first + 32 * h; }
 };
 
 // By any thread: the place of pack j in the slot at offset `slot` of the scratch on the rank `hop` after this one. It
 // touches no memory. 32 packs of data have 64 places of a slot.
-__device__ __forceinline__ FlaggedPlace place(const Arguments& a, int hop, u32 slot, u32 j) {
+DEVICE FlaggedPlace place(const Arguments& a, int hop, u32 slot, u32 j) {
   return {reinterpret_cast<Pair*>(a.ring[hop]) + slot + j / 32 * 64 + j % 32};
 }
 
 // By any thread, after read_epoch: sends a pack of any bits with this call's flag. Two relaxed stores of system scope,
 // each with its own readiness; they publish nothing else (4). Once a call for each place, as `push`. A slot has a
 // multiple of 64 packs, `capacity`, and room for half as many packs of data.
-__device__ __forceinline__ void push_flagged(const Arguments& a, const FlaggedPlace& to, const Pack& p) {
+DEVICE void push_flagged(const Arguments& a, const FlaggedPlace& to, const Pack& p) {
   const u64 here = u64(a.fingerprint) << 32;
   for (int h = 0; h < 2; ++h) store_relaxed_sys(to.half(h), Pair{{p.word[2 * h] | here, p.word[2 * h + 1] | here}});
 }
@@ -39,7 +38,7 @@ struct Arrival {
 };
 
 // Internal: loads a place.
-__device__ __forceinline__ Arrival look(const Arguments& a, const FlaggedPlace& at) {
+DEVICE Arrival look(const Arguments& a, const FlaggedPlace& at) {
   Arrival found{{}, 0, 0};
   for (int h = 0; h < 2; ++h) {
     const Pair pair = load_relaxed_sys(at.half(h));
@@ -59,8 +58,8 @@ __device__ __forceinline__ Arrival look(const Arguments& a, const FlaggedPlace& 
 // Relaxed loads and stores of system scope: no other location may be read on the strength of them (4). False when the
 // wait expired, or a rank calls something else.
 template <int N>
-__device__ __forceinline__ bool receive_flagged(const Arguments& a, const Call& call, u32 slots, u32 j,
-                                                const u32 (&packs)[N - 1], Pack (&part)[N - 1]) {
+DEVICE bool receive_flagged(const Arguments& a, const Call& call, u32 slots, u32 j, const u32 (&packs)[N - 1],
+                            Pack (&part)[N - 1]) {
   FlaggedPlace from[N - 1];
   for (int i = 0; i < N - 1; ++i) from[i] = place(a, 0, slots + (a.rank + 1 + i) % N * a.capacity, j);
   const auto is_of_another_call = [&](u32 flag) { return flag != 0 && flag != a.fingerprint; };

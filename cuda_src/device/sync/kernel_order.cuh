@@ -27,30 +27,30 @@
 
 // Internal: holds a value that was computed before a wait in a register (28), and returns its bits. A class names what
 // it has computed in a member `hold`. An address is one of global memory.
-__device__ __forceinline__ u32 hold(u32& v) { return v = held(v); }
-__device__ __forceinline__ u32 hold(u64& v) {
+DEVICE u32 hold(u32& v) { return v = held(v); }
+DEVICE u32 hold(u64& v) {
   const u32 low = held(u32(v)), high = held(u32(v >> 32));
   v = u64(high) << 32 | low;
   return low | high;
 }
-__device__ __forceinline__ u32 hold(bool& v) {
+DEVICE u32 hold(bool& v) {
   const u32 word = held(v);
   v = word != 0;
   return word;
 }
 template <class T>
-__device__ __forceinline__ u32 hold(T*& p) {
+DEVICE u32 hold(T*& p) {
   u64 address = __cvta_generic_to_global(p);
   const u32 bits = hold(address);
   p = reinterpret_cast<T*>(__cvta_global_to_generic(address));
   return bits;
 }
 template <class T>
-__device__ __forceinline__ auto hold(T& object) -> decltype(object.hold()) {
+DEVICE auto hold(T& object) -> decltype(object.hold()) {
   return object.hold();
 }
 template <class T, int Count>
-__device__ __forceinline__ u32 hold(T (&values)[Count]) {
+DEVICE u32 hold(T (&values)[Count]) {
   u32 bits = 0;
   for (T& value : values) bits |= hold(value);
   return bits;
@@ -62,7 +62,7 @@ __device__ __forceinline__ u32 hold(T (&values)[Count]) {
 // wait ends (28). It reads an argument of each of the first three lines before it waits, so that they are in the
 // constant cache when a small call needs them.
 template <class... Values>
-__device__ __forceinline__ void wait_for_previous_kernel(const Arguments& a, Values&... values) {
+DEVICE void wait_for_previous_kernel(const Arguments& a, Values&... values) {
   const auto low_word = [](const void* p) { return u32(reinterpret_cast<u64>(p)); };
   u32 bits = low_word(a.counters) | low_word(a.ring[0]) | low_word(a.peer_counters[0]);
   ((bits |= hold(values)), ...);

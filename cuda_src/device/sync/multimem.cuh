@@ -17,21 +17,21 @@
 
 // The last template argument of a multimem kernel. Pack i is the i-th after the signal pad of every rank.
 struct Hardware {
-  static __device__ __forceinline__ Pack* address(const Arguments& a, u64 i) {
+  static DEVICE Pack* address(const Arguments& a, u64 i) {
     return reinterpret_cast<Pack*>(a.multicast + sizeof(SignalPad)) + i;
   }
 
   template <class T, int N>
-  static __device__ __forceinline__ Pack ld_reduce(const Arguments& a, u64 i) {
+  static DEVICE Pack ld_reduce(const Arguments& a, u64 i) {
     return multimem_load_sum(T{}, address(a, i));
   }
 
   template <int N>
-  static __device__ __forceinline__ void st(const Arguments& a, u64 i, const Pack& p) {
+  static DEVICE void st(const Arguments& a, u64 i, const Pack& p) {
     multimem_store(address(a, i), p);
   }
 
-  static __device__ __forceinline__ void fence_before_signal() {
+  static DEVICE void fence_before_signal() {
     __syncthreads();
     if (threadIdx.x == 0) fence_aliases();
   }
@@ -40,16 +40,16 @@ struct Hardware {
 // The same by ordinary accesses to every rank's memory, so that tests run these kernels without multicast.
 struct StandIn {
   template <class T, int N>
-  static __device__ __forceinline__ Pack ld_reduce(const Arguments& a, u64 i) {
+  static DEVICE Pack ld_reduce(const Arguments& a, u64 i) {
     Pack part[N];
     for (int r = 0; r < N; ++r) part[r] = after_signal_pad(a, r)[i];
     return sum_in_rank_order<T, N>(part);
   }
 
   template <int N>
-  static __device__ __forceinline__ void st(const Arguments& a, u64 i, const Pack& p) {
+  static DEVICE void st(const Arguments& a, u64 i, const Pack& p) {
     for (int hop = 1; hop <= N; ++hop) after_signal_pad(a, (a.rank + hop) % N)[i] = p;
   }
 
-  static __device__ __forceinline__ void fence_before_signal() {}
+  static DEVICE void fence_before_signal() {}
 };

@@ -22,7 +22,7 @@ constexpr u32 push_depth = 4;  // PUSH_DEPTH in graphar/plan/scratch.py
 
 // The slot, on the rank that comes `hop` after this one, for what rank `from` sends in a step: its pack `at`.
 template <int N>
-__device__ __forceinline__ Pack* push_slot(const Arguments& a, int hop, u32 step, int from, u32 at = 0) {
+DEVICE Pack* push_slot(const Arguments& a, int hop, u32 step, int from, u32 at = 0) {
   const u64 index = (blockIdx.x * push_depth + step % push_depth) * N;
   return after_signal_pad(a.ring[hop]) + index * a.capacity + (from * a.capacity + at);
 }
@@ -32,7 +32,7 @@ __device__ __forceinline__ Pack* push_slot(const Arguments& a, int hop, u32 step
 // `HalfSm` a block takes half an SM at most, and the kernel releases the next one: (18) in kernel_order.cuh. With
 // `MayAsk`, a body that asks_first() receives chunk 0 before it decides on chunk 1; ranks may differ in that.
 template <int N, class Body, bool HalfSm = false, bool MayAsk = false, class Args>
-__device__ __forceinline__ void run_push_pipeline(const Args& a) {
+DEVICE void run_push_pipeline(const Args& a) {
   HeldCall call{};
   Body body{a, call};
   call = begin_call(a, body);

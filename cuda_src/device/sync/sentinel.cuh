@@ -26,7 +26,7 @@ constexpr u32 not_yet = 0xffffffffu;
 // By any thread: the pack, or half pack, at offset `at` of the scratch on the rank that comes `hop` after this one.
 // Offsets count what is there: one pack is two half packs.
 template <class P = Pack>
-__device__ __forceinline__ P* slot(const Arguments& a, int hop, u32 at) {
+DEVICE P* slot(const Arguments& a, int hop, u32 at) {
   return reinterpret_cast<P*>(a.ring[hop]) + at;
 }
 
@@ -35,22 +35,20 @@ __device__ __forceinline__ P* slot(const Arguments& a, int hop, u32 at) {
 // writes, and which alternates with another by the epoch's parity (3). Every rank sends at least one pack to every
 // other in each call.
 template <class P>
-__device__ __forceinline__ void push(P* place, P p) {
+DEVICE void push(P* place, P p) {
   for (u32& word : p.word) word = min(word, not_yet - 1);  // all ones become another NaN
   store_relaxed_sys(place, p);
 }
 
-// By any thread, after read_epoch: the same, relaxed and of system scope, to offset `at` of the scratch on the rank
-// `hop` after this one.
 template <class P>
-__device__ __forceinline__ void push(const Arguments& a, int hop, u32 at, const P& p) {
+DEVICE void push(const Arguments& a, int hop, u32 at, const P& p) {
   push(slot<P>(a, hop, at), p);
 }
 
 // By any thread: `push` to every rank, relaxed and of system scope, including this one, so that all packs arrive in the
 // same way. Each rank begins with its next peer.
 template <int N>
-__device__ __forceinline__ void push_to_all(const Arguments& a, u32 at, const Pack& p) {
+DEVICE void push_to_all(const Arguments& a, u32 at, const Pack& p) {
   for (int hop = 1; hop <= N; ++hop) push(a, hop % N, at, p);
 }
 
@@ -78,21 +76,21 @@ struct Outgoing {
 
   // By any thread: packs `first`, `first` + `stride`, ... below `end` of the tensor at `input`, all of them whole and
   // aligned. Touches no memory.
-  __device__ __forceinline__ Outgoing(const void* input, u32 first, u32 end, u32 stride)
+  DEVICE Outgoing(const void* input, u32 first, u32 end, u32 stride)
       : from(static_cast<const Pack*>(input) + first), stride(stride), count(first < end ? end - first : 0) {}
 
   // Internal: (28).
-  __device__ __forceinline__ u32 hold() { return ::hold(from) | ::hold(to) | ::hold(stride) | ::hold(count); }
+  DEVICE u32 hold() { return ::hold(from) | ::hold(to) | ::hold(stride) | ::hold(count); }
 
   // By any thread, after the wait: loads the first packs. Weak.
-  __device__ __forceinline__ void load() {
+  DEVICE void load() {
     for (u32 k = 0; k < ahead; ++k)
       if (k * stride < count) mine[k] = from[k * stride];
   }
 
   // By any thread, after read_epoch: pushes all packs, to places that are `slots` further on. Relaxed stores of system
   // scope, as `push`.
-  __device__ __forceinline__ void push_all(u32 slots) {
+  DEVICE void push_all(u32 slots) {
 #pragma unroll 1
     for (u32 i = 0; i < count;) {
       for (u32 k = 0; k < ahead && i < count; ++k, i += stride) {
@@ -104,7 +102,7 @@ struct Outgoing {
 
   // By any thread, after read_epoch, with `ahead` = 1: pushes the next pack, if there is one, and loads the one after
   // it. Relaxed stores of system scope, as `push`.
-  __device__ __forceinline__ void push_next(u32 slots) {
+  DEVICE void push_next(u32 slots) {
     static_assert(ahead == 1);
     if (sent >= count) return;
     for (Pack* place : to) push(place + slots + sent, mine[0]);
@@ -114,15 +112,15 @@ struct Outgoing {
 };
 
 // By any thread: whether no word of a loaded pack, or half pack, is the sentinel. Touches no memory.
-__device__ __forceinline__ bool arrived(const Pack& p) {
+DEVICE bool arrived(const Pack& p) {
   return p.word[0] != not_yet && p.word[1] != not_yet && p.word[2] != not_yet && p.word[3] != not_yet;
 }
 
-__device__ __forceinline__ bool arrived(const HalfPack& p) { return p.word[0] != not_yet && p.word[1] != not_yet; }
+DEVICE bool arrived(const HalfPack& p) { return p.word[0] != not_yet && p.word[1] != not_yet; }
 
 // By any thread: whether no word of loaded packs, or half packs, is the sentinel. Touches no memory.
 template <class P, int Count>
-__device__ __forceinline__ bool arrived(const P (&parts)[Count]) {
+DEVICE bool arrived(const P (&parts)[Count]) {
   u32 most[Count];
   for (int i = 0; i < Count; ++i) {
     most[i] = max(parts[i].word[0], parts[i].word[1]);
@@ -134,15 +132,13 @@ __device__ __forceinline__ bool arrived(const P (&parts)[Count]) {
 
 // By one thread, which has received what was there: makes a place wait for data again. A relaxed store of system scope
 // into this rank's own scratch (3).
-__device__ __forceinline__ void arm(Pack* place) {
-  store_relaxed_sys(place, Pack{{not_yet, not_yet, not_yet, not_yet}});
-}
-__device__ __forceinline__ void arm(HalfPack* place) { store_relaxed_sys(place, HalfPack{{not_yet, not_yet}}); }
+DEVICE void arm(Pack* place) { store_relaxed_sys(place, Pack{{not_yet, not_yet, not_yet, not_yet}}); }
+DEVICE void arm(HalfPack* place) { store_relaxed_sys(place, HalfPack{{not_yet, not_yet}}); }
 
 // By any thread: loads what has come to offset `at` of this rank's scratch from each of N ranks, whose slots are
 // `capacity` apart. Relaxed loads of system scope: no other location may be read on the strength of them (4).
 template <int N, class P>
-__device__ __forceinline__ void look_at(const Arguments& a, u32 at, P (&part)[N]) {
+DEVICE void look_at(const Arguments& a, u32 at, P (&part)[N]) {
   for (int r = 0; r < N; ++r) part[r] = load_relaxed_sys(slot<P>(a, 0, at + r * a.capacity));
 }
 
@@ -168,7 +164,7 @@ __device__ __noinline__ u64 wait_longer(const Arguments& a, u32 epoch, u32 was_b
 // Internal: looks at a place until the packs of all N ranks have come. False when the wait expired. What a long wait
 // does is out of line, so that the loops of a kernel that lives by its latency are compact.
 template <int N, class P>
-__device__ __forceinline__ bool await(const Arguments& a, const Call& call, int source, u32 at, P (&part)[N]) {
+DEVICE bool await(const Arguments& a, const Call& call, int source, u32 at, P (&part)[N]) {
   static_assert(N == 1 || in_a_pack<P> == 1, "half packs come from one rank at a time");
   u64 start = 0;
   u32 spins = 0;
@@ -184,7 +180,7 @@ __device__ __forceinline__ bool await(const Arguments& a, const Call& call, int 
 // By one thread, which has received what was there: makes the places of N ranks wait for data again. Relaxed stores of
 // system scope into this rank's own scratch (3).
 template <int N, class P>
-__device__ __forceinline__ void arm_all(const Arguments& a, u32 at, const P (&)[N]) {
+DEVICE void arm_all(const Arguments& a, u32 at, const P (&)[N]) {
   for (int r = 0; r < N; ++r) arm(slot<P>(a, 0, at + r * a.capacity));
 }
 
@@ -195,8 +191,7 @@ __device__ __forceinline__ void arm_all(const Arguments& a, u32 at, const P (&)[
 // pack is a sum, for which its sender waits too. The wait for it has a longer deadline, so that the record names the
 // rank that did not come.
 template <int Count, int N, class P>
-__device__ __forceinline__ bool receive(const Arguments& a, const Call& call, int source, const u32 (&at)[Count],
-                                        P (&part)[Count][N]) {
+DEVICE bool receive(const Arguments& a, const Call& call, int source, const u32 (&at)[Count], P (&part)[Count][N]) {
   static_assert(N == 1 || in_a_pack<P> == 1, "half packs come from one rank at a time");
   Deadline deadline;
   while (true) {
@@ -221,9 +216,8 @@ __device__ __forceinline__ bool receive(const Arguments& a, const Call& call, in
   return true;
 }
 
-// By one thread for each place: the same at one place, relaxed and of system scope.
 template <int N, class P>
-__device__ __forceinline__ bool receive(const Arguments& a, const Call& call, int source, u32 at, P (&part)[N]) {
+DEVICE bool receive(const Arguments& a, const Call& call, int source, u32 at, P (&part)[N]) {
   const u32 place[1] = {at};
   return receive(a, call, source, place, reinterpret_cast<P(&)[1][N]>(part));
 }
@@ -231,7 +225,7 @@ __device__ __forceinline__ bool receive(const Arguments& a, const Call& call, in
 // By one thread for each place: receives, relaxed and of system scope, one pack of T from each of N ranks at each of
 // `Count` neighbouring places, and adds them: `sum[i]`, at offset `at` + i. False when the wait expired.
 template <class T, int N, class Order, int Count>
-__device__ __forceinline__ bool receive_sums(const Arguments& a, const Call& call, u32 at, Pack (&sum)[Count]) {
+DEVICE bool receive_sums(const Arguments& a, const Call& call, u32 at, Pack (&sum)[Count]) {
   u32 place[Count];
   Pack part[Count][N];
   for (int i = 0; i < Count; ++i) place[i] = at + i;
@@ -242,7 +236,7 @@ __device__ __forceinline__ bool receive_sums(const Arguments& a, const Call& cal
 
 // Internal: sends nothing, for receive_each.
 struct NoSend {
-  __device__ __forceinline__ void operator()() const {}
+  DEVICE void operator()() const {}
 };
 
 // By one thread for each place: receives, relaxed and of system scope, from each of N ranks at every `stride`-th place
@@ -250,8 +244,8 @@ struct NoSend {
 // With `Ahead` it looks at the next place before it uses one, which a thread with one place pays for. It calls `send`
 // before each wait, for a kernel that does not send everything first.
 template <int N, bool Ahead = false, class P = Pack, class Use, class Send = NoSend>
-__device__ __forceinline__ void receive_each(const Arguments& a, const Call& call, int source, u32 base, u32 first,
-                                             u32 end, u32 stride, const Use& use, const Send& send = {}) {
+DEVICE void receive_each(const Arguments& a, const Call& call, int source, u32 base, u32 first, u32 end, u32 stride,
+                         const Use& use, const Send& send = {}) {
   P next[N];
   if (Ahead && first < end) look_at(a, base + first, next);
 #pragma unroll 1

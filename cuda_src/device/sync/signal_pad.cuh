@@ -12,18 +12,12 @@ struct SignalPad {
 };
 
 // By any thread: the pad of a rank, with which the scratch of an algorithm that signals begins.
-__device__ __forceinline__ SignalPad* signal_pad(const Arguments& a, int rank) {
-  return reinterpret_cast<SignalPad*>(a.scratch[rank]);
-}
+DEVICE SignalPad* signal_pad(const Arguments& a, int rank) { return reinterpret_cast<SignalPad*>(a.scratch[rank]); }
 
 // By any thread: the slots behind the pad, of a rank's scratch. They are read with plain loads after a wait (20).
-__device__ __forceinline__ Pack* after_signal_pad(char* scratch) {
-  return reinterpret_cast<Pack*>(scratch + sizeof(SignalPad));
-}
+DEVICE Pack* after_signal_pad(char* scratch) { return reinterpret_cast<Pack*>(scratch + sizeof(SignalPad)); }
 
-__device__ __forceinline__ Pack* after_signal_pad(const Arguments& a, int rank) {
-  return after_signal_pad(a.scratch[rank]);
-}
+DEVICE Pack* after_signal_pad(const Arguments& a, int rank) { return after_signal_pad(a.scratch[rank]); }
 
 // (2) Signal: the barrier orders every thread's earlier writes, local and remote, before each release store, and
 //     release is cumulative. Wait: the acquire load that sees the value, then the barrier, order those writes before
@@ -61,25 +55,23 @@ __device__ __forceinline__ Pack* after_signal_pad(const Arguments& a, int rank) 
 //        own readiness.
 
 // Internal: the value of a flag of this call.
-__device__ __forceinline__ u64 flag_of(const Arguments& a, const Call& call, u32 step) {
+DEVICE u64 flag_of(const Arguments& a, const Call& call, u32 step) {
   return u64(2 * step + call.epoch % 2) << 32 | a.fingerprint;
 }
 
 // By all threads of a warp, after read_epoch and behind a barrier with those whose writes it publishes. The threads
 // with `sends` set their flag in the row on `peer` to `step`: a release store of system scope (2), by one thread for
 // each row and peer.
-__device__ __forceinline__ void set_flag(const Arguments& a, const Call& call, bool sends, u32 row, u32 peer,
-                                         u32 step) {
+DEVICE void set_flag(const Arguments& a, const Call& call, bool sends, u32 row, u32 peer, u32 step) {
   store_release_sys_if(sends, &signal_pad(a, sends ? peer : 0)->flag[row][a.rank], flag_of(a, call, step));
 }
 
 // Internal: whether a flag has come to `step`.
-__device__ __forceinline__ bool reaches(u64 flag, u32 step) { return int(u32(flag >> 32) - 2 * step) >= 0; }
+DEVICE bool reaches(u64 flag, u32 step) { return int(u32(flag >> 32) - 2 * step) >= 0; }
 
 // Internal: by a thread that has waited for `step` for some time, or has seen another call's flag of it. Returns when
 // its wait began, as `start` of the next time, or 0 if it gives up.
-__device__ __forceinline__ u64 wait_longer(const Arguments& a, const Call& call, u32 peer, u32 step, u64 seen,
-                                           u64 start) {
+DEVICE u64 wait_longer(const Arguments& a, const Call& call, u32 peer, u32 step, u64 seen, u64 start) {
   if (reaches(seen, step)) {
     report(a, disagreed, call.epoch, peer, a.fingerprint, u32(seen));
     return 0;
@@ -102,8 +94,7 @@ __device__ __noinline__ u64 wait_longer_apart(const Arguments& a, Call call, u32
 // With `Apart`, what a long wait does is out of line, and the code of a short one is compact. A kernel of wgmma must
 // not have it: the assembler would have each product waited for.
 template <bool Apart>
-__device__ __forceinline__ bool wait_for_flag(const Arguments& a, const Call& call, u32 row, u32 peer, u32 step,
-                                              bool compares = true) {
+DEVICE bool wait_for_flag(const Arguments& a, const Call& call, u32 row, u32 peer, u32 step, bool compares = true) {
   const u64* flag = &signal_pad(a, a.rank)->flag[row][peer];
   const u64 own = flag_of(a, call, step);
   u64 start = 0;
@@ -128,20 +119,20 @@ template <bool OfWarp>
 class RowSignals {
  public:
   // By all threads of the block: reads the count of earlier steps, relaxed and of gpu scope.
-  __device__ __forceinline__ explicit RowSignals(const Arguments& a)
+  DEVICE explicit RowSignals(const Arguments& a)
       : row_(blockIdx.x), base_(load_relaxed_gpu(&a.counters->steps[blockIdx.x])) {}
 
   // By all threads of a warp: `base` is the row's count before this call. Touches no memory.
-  __device__ __forceinline__ RowSignals(u32 row, u32 base) : row_(row), base_(base) {}
+  DEVICE RowSignals(u32 row, u32 base) : row_(row), base_(base) {}
 
   // By any thread: the number of this call's step 0. Numbers continue from call to call.
-  __device__ __forceinline__ u32 first_step() const { return base_; }
+  DEVICE u32 first_step() const { return base_; }
 
   // By all threads of the block, after read_epoch: tells every peer that this block has finished `steps` steps of this
   // call. A barrier of the block, then release stores of system scope: peers that wait for the step see all that the
   // block wrote before, here and there (2).
   template <int N>
-  __device__ __forceinline__ void send(const Arguments& a, const Call& call, u32 steps) const {
+  DEVICE void send(const Arguments& a, const Call& call, u32 steps) const {
     const u32 peer = OfWarp ? threadIdx.x % 32 : threadIdx.x;
     OfWarp ? __syncwarp() : __syncthreads();
     set_flag(a, call, peer < N && peer != a.rank, row_, peer, base_ + steps);
@@ -153,7 +144,7 @@ class RowSignals {
   // peers' earlier calls are over (13). False, in all threads, when one did not in time, or calls something else; then
   // the block reads no slots, and goes on to `end`.
   template <int N>
-  __device__ __forceinline__ bool wait(const Arguments& a, const Call& call, u32 steps) const {
+  DEVICE bool wait(const Arguments& a, const Call& call, u32 steps) const {
     const u32 peer = OfWarp ? threadIdx.x % 32 : threadIdx.x;
     bool failed = false;
     if (peer < N && peer != a.rank)
@@ -165,7 +156,7 @@ class RowSignals {
 
   // By all threads of the block, once a call, after its last wait: the next call continues from this step. Relaxed, of
   // gpu scope. `steps` are those that this block of every rank has sent in this call.
-  __device__ __forceinline__ void end(const Arguments& a, u32 steps) const {
+  DEVICE void end(const Arguments& a, u32 steps) const {
     if (threadIdx.x == 0) store_relaxed_gpu(&a.counters->steps[blockIdx.x], base_ + steps);
   }
 
@@ -179,7 +170,7 @@ using Signals = RowSignals<false>;
 // Internal: by one warp of block 0, in a kernel that writes to peers before it hears from them: tells them, in row 0,
 // that this rank has entered the call. By (13) what it has read in earlier calls may then be overwritten.
 template <int N>
-__device__ __forceinline__ void enter(const Arguments& a, const Call& call) {
+DEVICE void enter(const Arguments& a, const Call& call) {
   const u32 lane = threadIdx.x % 32;
   set_flag(a, call, lane < N && lane != a.rank, 0, lane, call.epoch + 1);
 }
@@ -187,7 +178,7 @@ __device__ __forceinline__ void enter(const Arguments& a, const Call& call) {
 // Internal: by a warp: waits until every peer has entered. False if one did not in time, or entered another call (25).
 // It comes before all other waits, so that a time-out names the missing rank, and no rank that waits for it.
 template <int N>
-__device__ __forceinline__ bool wait_until_all_entered(const Arguments& a, const Call& call) {
+DEVICE bool wait_until_all_entered(const Arguments& a, const Call& call) {
   const int lane = threadIdx.x % 32;
   const bool failed = lane < N && lane != a.rank && !wait_for_flag<false>(a, call, 0, lane, call.epoch + 1);
   __syncwarp();

@@ -30,7 +30,7 @@ enum Shot { scattered, reduced };
 
 // The slot, on the rank `hop` after this one, of chunk k from rank `from`: its pack, or half pack, `at`.
 template <int N, class P = Pack>
-__device__ __forceinline__ P* pipeline_slot(const Arguments& a, Shot shot, int hop, u32 k, int from, u32 at = 0) {
+DEVICE P* pipeline_slot(const Arguments& a, Shot shot, int hop, u32 k, int from, u32 at = 0) {
   const u64 index = ((u64(blockIdx.x) * 2 + shot) * pipeline_depth + k % pipeline_depth) * N;
   Pack* const slots = after_signal_pad(a.ring[hop]) + index * a.capacity;
   return reinterpret_cast<P*>(slots) + (in_a_pack<P> * from * a.capacity + at);
@@ -52,7 +52,7 @@ struct Chunks {
         number((share + a.chunk - 1) / a.chunk),
         length(equal_share<Index, Line>(share, number)) {}
 
-  __device__ __forceinline__ u32 hold() { return ::hold(shard) | ::hold(share) | ::hold(number) | ::hold(length); }
+  DEVICE u32 hold() { return ::hold(shard) | ::hold(share) | ::hold(number) | ::hold(length); }
 
   // Where chunk k of `owner` begins, and its size: smaller, or 0, at the end of a share or shard.
   __device__ Index begin(u32 k, Index owner) const { return owner * shard + blockIdx.x * share + Index(k) * length; }
@@ -71,7 +71,7 @@ struct Chunks {
 // parts 1, 3 and 5 as scatter(k), reduce(k) and gather(k), and whether it `gathers` at all. With `HalfSm` a block
 // takes half an SM at most, and the kernel releases the next one: (18) in kernel_order.cuh.
 template <int N, class Body, bool HalfSm = false>
-__device__ __forceinline__ void run_two_shot_pipeline(const Arguments& a) {
+DEVICE void run_two_shot_pipeline(const Arguments& a) {
   HeldCall call{};
   Body body{a, call};
   call = begin_call(a, body.chunks);

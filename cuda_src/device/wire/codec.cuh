@@ -1,8 +1,44 @@
-// Codecs: values to codes and back, and scales, in registers. graphar/numerics/codec_reference.py specifies them.
+// Codecs: values to codes and back, and scales, in registers; how lanes find a bucket's largest value together, and how
+// words of codes and scales move, in all layouts. graphar/numerics/codec_reference.py specifies them.
 //
 // The compiler neither contracts nor reorders these operations (__fmaf_rn and so on): all machines give the same bits.
 #pragma once
-#include "device/wire/e4m3.cuh"
+#include "device/ptx/codec.cuh"
+
+// fp32 to e4m3 and back. e4m3 has a sign, four bits of exponent and three of mantissa, no infinity; its largest is 448.
+// Rounds to nearest, ties to even. For magnitudes up to 464.
+DEVICE u32 e4m3_from_float(float v) {
+  const u32 bits = __float_as_uint(v), magnitude = bits & 0x7fffffff;
+  const u32 normal = ((magnitude + 0x7ffff + (magnitude >> 20 & 1)) >> 20) - (120 << 3);
+  const u32 subnormal = __float_as_uint(__fadd_rn(__uint_as_float(magnitude), 16384)) - 0x46800000u;  // units of 2^-9
+  return (bits >> 24 & 0x80) | (magnitude < 0x3c800000u ? subnormal : normal);
+}
+
+#if !(__CUDA_ARCH__ >= 890)
+DEVICE u32 e4m3x2_from_floats(float low, float high) { return e4m3_from_float(low) | e4m3_from_float(high) << 8; }
+
+// Through fp16, whose exponent bias is larger by 8.
+DEVICE void floats_from_e4m3x2(u32 v, float& low, float& high) {
+  const u32 spread = (v << 8 & 0xff00) | (v << 16 & 0xff000000u);
+  floats_from_fp16x2((spread & 0x80008000u) | (spread >> 1 & 0x3f803f80u), low, high);
+  low = __fmul_rn(low, 256);
+  high = __fmul_rn(high, 256);
+}
+#endif
+
+// For any two floats: magnitudes beyond 448, infinities included, become 448. A NaN must have the sign plus.
+DEVICE u32 saturated_e4m3x2(float low, float high) {
+#if __CUDA_ARCH__ >= 890
+  return e4m3x2_from_floats(low, high);
+#else
+  const auto saturated = [](float v) -> u32 {
+    const u32 bits = __float_as_uint(v), magnitude = bits & 0x7fffffff;
+    if (magnitude > 0x7f800000) return 0x7f;
+    return e4m3_from_float(__uint_as_float((bits & 0x80000000u) | min(magnitude, 0x43e00000u)));
+  };
+  return saturated(low) | saturated(high) << 8;
+#endif
+}
 
 enum Scheme { absmax, minmax };
 enum Rounding { nearest, stochastic };
@@ -19,7 +55,7 @@ struct Noise {
 constexpr u32 noise_of_sum = 0xff;
 
 // 16 bits for each element of run `index`, the first lowest. Philox-4x32-7 passes BigCrush (Salmon et al., 2011).
-__device__ __forceinline__ void random_halves(const Noise& noise, u64 index, u32 (&word)[4]) {
+DEVICE void random_halves(const Noise& noise, u64 index, u32 (&word)[4]) {
   u32 key0 = u32(noise.seed), key1 = u32(noise.seed >> 32);
   u32 c0 = u32(index), c1 = u32(index >> 32), c2 = noise.call, c3 = noise.source;
 #pragma unroll
@@ -40,17 +76,17 @@ constexpr u32 smallest_scale = 0x00800000;
 template <class S>
 constexpr u32 no_scale = sizeof(typename S::Storage) == 2 ? 0x7fff : 0x7fffffff;
 
-__device__ __forceinline__ u32 round_up(bf16, float positive) { return (__float_as_uint(positive) + 0xffff) >> 16; }
-__device__ __forceinline__ u32 round_up(fp32, float positive) { return __float_as_uint(positive); }
+DEVICE u32 round_up(bf16, float positive) { return (__float_as_uint(positive) + 0xffff) >> 16; }
+DEVICE u32 round_up(fp32, float positive) { return __float_as_uint(positive); }
 
-__device__ __forceinline__ u32 round_down(bf16, float v) {
+DEVICE u32 round_down(bf16, float v) {
   const u32 bits = __float_as_uint(v);
   return (bits + (bits >> 31 ? 0xffff : 0)) >> 16;
 }
-__device__ __forceinline__ u32 round_down(fp32, float v) { return __float_as_uint(v); }
+DEVICE u32 round_down(fp32, float v) { return __float_as_uint(v); }
 
-__device__ __forceinline__ float number(bf16, u32 bits) { return __uint_as_float(bits << 16); }
-__device__ __forceinline__ float number(fp32, u32 bits) { return __uint_as_float(bits); }
+DEVICE float number(bf16, u32 bits) { return __uint_as_float(bits << 16); }
+DEVICE float number(fp32, u32 bits) { return __uint_as_float(bits); }
 
 constexpr u32 bf16_ones = 0x3f803f80;  // 1 in both halves of a word
 
@@ -62,8 +98,8 @@ struct Int {
 
   // Adds codes 8 j .. 8 j + 7 to zeros: integers in the low bits of floats from 2^23 to 2^24, minus those in `base`.
   template <Scheme S, Rounding R>
-  static __device__ __forceinline__ void encode(const float (&v)[run_numel], float inverse, const u32 (&random)[4],
-                                                int j, u32 (&word)[Bits]) {
+  static DEVICE void encode(const float (&v)[run_numel], float inverse, const u32 (&random)[4], int j,
+                            u32 (&word)[Bits]) {
     constexpr float round_at_one = 12582912;  // 1.5 x 2^23
     constexpr u32 base = 0x4b400000u - (S == absmax ? largest<S> : 0);
 #pragma unroll
@@ -85,7 +121,7 @@ struct Int {
 
   // The same codes as numbers, without the offset.
   template <Scheme S>
-  static __device__ __forceinline__ void decode(const u32 (&word)[Bits], int j, float (&v)[run_numel]) {
+  static DEVICE void decode(const u32 (&word)[Bits], int j, float (&v)[run_numel]) {
 #pragma unroll
     for (int e = 0; e < run_numel; ++e) {
       const Raised code = raised(word, (run_numel * j + e) * Bits);
@@ -95,7 +131,7 @@ struct Int {
 
   // Codes 8 j + 2 pair and the next, of absmax: without the offset, divided by `divisor`, as bf16 numbers.
   static constexpr u32 divisor = Bits == 8 ? 0x42804280 : bf16_ones;  // in each half; 64 or 1
-  static __device__ __forceinline__ u32 decode_pair(const u32 (&word)[Bits], int j, int pair) {
+  static DEVICE u32 decode_pair(const u32 (&word)[Bits], int j, int pair) {
     const int at = (run_numel * j + 2 * pair) * Bits;
     if (Bits == 8) {
       // A byte alone is a number in units of 2^-133, subnormal or not. This multiplies by 2^127, and adds -127 / 64.
@@ -116,7 +152,7 @@ struct Int {
     int index, bit;
   };
 
-  static __device__ __forceinline__ Byte byte_of(const u32 (&word)[Bits], int at) {
+  static DEVICE Byte byte_of(const u32 (&word)[Bits], int at) {
     constexpr int window = 8 - Bits < 1 ? 1 : 8 - Bits;
     const int w = at / 32, s = at % 32, shift = s % 8 / window * window;
     const u64 both = u64(s + Bits > 32 ? word[w + 1] : 0) << 32 | word[w];
@@ -128,7 +164,7 @@ struct Int {
     float power, sum;
   };
 
-  static __device__ __forceinline__ Raised raised(const u32 (&word)[Bits], int at) {
+  static DEVICE Raised raised(const u32 (&word)[Bits], int at) {
     constexpr int window = 24 - Bits;  // of the mantissa's bits that may be a code's lowest
     constexpr u32 mask = (1u << Bits) - 1, at_bit_0 = 0x4b000000;
     const int w = at / 32, s = at % 32;
@@ -147,8 +183,7 @@ struct E4m3 {
   static constexpr int largest = 448;
 
   template <Scheme S, Rounding R>
-  static __device__ __forceinline__ void encode(const float (&v)[run_numel], float inverse, const u32 (&random)[4],
-                                                int j, u32 (&word)[8]) {
+  static DEVICE void encode(const float (&v)[run_numel], float inverse, const u32 (&random)[4], int j, u32 (&word)[8]) {
 #pragma unroll
     for (int e = 0; e < run_numel; e += 2) {
       const float low = __fmul_rn(v[e], inverse), high = __fmul_rn(v[e + 1], inverse);
@@ -162,14 +197,14 @@ struct E4m3 {
   }
 
   template <Scheme S>
-  static __device__ __forceinline__ void decode(const u32 (&word)[8], int j, float (&v)[run_numel]) {
+  static DEVICE void decode(const u32 (&word)[8], int j, float (&v)[run_numel]) {
 #pragma unroll
     for (int e = 0; e < run_numel; e += 2) floats_from_e4m3x2(word[2 * j + e / 4] >> 8 * (e % 4), v[e], v[e + 1]);
   }
 
  private:
   // Stochastic rounding: adds random bits below e4m3's last place, which is bit 20 of v x 2^-120, and cuts them off.
-  static __device__ __forceinline__ u32 cut(float v, u32 half) {
+  static DEVICE u32 cut(float v, u32 half) {
     const u32 bits = __float_as_uint(__fmul_rn(v, 0x1p-120f));
     return (bits >> 24 & 0x80) | ((bits & 0x7fffffff) + (half << 4) + 8) >> 20;
   }
@@ -196,7 +231,7 @@ struct Codec {
     float inverse, low;  // 0 where the bucket has no scale
   };
 
-  static __device__ __forceinline__ Range range(float largest, float smallest) {
+  static DEVICE Range range(float largest, float smallest) {
     Range b{0, 0, 0, 0};
     if (S == minmax) {
       b.zero = round_down(Scale{}, smallest);
@@ -215,8 +250,8 @@ struct Codec {
   }
 
   // Decodes codes 8 j .. 8 j + 7 of a lane into `v`, or adds their values to it.
-  static __device__ __forceinline__ void decode(const u32 (&code)[bits], int j, float scale, float zero,
-                                                float (&v)[run_numel], bool add = false) {
+  static DEVICE void decode(const u32 (&code)[bits], int j, float scale, float zero, float (&v)[run_numel],
+                            bool add = false) {
     float unit[run_numel];
     Code::template decode<S>(code, j, unit);
 #pragma unroll
@@ -239,3 +274,67 @@ template <class C, class T>
 constexpr bool has_bf16_products = false;
 template <int Bits, int Bucket, Rounding R, bool Feedback>
 constexpr bool has_bf16_products<Codec<Int<Bits>, Bucket, bf16, absmax, R, Feedback>, bf16> = true;
+
+constexpr u32 all_lanes = 0xffffffffu;
+DEVICE int lane() { return threadIdx.x % 32; }
+
+enum Largest { magnitudes, values };
+
+template <class T, Largest what>
+DEVICE u32 larger_of(u32 a, u32 b) {
+  return what == magnitudes ? larger_magnitude(T{}, a, b) : larger(T{}, a, b);
+}
+
+// The larger of `mine` and of the value `sent` by lane `lane() ^ mask`.
+template <class T, Largest what>
+DEVICE u32 largest_of_lanes(u32 mine, u32 sent, int mask) {
+  return larger_of<T, what>(mine, __shfl_xor_sync(all_lanes, sent, mask));
+}
+
+// Four neighbouring lanes each have a word of four rows. Lane l gets the largest of row l % 4.
+template <class T, Largest what>
+DEVICE u32 largest_of_four_lanes(const u32 (&value)[4]) {
+  const bool upper = lane() & 2, odd = lane() & 1;
+  const u32 first = largest_of_lanes<T, what>(upper ? value[2] : value[0], upper ? value[0] : value[2], 2);
+  const u32 second = largest_of_lanes<T, what>(upper ? value[3] : value[1], upper ? value[1] : value[3], 2);
+  return largest_of_lanes<T, what>(odd ? second : first, odd ? first : second, 1);
+}
+
+template <class T, Largest what>
+DEVICE float largest_of_word(u32 word) {
+  float v[2];
+  T::unpack(word, v);
+  for (int e = 1; e < elements_per_word<T>; ++e)
+    v[0] = __uint_as_float(larger_of<fp32, what>(__float_as_uint(v[0]), __float_as_uint(v[e])));
+  return v[0];
+}
+
+// Calls `visit(address, words)` for `Count` words in pieces of 4, 2 and 1. Word w lies `pitch` x w after `at`. A
+// piece's words are neighbours, and lanes' pieces follow each other; with lane = 0 in all lanes they share one.
+template <int Count, class Word, class Visit>
+DEVICE void visit_pieces(char* at, int pitch, int lane, Word (&word)[Count], Visit visit) {
+  constexpr int two = Count / 4 * 4, one = Count / 2 * 2;
+#pragma unroll
+  for (int w = 0; w < two; w += 4) visit(reinterpret_cast<Words<4>*>(at + pitch * w) + lane, word + w);
+  if constexpr (Count & 2) visit(reinterpret_cast<Words<2>*>(at + pitch * two) + lane, word + two);
+  if constexpr (Count & 1) visit(reinterpret_cast<Words<1>*>(at + pitch * one) + lane, word + one);
+}
+
+// Visitors with ordinary accesses.
+struct Store {
+  template <int Count>
+  DEVICE void operator()(Words<Count>* address, const u32* words) const {
+    Words<Count> piece;
+#pragma unroll
+    for (int w = 0; w < Count; ++w) piece.word[w] = words[w];
+    *address = piece;
+  }
+};
+
+struct Load {
+  template <int Count>
+  DEVICE void operator()(const Words<Count>* address, u32* words) const {
+    const Words<Count> piece = *address;
+    for (int w = 0; w < Count; ++w) words[w] = piece.word[w];
+  }
+};

@@ -23,7 +23,7 @@ struct LosslessTile {
 
 // The places of tile `tile` in a slot of `tiles`, whose pack `i` is at `pack(i)`.
 template <class At>
-__device__ __forceinline__ LosslessTile lossless_tile(u32 tile, u32 tiles, At pack) {
+DEVICE LosslessTile lossless_tile(u32 tile, u32 tiles, At pack) {
   constexpr u32 of_codes = tile_numel * 2 / sizeof(Pack), of_header = header_words * sizeof(u32) / sizeof(Pack);
   return {reinterpret_cast<char*>(pack(tile * of_codes)),
           reinterpret_cast<u32*>(pack(tiles * of_codes + tile * of_header))};
@@ -37,25 +37,25 @@ struct LosslessCodes {
 };
 
 // A byte of each of four elements, which are two in `low` and two in `high`: exponents, and signs and mantissas.
-__device__ __forceinline__ u32 exponents_of(u32 low, u32 high) { return __byte_perm(low << 1, high << 1, 0x7531); }
-__device__ __forceinline__ u32 rests_of(u32 low, u32 high) {
+DEVICE u32 exponents_of(u32 low, u32 high) { return __byte_perm(low << 1, high << 1, 0x7531); }
+DEVICE u32 rests_of(u32 low, u32 high) {
   return choose_bits(0x80808080, __byte_perm(low, high, 0x7531), __byte_perm(low, high, 0x6420));
 }
 
 // Sets the highest bit of each byte that is at least `Least`, from 1 to 128, and no other bit.
 template <u32 Least>
-__device__ __forceinline__ u32 bytes_from(u32 bytes) {
+DEVICE u32 bytes_from(u32 bytes) {
   return (((bytes & 0x7f7f7f7f) + (0x80 - Least) * 0x01010101) | bytes) & 0x80808080;
 }
 
 // The largest exponent of a row over all lanes, in each byte, from the largest magnitude, whose highest bits it is.
-__device__ __forceinline__ u32 largest_exponent(const u32 (&word)[4]) {
+DEVICE u32 largest_exponent(const u32 (&word)[4]) {
   const u32 pair = larger_magnitude(bf16{}, larger_magnitude(bf16{}, word[0], word[1]),
                                     larger_magnitude(bf16{}, word[2], word[3]));
   return __byte_perm(__reduce_max_sync(all_lanes, max(pair << 1, pair << 17)), 0, 0x3333);
 }
 
-__device__ __forceinline__ LosslessCodes encode_lossless(const Tile<bf16>& t) {
+DEVICE LosslessCodes encode_lossless(const Tile<bf16>& t) {
   LosslessCodes c = {};
   for (int j = 0; j < tile_rows; ++j) {
     const u32 largest = largest_exponent(t.word[j]);
@@ -80,7 +80,7 @@ __device__ __forceinline__ LosslessCodes encode_lossless(const Tile<bf16>& t) {
 }
 
 // Decodes all elements but the odd ones, whose exponents read as 0.
-__device__ __forceinline__ Tile<bf16> decode_lossless(const LosslessCodes& c) {
+DEVICE Tile<bf16> decode_lossless(const LosslessCodes& c) {
   Tile<bf16> t;
   for (int j = 0; j < tile_rows; ++j) {
     const u32 largest = __byte_perm(c.largest, 0, 0x1111 * j);
@@ -97,14 +97,14 @@ __device__ __forceinline__ Tile<bf16> decode_lossless(const LosslessCodes& c) {
 }
 
 template <int Count>
-__device__ __forceinline__ void store_pieces(char* at, const u32 (&word)[Count]) {
+DEVICE void store_pieces(char* at, const u32 (&word)[Count]) {
   for (int p = 0; p < Count / 4; ++p)
     reinterpret_cast<Pack*>(at)[p * 32 + lane()] = {
         {word[4 * p], word[4 * p + 1], word[4 * p + 2], word[4 * p + 3]}};
 }
 
 template <int Count>
-__device__ __forceinline__ void load_pieces(const char* at, u32 (&word)[Count]) {
+DEVICE void load_pieces(const char* at, u32 (&word)[Count]) {
   for (int p = 0; p < Count / 4; ++p) {
     const Pack pack = reinterpret_cast<const Pack*>(at)[p * 32 + lane()];
     for (int w = 0; w < 4; ++w) word[4 * p + w] = pack.word[w];
@@ -114,7 +114,7 @@ __device__ __forceinline__ void load_pieces(const char* at, u32 (&word)[Count]) 
 // A lane's words of a tile.
 using TileWords = u32[tile_rows * 4];
 
-__device__ __forceinline__ u32 word_of(const Tile<bf16>& t, u32 index) {
+DEVICE u32 word_of(const Tile<bf16>& t, u32 index) {
   u32 word = 0;
 #pragma unroll
   for (int w = 0; w < 4 * tile_rows; ++w) word = w == index ? t.word[w / 4][w % 4] : word;
@@ -122,7 +122,7 @@ __device__ __forceinline__ u32 word_of(const Tile<bf16>& t, u32 index) {
 }
 
 // Sends a tile with odd elements. Kept short rather than fast.
-__device__ __forceinline__ void send_odd(const LosslessTile& to, const Tile<bf16>& t, const LosslessCodes& c) {
+DEVICE void send_odd(const LosslessTile& to, const Tile<bf16>& t, const LosslessCodes& c) {
   u32 before = 0, total = 0;
 #pragma unroll 1
   for (int l = 0; l < 32; ++l) {
@@ -144,14 +144,14 @@ __device__ __forceinline__ void send_odd(const LosslessTile& to, const Tile<bf16
   }
 }
 
-__device__ __forceinline__ void send_even(const LosslessTile& to, const LosslessCodes& c) {
+DEVICE void send_even(const LosslessTile& to, const LosslessCodes& c) {
   store_pieces(to.codes, c.word);
   if (lane() == 0) *reinterpret_cast<Words<2>*>(to.header) = {{c.largest, 0}};
 }
 
 // Sends a tile to the places `to(0)` .. `to(Count - 1)`.
 template <int Count, class To>
-__device__ __forceinline__ void send_tile(To to, const Tile<bf16>& t, const LosslessCodes& c) {
+DEVICE void send_tile(To to, const Tile<bf16>& t, const LosslessCodes& c) {
   if (__any_sync(all_lanes, c.odd != 0)) {
 #pragma unroll 1
     for (int i = 0; i < Count; ++i) send_odd(to(i), t, c);
@@ -161,7 +161,7 @@ __device__ __forceinline__ void send_tile(To to, const Tile<bf16>& t, const Loss
   }
 }
 
-__device__ __forceinline__ LosslessCodes receive_tile(const LosslessTile& from) {
+DEVICE LosslessCodes receive_tile(const LosslessTile& from) {
   LosslessCodes c;
   load_pieces(from.codes, c.word);
   const Words<2> header = *reinterpret_cast<const Words<2>*>(from.header);
@@ -170,7 +170,7 @@ __device__ __forceinline__ LosslessCodes receive_tile(const LosslessTile& from) 
   return c;
 }
 
-__device__ __forceinline__ Tile<bf16> decode_tile(const LosslessTile& from, const LosslessCodes& c) {
+DEVICE Tile<bf16> decode_tile(const LosslessTile& from, const LosslessCodes& c) {
   Tile<bf16> t = decode_lossless(c);
   if (c.odd == as_it_is) {
     load_pieces(from.codes, reinterpret_cast<TileWords&>(t.word[0][0]));
@@ -197,7 +197,7 @@ struct LosslessChunks : PartChunks<N> {
   }
 };
 
-__device__ __forceinline__ void add(float (&total)[tile_rows][run_numel], const Tile<bf16>& t, bool is_first) {
+DEVICE void add(float (&total)[tile_rows][run_numel], const Tile<bf16>& t, bool is_first) {
   for (int j = 0; j < tile_rows; ++j) {
     float v[run_numel];
     t.unpack(j, v);
@@ -207,7 +207,7 @@ __device__ __forceinline__ void add(float (&total)[tile_rows][run_numel], const 
 
 // The sum of this rank's tile and of the one at `from(r)` of every other rank r: in rank order, in fp32, rounded once.
 template <int N, class From>
-__device__ __forceinline__ Tile<bf16> sum_of_tiles(int rank, const Tile<bf16>& mine, From from) {
+DEVICE Tile<bf16> sum_of_tiles(int rank, const Tile<bf16>& mine, From from) {
   constexpr int batch = 3;  // ranks whose tiles a warp has in flight
   float total[tile_rows][run_numel];
 #pragma unroll

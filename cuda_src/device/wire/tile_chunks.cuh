@@ -6,7 +6,7 @@
 // Calls `visit(hop, owner, j)` for tile j of chunk k of each owner, the rank `hop` after this one; with `Owners` = N
 // also of this rank, as the last. Each warp takes the next tile of the next owner, so that all links are busy.
 template <int N, int Owners, class Chunks, class Visit>
-__device__ __forceinline__ void for_each_tile(const Chunks& chunks, const Arguments& a, u32 k, Visit visit) {
+DEVICE void for_each_tile(const Chunks& chunks, const Arguments& a, u32 k, Visit visit) {
   const u32 warp = threadIdx.x / 32, warps = blockDim.x / 32;
   for (u32 i = warp; i < Owners * chunks.length; i += warps) {
     const int hop = (1 + i % Owners) % N, owner = (a.rank + hop) % N;
@@ -33,7 +33,7 @@ struct PartChunks {
     length = (share + number - 1) / number;
   }
 
-  __device__ __forceinline__ u32 hold() { return ::hold(share) | ::hold(number) | ::hold(length); }  // (28)
+  DEVICE u32 hold() { return ::hold(share) | ::hold(number) | ::hold(length); }  // (28)
 
   __device__ Pack* slot(int hop, u32 k, int from, u32 at = 0) const {
     return push_slot<N>(a, hop, first_step + k, from, at);
@@ -49,29 +49,22 @@ struct PartChunks {
 
 // Codes a tile of `x` into place j of a slot, with `number` for random bits, and with feedback its `errors`.
 template <class C, class T>
-__device__ __forceinline__ void send_tile(const Wire<C>& to, u32 j, const Tensor<T>& x, const Tensor<T>& errors,
-                                          u32 tile, u64 number, const Noise& noise) {
+DEVICE void send_tile(const Wire<C>& to, u32 j, const Tensor<T>& x, const Tensor<T>& errors, u32 tile, u64 number,
+                      const Noise& noise) {
   const Tile<T> mine = load_values<C>(x, errors, tile);
   const Coded<C> coded = encode<C>(mine, number, noise);
   visit_coded(to, j, coded, Store{});
   if constexpr (C::feedback) store_error(errors, tile, mine, coded);
 }
 
-// Place j of the slots `slot_of(rank)`.
-template <class C, class SlotOf>
-struct FromSlots {
-  SlotOf slot_of;
-  u32 j;
-
-  template <int Count>
-  __device__ __forceinline__ bool operator()(int first, Received<C> (&part)[Count]) const {
-#pragma unroll
-    for (int r = 0; r < Count; ++r) visit_received(slot_of(first + r), j, part[r], Load{});
-    return true;
-  }
-};
-
+// The sum of the tiles at place j of the slots `slot_of(rank)`.
 template <class C, int N, class SlotOf>
-__device__ __forceinline__ void sum_of_slots(SlotOf slot_of, u32 j, float (&total)[tile_rows][run_numel]) {
-  sum_of_parts<C, N>(FromSlots<C, SlotOf>{slot_of, j}, total);
+DEVICE void sum_of_slots(SlotOf slot_of, u32 j, float (&total)[tile_rows][run_numel]) {
+  const auto fetch = [=](int first, auto& part) {
+#pragma unroll
+    for (int r = 0; r < int(sizeof(part) / sizeof(part[0])); ++r)
+      visit_received(slot_of(first + r), j, part[r], Load{});
+    return true;
+  };
+  sum_of_parts<C, N>(fetch, total);
 }

@@ -8,13 +8,13 @@
 // Accesses fill whole lines of 128 bytes. All 32 lanes of a warp take part: after three shuffles each of four lanes has
 // the largest value of one of their four rows, and computes the scale of that row's bucket for the others.
 #pragma once
-#include "device/wire/codec_lanes.cuh"
+#include "device/wire/codec.cuh"
 
 constexpr int tile_rows = 4;
 constexpr int row_numel = 32 * run_numel;
 constexpr int tile_numel = tile_rows * row_numel;
 
-__device__ __forceinline__ u32 tile_count(u64 numel) { return (numel + tile_numel - 1) / tile_numel; }
+DEVICE u32 tile_count(u64 numel) { return (numel + tile_numel - 1) / tile_numel; }
 
 // Of a lane.
 template <class T>
@@ -23,15 +23,15 @@ struct Tile {
   static constexpr int words = 4 * packs;
   u32 word[tile_rows][words];
 
-  __device__ __forceinline__ void unpack(int j, float (&v)[run_numel]) const {
+  DEVICE void unpack(int j, float (&v)[run_numel]) const {
     for (int w = 0; w < words; ++w) T::unpack(word[j][w], v + w * elements_per_word<T>);
   }
-  __device__ __forceinline__ void round(int j, const float (&v)[run_numel]) {
+  DEVICE void round(int j, const float (&v)[run_numel]) {
     for (int w = 0; w < words; ++w) word[j][w] = T::round(v + w * elements_per_word<T>);
   }
 };
 
-__device__ __forceinline__ Tile<fp32> tile_of(const float (&v)[tile_rows][run_numel]) {
+DEVICE Tile<fp32> tile_of(const float (&v)[tile_rows][run_numel]) {
   Tile<fp32> t;
   for (int j = 0; j < tile_rows; ++j) t.round(j, v[j]);
   return t;
@@ -39,7 +39,7 @@ __device__ __forceinline__ Tile<fp32> tile_of(const float (&v)[tile_rows][run_nu
 
 // The index in the tensor of pack p of a lane's packs of a tile.
 template <class T>
-__device__ __forceinline__ u64 pack_of(u64 tile, int p) {
+DEVICE u64 pack_of(u64 tile, int p) {
   constexpr int packs = Tile<T>::packs;
   return ((tile * tile_rows + p / packs) * 32 + lane()) * packs + p % packs;
 }
@@ -55,17 +55,16 @@ __device__ __noinline__ Pack load_filled(const typename T::Storage* x, u64 numel
 
 // Whether all packs of a tile may move as 16 bytes: one branch of the whole warp, so that all loads are in flight.
 template <class T>
-__device__ __forceinline__ bool is_whole(const Tensor<T>& x, u64 tile) {
+DEVICE bool is_whole(const Tensor<T>& x, u64 tile) {
   return (tile + 1) * (tile_numel / elements_per_pack<T>) <= x.whole;
 }
 
 // (24) A tile may be overwritten in place, by sums, by a gathered part or by rounding errors. A lane stores only what
 //      it has loaded itself, but lanes past the end have also loaded the last element, which another lane stores.
-//      Shuffles and votes in between order no accesses. So the loads of a tile that is not whole end with __syncwarp,
-//      which does. Whole tiles need no barrier. The warp that stores a tile has loaded it, or a barrier of the block
-//      lies between.
+//      Shuffles and votes in between order no accesses. So the loads of a tile that is not whole end with __syncwarp.
+//      Whole tiles need no barrier. The warp that stores a tile has loaded it, or a barrier of the block lies between.
 template <class T>
-__device__ __forceinline__ Tile<T> load_tile(const Tensor<T>& x, u64 tile) {
+DEVICE Tile<T> load_tile(const Tensor<T>& x, u64 tile) {
   const bool whole = is_whole(x, tile);
   Pack pack[tile_rows * Tile<T>::packs];
   if (whole) {
@@ -84,7 +83,7 @@ __device__ __forceinline__ Tile<T> load_tile(const Tensor<T>& x, u64 tile) {
 
 // Loads a tile of what a codec rounds: of x or, with feedback, of x + the errors of earlier calls, rounded to T.
 template <class C, class T>
-__device__ __forceinline__ Tile<T> load_values(const Tensor<T>& x, const Tensor<T>& errors, u64 tile) {
+DEVICE Tile<T> load_values(const Tensor<T>& x, const Tensor<T>& errors, u64 tile) {
   Tile<T> t = load_tile(x, tile);
   if constexpr (C::feedback) {
     const Tile<T> left = load_tile(errors, tile);
@@ -101,7 +100,7 @@ __device__ __forceinline__ Tile<T> load_values(const Tensor<T>& x, const Tensor<
 
 // Stores the elements of a tile that lie in the tensor. `set_row(t, j)` sets row j before it is stored.
 template <class T, class SetRow>
-__device__ __forceinline__ void store_tile(const Tensor<T>& y, u64 tile, Tile<T> t, const SetRow& set_row) {
+DEVICE void store_tile(const Tensor<T>& y, u64 tile, Tile<T> t, const SetRow& set_row) {
   const bool whole = is_whole(y, tile);
 #pragma unroll
   for (int p = 0; p < tile_rows * Tile<T>::packs; ++p) {
@@ -116,7 +115,7 @@ __device__ __forceinline__ void store_tile(const Tensor<T>& y, u64 tile, Tile<T>
   }
 }
 template <class T>
-__device__ __forceinline__ void store_tile(const Tensor<T>& y, u64 tile, const Tile<T>& t) {
+DEVICE void store_tile(const Tensor<T>& y, u64 tile, const Tile<T>& t) {
   store_tile(y, tile, t, [](Tile<T>&, int) {});
 }
 
@@ -132,16 +131,14 @@ struct WireLayout {
   static constexpr int lane_words = lane_entries * entry_nbytes < 4 ? 1 : lane_entries * entry_nbytes / 4;
 
   // The first entry of the lane's own elements, and the entry whose scale the lane computes, and perhaps sends.
-  static __device__ __forceinline__ int first_entry() { return lane() / lanes_of_bucket * lane_entries; }
-  static __device__ __forceinline__ int entry() { return first_entry() + lane() % 4 / rows_of_bucket; }
-  static __device__ __forceinline__ bool sends_entry() {
-    return lane() % lanes_of_bucket < 4 && lane() % rows_of_bucket == 0;
-  }
+  static DEVICE int first_entry() { return lane() / lanes_of_bucket * lane_entries; }
+  static DEVICE int entry() { return first_entry() + lane() % 4 / rows_of_bucket; }
+  static DEVICE bool sends_entry() { return lane() % lanes_of_bucket < 4 && lane() % rows_of_bucket == 0; }
 };
 
 // The largest value of the bucket whose scale this lane computes. `flip` changes the signs of the values before.
 template <class C, Largest what, class T>
-__device__ __forceinline__ float largest_of_bucket(const Tile<T>& t, u32 flip) {
+DEVICE float largest_of_bucket(const Tile<T>& t, u32 flip) {
   u32 value[tile_rows];
   for (int j = 0; j < tile_rows; ++j) {
     value[j] = t.word[j][0] ^ flip;
@@ -154,7 +151,7 @@ __device__ __forceinline__ float largest_of_bucket(const Tile<T>& t, u32 flip) {
 }
 
 template <class C, class T>
-__device__ __forceinline__ typename C::Range range_of_bucket(const Tile<T>& t) {
+DEVICE typename C::Range range_of_bucket(const Tile<T>& t) {
   if constexpr (C::scheme == absmax) return C::range(largest_of_bucket<C, magnitudes>(t, 0), 0);
   constexpr u32 signs = elements_per_word<T> == 2 ? 0x80008000u : 0x80000000u;
   const float smallest = __fsub_rn(0, largest_of_bucket<C, values>(t, signs));  // a zero is positive
@@ -169,7 +166,7 @@ struct Coded {
 };
 
 template <class C, class T>
-__device__ __forceinline__ Coded<C> encode(Tile<T> t, u64 tile, const Noise& noise) {
+DEVICE Coded<C> encode(Tile<T> t, u64 tile, const Noise& noise) {
   const typename C::Range mine = range_of_bucket<C>(t);
   float inverse[tile_rows], low[tile_rows];
   for (int j = 0; j < tile_rows; ++j) {
@@ -202,13 +199,13 @@ struct Received {
   u32 code[C::bits];
   u32 entry[WireLayout<C>::lane_words];
 
-  __device__ __forceinline__ float number_at(int index) const {
+  DEVICE float number_at(int index) const {
     constexpr int in_word = 4 / sizeof(typename C::Scale::Storage);
     const u32 word = entry[index / in_word];
     return number(typename C::Scale{}, in_word == 1 ? word : index % 2 ? word >> 16 : word & 0xffff);
   }
 
-  __device__ __forceinline__ void decode(int j, float (&v)[run_numel], bool add = false) const {
+  DEVICE void decode(int j, float (&v)[run_numel], bool add = false) const {
     constexpr int numbers = C::scheme == minmax ? 2 : 1;
     const int index = j / WireLayout<C>::rows_of_bucket * numbers;
     C::decode(code, j, number_at(index), C::scheme == minmax ? number_at(index + 1) : 0, v, add);
@@ -217,7 +214,7 @@ struct Received {
 
 // Sets row j of a tile, for a codec that has_bf16_products.
 template <class C>
-__device__ __forceinline__ void set_row_of_products(Tile<bf16>& t, int j, const Received<C>& received) {
+DEVICE void set_row_of_products(Tile<bf16>& t, int j, const Received<C>& received) {
   constexpr u32 minus_zeros = 0x80008000;  // leave a product as it is
   const int index = j / WireLayout<C>::rows_of_bucket;
   u32 scale = __byte_perm(received.entry[index / 2], 0, index % 2 ? 0x3232 : 0x1010);
@@ -228,7 +225,7 @@ __device__ __forceinline__ void set_row_of_products(Tile<bf16>& t, int j, const 
 }
 
 template <class C, class T>
-__device__ __forceinline__ void store_values(const Tensor<T>& y, u64 tile, const Received<C>& received) {
+DEVICE void store_values(const Tensor<T>& y, u64 tile, const Received<C>& received) {
   store_tile(y, tile, {}, [&](Tile<T>& t, int j) {
     if constexpr (has_bf16_products<C, T>) {
       set_row_of_products(t, j, received);
@@ -242,7 +239,7 @@ __device__ __forceinline__ void store_values(const Tensor<T>& y, u64 tile, const
 
 // What a lane's own codes decode to. The lanes exchange their scales.
 template <class C>
-__device__ __forceinline__ Received<C> as_received(const Coded<C>& coded) {
+DEVICE Received<C> as_received(const Coded<C>& coded) {
   using L = WireLayout<C>;
   constexpr int numbers = C::scheme == minmax ? 2 : 1, in_word = 4 / sizeof(typename C::Scale::Storage);
   Received<C> received;
@@ -257,7 +254,7 @@ __device__ __forceinline__ Received<C> as_received(const Coded<C>& coded) {
 
 // Error feedback: stores value - decoded, rounded to T, of a tile's values; 0 in a bucket that became NaN.
 template <class C, class T>
-__device__ __forceinline__ void store_error(const Tensor<T>& to, u64 tile, const Tile<T>& t, const Coded<C>& coded) {
+DEVICE void store_error(const Tensor<T>& to, u64 tile, const Tile<T>& t, const Coded<C>& coded) {
   const Received<C> received = as_received(coded);
   store_tile(to, tile, t, [&](Tile<T>& left, int j) {
     float v[run_numel], decoded[run_numel];
@@ -274,15 +271,15 @@ struct Wire {
   char* base;
   u32 tiles;
 
-  __device__ __forceinline__ char* codes(u32 tile) const { return base + u64(tile) * WireLayout<C>::codes_nbytes; }
-  __device__ __forceinline__ char* scales(u32 tile) const {
+  DEVICE char* codes(u32 tile) const { return base + u64(tile) * WireLayout<C>::codes_nbytes; }
+  DEVICE char* scales(u32 tile) const {
     return base + u64(tiles) * WireLayout<C>::codes_nbytes + u64(tile) * WireLayout<C>::scales_nbytes;
   }
 };
 
 // Calls `visit(address, words)` for every piece that this lane receives of a tile.
 template <class C, class Visit>
-__device__ __forceinline__ void visit_received(const Wire<C>& wire, u32 tile, Received<C>& received, Visit visit) {
+DEVICE void visit_received(const Wire<C>& wire, u32 tile, Received<C>& received, Visit visit) {
   using L = WireLayout<C>;
   visit_pieces(wire.codes(tile), 128, lane(), received.code, visit);
   visit_pieces(wire.scales(tile) + L::first_entry() * L::entry_nbytes, 4, 0, received.entry, visit);
@@ -290,7 +287,7 @@ __device__ __forceinline__ void visit_received(const Wire<C>& wire, u32 tile, Re
 
 // The same for every piece that this lane sends of a tile: its codes, and from some lanes scales.
 template <class C, class Visit>
-__device__ __forceinline__ void visit_coded(const Wire<C>& wire, u32 tile, const Coded<C>& coded, Visit visit) {
+DEVICE void visit_coded(const Wire<C>& wire, u32 tile, const Coded<C>& coded, Visit visit) {
   using L = WireLayout<C>;
   visit_pieces(wire.codes(tile), 128, lane(), coded.code, visit);
   char* const at = wire.scales(tile) + L::entry() * L::entry_nbytes;
@@ -319,7 +316,7 @@ struct Batches {
 
 // Adds the values of ranks from `First` on to `total`, in rank order, in fp32. `fetch` gets a batch of codes, or fails.
 template <class C, int N, int First = 0, class Fetch>
-__device__ __forceinline__ bool sum_of_parts(const Fetch& fetch, float (&total)[tile_rows][run_numel]) {
+DEVICE bool sum_of_parts(const Fetch& fetch, float (&total)[tile_rows][run_numel]) {
   constexpr int size = Batches<C, N>::size, count = N - First < size ? N - First : size;
   Received<C> part[count];
   if (!fetch(First, part)) return false;

@@ -18,6 +18,7 @@
 #define __global__
 #define __device__
 #define __forceinline__ inline
+#define DEVICE inline
 #define __noinline__
 #define __grid_constant__
 #define __launch_bounds__(...)
