@@ -198,10 +198,10 @@ class _GatherMatmul(Op):
             return None
         counts = tuple([size * in_one for size in arguments.sizes])
         form = followed and replace(followed.form, columns=1)  # ranks may differ in columns
-        how = {"gathered": arguments.gathered, **matmul_operands.multiplied(NAME, a, w, arguments)}
+        how = {"gathered": arguments.gathered, **matmul_operands.multiplied(self, a, w, arguments)}
         work = Product(NAME, counts, a[0].shape[-1], bool(arguments.bias), epilogue=form, **how)
         wanted = outs if arguments.gathered else [results[:1] for results in outs]
-        ranks = options.operands(matmul_operands.lists(a, w, arguments), wanted, followed)
+        ranks = options.operands(matmul_operands.lists(a, w, arguments.scales, arguments.bias), wanted, followed)
         return engine.run(Call.of(work, outs[0][0], timeout_s=arguments.timeout_s), ranks), ranks
 
     def check(self, engine: Engine, a, w, arguments: Arguments) -> None:
@@ -211,7 +211,7 @@ class _GatherMatmul(Op):
         """Returns the gradients: of ``a`` by a reduce-scatter, and of ``w`` from rows that are gathered again."""
         a, w, *_ = saved
         of_products, of_rows = list(gradients[::2]), list(gradients[1::2])
-        needs_a, needs_w = (ctx.in_list or need for need in ctx.needs_input_grad[:2])
+        needs_a, needs_w = any(ctx.needs["a"]), any(ctx.needs["w"])
         of_a, of_w, wholes, rest = [None] * len(a), [None] * len(w), None, {}
         if ctx.arguments.epilogue:
             again = {"gathered": needs_w, "partition": ctx.arguments.partition, "after": in_backward(of_products)}

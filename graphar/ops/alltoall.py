@@ -87,7 +87,7 @@ def alltoall(
     if out is None:
         return OP(x, asked=asked, **named)
     of_ranks = options.by_rank(NAME, x=x, out=out)
-    shapes = _result_shapes([like for like, _ in of_ranks], Arguments(named))
+    shapes = _result_shapes([like for like, _ in of_ranks], Arguments(OP.complete(named)))
     for (like, to), shape in zip(of_ranks, shapes, strict=True):
         tensor_checks.check_strided(NAME, "out", to)
         wanted = {"shape": torch.Size(shape), "dtype": like.dtype, "device": like.device}

@@ -7,8 +7,6 @@ call that is tensor-parallel invariant has invariant gradients, by the products 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
-
 import torch
 
 from graphar.numerics import partitions
@@ -82,10 +80,9 @@ def before_epilogue(
         results = torch.ops.graphar.epilogue_backward(v, gradient, tensors[places], *call, [True, *wanted])
         if torch.is_grad_enabled():  # the gradient itself may be differentiated
             results = _WithoutDerivative.apply(*results)
-        of_v, *rest = results
+        of_v, *of_wanted = results
         of_vs.append(of_v.to(dtype))
-        of_wanted = iter(rest)
-        of_tensors += [next(of_wanted) if is_wanted else None for is_wanted in wanted]
+        of_tensors += [of_wanted.pop(0) if is_wanted else None for is_wanted in wanted]
     return of_vs, {"tensors": of_tensors}
 
 
@@ -106,25 +103,20 @@ class _WithoutDerivative(torch.autograd.Function):
 
 def of_operands(ctx, gradients: Tensors, a: Tensors, w: Tensors) -> tuple[list, list]:
     """Returns the gradients of each rank's ``a`` and ``w`` from those of its sum, or part of it; None if not needed."""
-    partition, (needs_a, needs_w) = ctx.arguments.partition, ctx.needs_input_grad[:2]
-    of_a: list[Any] = [None] * len(a)
-    of_w: list[Any] = [None] * len(w)
+    partition, needs_a, needs_w = ctx.arguments.partition, ctx.needs["a"], ctx.needs["w"]
     if "sizes" not in ctx.where:
-        gradients = _of_equal_sums(ctx, gradients)
-        needed = list(zip(needs_a, needs_w, strict=True)) if ctx.in_list else [(needs_a, needs_w)]
-        for at, (gradient, needs) in enumerate(zip(gradients, needed, strict=True)):
-            of_a[at] = linear.of_input(partition, gradient, w[at]) if needs[0] else None
-            of_w[at] = linear.of_weight(partition, gradient, a[at]) if needs[1] else None
-        return of_a, of_w
-    wholes = []
-    if ctx.in_list or needs_a:
-        how = {"gathered": ctx.in_list or needs_w, "partition": partitions.in_backward(partition)}
+        with_a, with_w = zip(needs_a, gradients := _of_equal_sums(ctx, gradients), w), zip(needs_w, gradients, a)
+        of_a = [linear.of_input(partition, gradient, x) if needs else None for needs, gradient, x in with_a]
+        return of_a, [linear.of_weight(partition, gradient, x) if needs else None for needs, gradient, x in with_w]
+    of_a, of_w, wholes = [None] * len(a), [None] * len(w), []
+    if any(needs_a):
+        how = {"gathered": any(needs_w), "partition": partitions.in_backward(partition)}
         by_columns = [weight.t() for weight in w]
         results = for_ranks(ctx, "fused_allgather_matmul", gradients, by_columns, **how, **ctx.where)
         of_a, wholes = results[::2], results[1::2]
-    elif needs_w:
+    elif any(needs_w):
         wholes = for_ranks(ctx, "allgather", gradients, **ctx.where)
-    if ctx.in_list or needs_w:
+    if any(needs_w):
         of_w = [linear.of_weight(partition, whole, x) for whole, x in zip(wholes, a, strict=True)]
     return of_a, of_w
 

@@ -12,6 +12,7 @@ from graphar.numerics.fp8_products import FP8
 from graphar.numerics.partitions import BATCH_INVARIANT
 from graphar.ops import options
 from graphar.ops.options import Arguments
+from graphar.ops.register import Op
 from graphar.plan.matmuls import owned_rows
 from graphar.product.operands import flat, flat_scale
 from graphar.runtime.checks.tensor_checks import check_destination, check_devices, check_same_kind, check_strided
@@ -133,25 +134,26 @@ def format_of(op: str, a: Sequence[torch.Tensor], w: Sequence[torch.Tensor], sca
     return "blocks" if checked[0].in_blocks else "rows"
 
 
-def multiplied(op: str, a, w, arguments: Arguments) -> dict[str, Any]:
+def multiplied(op: Op, a, w, arguments: Arguments) -> dict[str, Any]:
     """Returns what a Product has of the factors of a call."""
-    of = {"format": format_of(op, a, w, arguments.scales)} if arguments.scales else {}
-    return of | {"partition": arguments.partition, "constant_weight": arguments.constant_weight}
+    of = {"format": format_of(op.name, a, w, arguments.scales)} if arguments.scales else {}
+    is_constant = op.takes("constant_weight") and arguments.constant_weight
+    return of | {"partition": arguments.partition, "constant_weight": is_constant}
 
 
-def summed_rows(engine: Engine, a, arguments: Arguments) -> list[int]:
+def summed_rows(op: Op, engine: Engine, a, arguments: Arguments) -> list[int]:
     """Returns how many rows of a sum each rank adds: those of its part, or its share of an all-reduce's."""
-    if arguments.sizes:
+    if op.takes("sizes"):
         in_one = a[0].shape[1:-1].numel()
         return [size * in_one for size in arguments.sizes]
     return list(owned_rows(a[0].shape[:-1].numel(), engine.world_size))
 
 
-def lists(a, w, arguments: Arguments) -> list[Sequence[torch.Tensor]]:
+def lists(a, w, scales: Sequence[torch.Tensor], bias: Sequence[torch.Tensor] = ()) -> list[Sequence[torch.Tensor]]:
     """Returns the lists of the ranks' factors: a, w, perhaps their scales, and perhaps a bias."""
-    scales = [arguments.scales[::2], arguments.scales[1::2]] if arguments.scales else []
+    of_operands = [scales[::2], scales[1::2]] if scales else []
     # Kernels read the raw memory of a bias.
-    return [a, w, *scales, *([[x.resolve_neg().contiguous() for x in arguments.bias]] if arguments.bias else [])]
+    return [a, w, *of_operands, *([[x.resolve_neg().contiguous() for x in bias]] if bias else [])]
 
 
 def added(

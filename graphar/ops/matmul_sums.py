@@ -238,25 +238,27 @@ class _Summed(Op):
 
     def fake(self, a, w, arguments: Arguments) -> list[torch.Tensor]:
         shapes = [x.shape[:-1] for x in a]
-        if arguments.sizes:
+        if self is SCATTER:
             shapes = [(size, *shape[1:]) for size, shape in zip(parts.own_sizes(arguments), shapes, strict=True)]
         each = zip(a, w, shapes, strict=True)
         return [x.new_empty((*shape, weight.shape[0]), dtype=arguments.scaled_dtype) for x, weight, shape in each]
 
     def run(self, engine: Engine, a, w, outs, arguments: Arguments):
         """Writes each rank's sum, or its part of it, into its tensor of ``outs``, which are contiguous."""
-        op, columns, counts = self.name, w[0].shape[0], matmul_operands.summed_rows(engine, a, arguments)
-        cut = counts if arguments.sizes else [sum(counts)]
+        op, columns, counts = self.name, w[0].shape[0], matmul_operands.summed_rows(self, engine, a, arguments)
+        cut = counts if self is SCATTER else [sum(counts)]
         partitions.panels(op, arguments.partition, arguments.num_partitions, cut, columns)  # raises
         followed = options.applied(op, arguments, outs)
         if arguments.codec:
             call_checks.check_quantized_call(op, arguments.codec, "auto", outs[0])
         if not sum(counts) or not columns:
             return None
-        how = {"num_partitions": arguments.num_partitions, **matmul_operands.multiplied(op, a, w, arguments)}
+        how = {"num_partitions": arguments.num_partitions, **matmul_operands.multiplied(self, a, w, arguments)}
         form = followed and followed.form
         work = Product(op, tuple(counts), columns, bool(arguments.bias), arguments.codec, form, **how)
-        ranks = options.operands(matmul_operands.lists(a, w, arguments), [(out,) for out in outs], followed)
+        ranks = options.operands(
+            matmul_operands.lists(a, w, arguments.scales, arguments.bias), [(out,) for out in outs], followed
+        )
         return engine.run(Call.of(work, outs[0], timeout_s=arguments.timeout_s), ranks), ranks
 
     def check_out(self, a, w, outs, arguments: Arguments) -> None:

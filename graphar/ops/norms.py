@@ -381,7 +381,7 @@ class _Norms(Op):
         lists = [xs, residuals, weights, *([arguments.scales] if arguments.scales else [])]
         ranks = options.operands([[tensor.contiguous() for tensor in tensors] for tensors in lists], outs)
         x = ranks[0].inputs[0]
-        counts = parts.counts_of(x, arguments.sizes) if arguments.sizes else (x.numel(),)
+        counts = parts.counts_of(x, arguments.sizes) if self.takes("sizes") else (x.numel(),)
         numbers = arguments.eps, arguments.weight_offset
         work = Norm(self.name, counts, x.shape[-1], arguments.output, *numbers, row=tuple(x.shape[1:]))
         return engine.run(Call.of(work, x, timeout_s=arguments.timeout_s), ranks), ranks
@@ -403,12 +403,15 @@ class _MatmulNorms(_Norms):
     tensors = ("a", "w", "residual", "weight")
     needed = ("a", "w", "weight")
 
+    def fake(self, *call: Any) -> list[tuple[torch.Tensor, ...]]:
+        return [empty("like_input", residual) for residual in call[2]]
+
     def run(self, engine: Engine, *call: Any):
         a, w, residual, weight, outs, arguments = call
-        counts, norm = matmul_operands.summed_rows(engine, a, arguments), (arguments.eps, arguments.weight_offset)
-        how = matmul_operands.multiplied(self.name, a, w, arguments)
+        counts, norm = matmul_operands.summed_rows(self, engine, a, arguments), (arguments.eps, arguments.weight_offset)
+        how = matmul_operands.multiplied(self, a, w, arguments)
         work = Product(self.name, tuple(counts), w[0].shape[0], norm=norm, **how)
-        ranks = options.operands([*matmul_operands.lists(a, w, arguments), residual, weight], outs)
+        ranks = options.operands([*matmul_operands.lists(a, w, arguments.scales), residual, weight], outs)
         return engine.run(Call.of(work, residual[0], timeout_s=arguments.timeout_s), ranks), ranks
 
     def check(self, engine: Engine, *call: Any) -> None:
@@ -416,7 +419,7 @@ class _MatmulNorms(_Norms):
         matmul_sums.check_leaves(self.name, engine, call[0], call[-1])
 
     def backward(self, ctx, gradients, saved, _) -> tuple:
-        of_rows, of_weights = _of_rows_and_weights(ctx, saved, gradients)
+        of_rows, of_weights = _of_rows_and_weights(ctx, saved, gradients, ctx.arguments.partition == TP_INVARIANT)
         return *of_operands(ctx, of_rows, *saved[:2]), of_rows, of_weights, {}
 
 
@@ -430,19 +433,18 @@ MATMUL_SCATTERED_NORM = _MatmulNorms(_MATMUL_SCATTER, *options.IN_PARTS, *_MATMU
 # ---- gradients ------------------------------------------------------------------------------------------------------
 
 
-def _of_rows_and_weights(ctx, saved: Sequence, gradients: Sequence[torch.Tensor | None]) -> tuple[list, list]:
+def _of_rows_and_weights(ctx, saved: Sequence, gradients: Sequence, is_invariant: bool = False) -> tuple[list, list]:
     """Returns the gradients of each rank's rows before the norm, and of its weight; None for a weight that needs none.
 
     ``gradients`` are those of normed rows and of the rows, rank by rank. None: zeros. If each rank norms its part of
     the rows, the weights' gradients cover these rows only, unless a call of processes is to be invariant.
     """
-    *tensors, weights, summed = saved
-    wanted = ctx.needs_input_grad[len(tensors)]
-    is_invariant, dtype = ctx.arguments.partition == TP_INVARIANT, weights[0].dtype
+    *_, weights, summed = saved
+    dtype = weights[0].dtype
     of_all_rows = is_invariant and "sizes" in ctx.where and not ctx.in_list
     ranks = world_size(ctx) if of_all_rows else int(is_invariant)
     numbers = ctx.arguments.eps, ctx.arguments.weight_offset, ranks
-    of_ranks = zip(gradients[::2], gradients[1::2], summed, weights, wanted if ctx.in_list else [wanted], strict=True)
+    of_ranks = zip(gradients[::2], gradients[1::2], summed, weights, ctx.needs["weight"], strict=True)
     of_rows, of_weights = map(list, zip(*[_of_rank(*of_rank, *numbers) for of_rank in of_ranks], strict=True))
     if of_all_rows and of_weights[0] is not None:
         of_weights = sums_as_tree(ctx, of_weights, dtype)

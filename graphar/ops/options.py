@@ -37,9 +37,10 @@ _KINDS = {
 
 
 class Arguments:
-    """The arguments of a call after its tensors: each that an op can have, with its value if it is not used.
+    """The arguments of a call after its tensors. An op has those that it names, which are its schema's; see register.py.
 
-    An op has those that it names, which are its schema's; see register.py. Those of losses are numerics.softmax.Terms.
+    Here are all of them, each with its value if it is not used. To read one that the op does not have raises
+    AttributeError. Those of losses are numerics.softmax.Terms.
     """
 
     communicator: str = ""
@@ -84,10 +85,13 @@ class Arguments:
         vars(self).update(named)
 
 
+KINDS = {name: _KINDS[str(kind)] for name, kind in Arguments.__annotations__.items()}  # the types in a schema
+DEFAULTS: dict[str, Any] = {name: vars(Arguments)[name] for name in KINDS}
+for _name in DEFAULTS:
+    delattr(Arguments, _name)  # so that only an op's own can be read
 EVERY = ("communicator", "timeout_s", "after")  # what every op has
 IN_PARTS = ("rank", "sizes")  # of an op whose ranks have parts along a dimension
 FOLLOWED = ("epilogue", "tensors", "scalars")  # of an op that takes an epilogue
-KINDS = {name: _KINDS[str(kind)] for name, kind in Arguments.__annotations__.items()}  # the types in a schema
 
 
 # ---- checks ---------------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ import torch
 from torch.autograd import forward_ad
 from torch.utils._pytree import tree_leaves
 
-from graphar.ops.options import EVERY, KINDS, Arguments
+from graphar.ops.options import DEFAULTS, EVERY, KINDS, Arguments
 from graphar.ops.repeats import Asked, dispatch_modes, function_modes, is_profiling, keep, records_gradients
 from graphar.plan.work import Exchange, Loss, Norm, Parts, Product, Sum, TensorTuple
 from graphar.product import products
@@ -112,7 +112,7 @@ class Op:
 
     def __init__(self, name: str, *arguments: str, with_out: bool = False) -> None:
         self.name, self._with_out = name, with_out
-        self._defaults = {name: getattr(Arguments, name) for name in (*EVERY, *arguments)}
+        self._defaults = {name: DEFAULTS[name] for name in (*EVERY, *arguments)}
         self._lists = [name for name in self._defaults if KINDS[name] == "Tensor[]"]
         _ops[name] = self
         for in_list in (False, True):
@@ -136,12 +136,12 @@ class Op:
 
         ``asked`` has what the user asked for, so that later calls can repeat this one: see repeats.py.
         """
-        in_list, arguments = isinstance(tensors[0], (list, tuple)), self._values(named)
-        if not _is_compiling() and _is_plain((*tensors, *[named.get(name, ()) for name in self._lists])):
+        in_list, arguments = isinstance(tensors[0], (list, tuple)), self.complete(named)
+        if not _is_compiling() and _is_plain((*tensors, *[arguments[name] for name in self._lists])):
             lists = [list(xs) if in_list else [xs] for xs in tensors]
-            results = self._results(lists, Arguments(named), in_list, asked)
+            results = self._results(lists, Arguments(arguments), in_list, asked)
         else:
-            values = (*tensors, *arguments)
+            values = (*tensors, *arguments.values())
             _check_transform(self.name, values)
             results = self.list(*map(_with_own_nodes, values)) if in_list else self.one(*values)
         if not self.has_several:
@@ -156,9 +156,9 @@ class Op:
 
         A ``plain`` call goes past torch's dispatcher whatever its modes are.
         """
-        in_list, values = isinstance(tensors[0], (list, tuple)), (*tensors, *self._values(named))
-        of_lists = [named.get(name, ()) for name in self._lists]
-        if plain or (not _is_compiling() and _is_plain((*tensors, *of_lists))):
+        in_list, arguments = isinstance(tensors[0], (list, tuple)), self.complete(named)
+        values = (*tensors, *arguments.values())
+        if plain or (not _is_compiling() and _is_plain((*tensors, *[arguments[name] for name in self._lists]))):
             self._implement_out(*values, in_list=in_list, asked=asked)
         elif self._with_out:
             (self.list_out if in_list else self.one_out)(*values)
@@ -168,16 +168,16 @@ class Op:
             for out, result in zip(outs, results, strict=True) if in_list else [(outs, results)]:
                 out.copy_(result)  # a compiler sees what is written to
 
-    def _values(self, named: dict[str, Any]) -> list:
+    def complete(self, named: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the arguments after the tensors, in order; those that are missing have their defaults."""
         values = self._defaults | named
         if len(values) > len(self._defaults):
             raise TypeError(f"{self.name} has no argument {[*values][-1]!r}")
-        return [*values.values()]
+        return values
 
     def arguments(self, **named: Any) -> tuple:
         """Returns the arguments after the tensors, as a graph's node has them."""
-        return tuple([[] if value == () else value for value in self._values(named)])
+        return tuple([[] if value == () else value for value in self.complete(named).values()])
 
     def takes(self, name: str) -> bool:
         """Whether the op has a tensor or an argument of that name."""
@@ -275,7 +275,7 @@ class Op:
         made = self.run(engine, *lists, outs, arguments, *residuals)
         if asked is not None and made is not None and made[0] is not None:
             plan, (operands,) = made
-            keep(engine, repeats, self.name, asked, plan, operands, arguments.codec)
+            keep(engine, repeats, self.name, asked, plan, operands, arguments.codec if self.takes("codec") else "")
 
     def _meta(self, *call, in_list: bool) -> Any:
         for callback in when_traced:
@@ -311,7 +311,8 @@ class Op:
 
     def _rule(self, ctx, gradient, *, in_list: bool) -> tuple:
         assert self.backward
-        ctx.needs = dict(zip((*self.tensors, *self._defaults), ctx.needs_input_grad, strict=True))
+        needs = dict(zip((*self.tensors, *self._defaults), ctx.needs_input_grad, strict=True))
+        ctx.needs = needs if in_list else needs | {name: [needs[name]] for name in self.tensors}
         ctx.where = {name: getattr(ctx.arguments, name) for name in _WHERE if self.takes(name)}
         left = iter(ctx.saved_tensors)
         saved = [[*itertools.islice(left, ctx.ranks)] for _ in (*self.tensors, "result")]
