@@ -93,17 +93,12 @@ def allgather(x, group=None, *, axis=0, sizes=None, algorithm="auto", timeout_s=
             return tuple([allgather(tensor, group, sizes=sizes, timeout_s=timeout_s) for tensor in x])
     name, first, more = engine_name(group, NAME), tensors[0], tensors[1:]
     if isinstance(first, (list, tuple)):
-        if sizes is not None:
-            raise ValueError("allgather: sizes is for calls with one tensor; omit it for a list")
-        axis, rank = tensor_checks.check_list_to_join(NAME, first, axis), -1
-        sizes = [tensor.shape[axis] for tensor in first]
+        axis = tensor_checks.check_list_to_join(NAME, first, axis)
         more = [tensor for of_rank in zip(*more, strict=True) for tensor in of_rank]
     else:
         tensor_checks.check_strided(NAME, "x", first)
         axis = call_checks.check_axis(NAME, first, axis)
-        (rank, ranks), length = parts.place(group), first.shape[axis]
-        sizes = [length] * ranks if sizes is None else call_checks.check_sizes(NAME, sizes, ranks, rank, length)
-    where = {"communicator": name, "timeout_s": timeout_s, "rank": rank, "sizes": sizes}
+    where = {"communicator": name, "timeout_s": timeout_s} | parts.to_join(NAME, "x", first, axis, sizes, group)
     if tensors is x:
         return TUPLE_OP(first, asked=(tensors, how, None), more=more, **where)
     return OP(x, asked=(tensors, how, None), axis=axis, algorithm=str(algorithm), **where)

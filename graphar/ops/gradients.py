@@ -7,6 +7,7 @@ call that is tensor-parallel invariant has invariant gradients, by the products 
 from __future__ import annotations
 
 from collections.abc import Sequence
+
 import torch
 
 from graphar.numerics import partitions
@@ -105,9 +106,9 @@ def of_operands(ctx, gradients: Tensors, a: Tensors, w: Tensors) -> tuple[list, 
     """Returns the gradients of each rank's ``a`` and ``w`` from those of its sum, or part of it; None if not needed."""
     partition, needs_a, needs_w = ctx.arguments.partition, ctx.needs["a"], ctx.needs["w"]
     if "sizes" not in ctx.where:
-        with_a, with_w = zip(needs_a, gradients := _of_equal_sums(ctx, gradients), w), zip(needs_w, gradients, a)
-        of_a = [linear.of_input(partition, gradient, x) if needs else None for needs, gradient, x in with_a]
-        return of_a, [linear.of_weight(partition, gradient, x) if needs else None for needs, gradient, x in with_w]
+        gradients = _of_equal_sums(ctx, gradients)
+        of_a = linear.where_needed(needs_a, linear.of_input, partition, gradients, w)
+        return of_a, linear.where_needed(needs_w, linear.of_weight, partition, gradients, a)
     of_a, of_w, wholes = [None] * len(a), [None] * len(w), []
     if any(needs_a):
         how = {"gathered": any(needs_w), "partition": partitions.in_backward(partition)}
@@ -117,7 +118,7 @@ def of_operands(ctx, gradients: Tensors, a: Tensors, w: Tensors) -> tuple[list, 
     elif any(needs_w):
         wholes = for_ranks(ctx, "allgather", gradients, **ctx.where)
     if any(needs_w):
-        of_w = [linear.of_weight(partition, whole, x) for whole, x in zip(wholes, a, strict=True)]
+        of_w = linear.where_needed(needs_w, linear.of_weight, partition, wholes, a)
     return of_a, of_w
 
 
@@ -139,13 +140,11 @@ def of_sums(ctx, gradients, a: Tensors, w: Tensors, tensors) -> tuple[Tensors, d
     The gradient of a bias that was added to the rows of this rank's part covers these rows only, unless a call of
     processes is to be invariant: then it is the sum over all ranks' rows.
     """
-    partition, of_biases, of_parts = ctx.arguments.partition, [], "sizes" in ctx.where
-    of_all_rows = of_parts and partition == TP_INVARIANT and not ctx.in_list
-    for gradient, wanted in zip(gradients, ctx.needs["bias"], strict=False):
-        if wanted and of_all_rows:
-            of_biases += sums_as_tree(ctx, [linear.bias_partial(gradient, world_size(ctx))], gradient.dtype)
-        else:
-            of_biases.append(linear.of_bias(partition, gradient) if wanted else None)
+    partition, of_parts = ctx.arguments.partition, "sizes" in ctx.where
+    if of_parts and partition == TP_INVARIANT and not ctx.in_list and any(ctx.needs["bias"]):
+        of_biases = sums_as_tree(ctx, [linear.bias_partial(gradients[0], world_size(ctx))], gradients[0].dtype)
+    else:
+        of_biases = linear.where_needed(ctx.needs["bias"], linear.of_bias, partition, gradients)
     products, more = [], {}
     if ctx.arguments.epilogue and partition == TP_INVARIANT:
         leaves, more = LEAVES // world_size(ctx), {"order": "tree"}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import torch
 
 from graphar.numerics import leaf_tree
@@ -118,6 +120,11 @@ def bias_partial(dy: torch.Tensor, ranks: int = 1) -> torch.Tensor:
     leaf_tree.check_rows(NAME, len(dy), ranks)
     ones = dy.new_ones(1, len(dy))
     return torch.ops.graphar.linear(ones, dy.t(), None, LEAVES // ranks, torch.float32).squeeze(0)
+
+
+def where_needed(needs: Sequence[bool], gradient: Callable, partition: str, *lists: Sequence[torch.Tensor]) -> list:
+    """Returns ``gradient(partition, *tensors)`` of each rank that needs it, whose tensors ``lists`` have; else None."""
+    return [gradient(partition, *tensors) if need else None for need, *tensors in zip(needs, *lists, strict=False)]
 
 
 def _keep(ctx, inputs, output) -> None:

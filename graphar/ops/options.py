@@ -37,7 +37,7 @@ _KINDS = {
 
 
 class Arguments:
-    """The arguments of a call after its tensors. An op has those that it names, which are its schema's; see register.py.
+    """The arguments of a call after its tensors. An op has those that it names, which are in its schema.
 
     Here are all of them, each with its value if it is not used. To read one that the op does not have raises
     AttributeError. Those of losses are numerics.softmax.Terms.
@@ -71,7 +71,7 @@ class Arguments:
     # Whether skinny kernels may load w while the kernel before runs: (26) in cuda_src/device/sync/kernel_order.cuh.
     constant_weight: bool = False
     gathered: bool = False
-    vocab_size: int | None = None  # None: all columns count
+    vocab_size: int = 0  # 0: all columns count
     result: str = "none"
     ignore_index: int | None = None
     label_smoothing: float = 0.0

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from graphar.numerics.partitions import split
 from graphar.ops.options import Arguments
 from graphar.ranks.groups import group_of_mesh
+from graphar.runtime.checks.call_checks import check_sizes
 from graphar.runtime.engine import Engine
 from graphar.runtime.registry import ALONE, Group, check_takes_tensors, engine_name, engine_of_either
 
@@ -54,6 +55,20 @@ def of_rows(op: str, name: str, x, group: Group, alone: bool = False) -> tuple[d
     rank, world_size = (-1, len(x)) if in_list else place(group, alone)
     sizes = split(first.shape[0], world_size)
     return {"rank": rank, "sizes": sizes}, sizes if in_list else [sizes[rank]]
+
+
+def to_join(op: str, name: str, x, axis: int, sizes: Any, group: Group, alone: bool = False) -> dict[str, Any]:
+    """Returns the arguments ``rank`` and ``sizes`` of an op that joins the ranks' tensors along ``axis``.
+
+    ``sizes`` are those that the user gave, or None. ``alone`` is as :func:`place` takes it.
+    """
+    if isinstance(x, (list, tuple)):
+        if sizes is not None:
+            raise ValueError(f"{op}: sizes is for calls with one tensor; omit it for a list")
+        return {"rank": -1, "sizes": [of_rank.shape[axis] for of_rank in x]}
+    (rank, ranks), length = place(group, alone), x.shape[axis]
+    sizes = [length] * ranks if sizes is None else check_sizes(op, sizes, ranks, rank, length, name)
+    return {"rank": rank, "sizes": sizes}
 
 
 def rows_of(x: torch.Tensor, axis: int) -> torch.Tensor:

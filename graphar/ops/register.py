@@ -168,7 +168,7 @@ class Op:
             for out, result in zip(outs, results, strict=True) if in_list else [(outs, results)]:
                 out.copy_(result)  # a compiler sees what is written to
 
-    def complete(self, named: Mapping[str, Any]) -> dict[str, Any]:
+    def complete(self, named: dict[str, Any]) -> dict[str, Any]:
         """Returns the arguments after the tensors, in order; those that are missing have their defaults."""
         values = self._defaults | named
         if len(values) > len(self._defaults):
