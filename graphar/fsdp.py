@@ -108,7 +108,6 @@ class _Collective:
         return torch.empty(*size, dtype=dtype, device=device)
 
     def _engine(self, group: dist.ProcessGroup) -> Engine:
-        """Returns the engine of a call that fully_shard makes over ``group``."""
         if self._group is None:
             return engine_of(group)
         engine = engine_of(self._group, self._name)

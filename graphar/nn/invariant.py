@@ -265,8 +265,6 @@ class _InvariantNorm(torch.nn.Module):
 
 
 class InvariantLayerNorm(_InvariantNorm, torch.nn.LayerNorm):
-    """A torch.nn.LayerNorm that may have its part of the tokens."""
-
     _torchs = staticmethod(functional.layer_norm)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -274,8 +272,6 @@ class InvariantLayerNorm(_InvariantNorm, torch.nn.LayerNorm):
 
 
 class InvariantRMSNorm(_InvariantNorm, torch.nn.RMSNorm):
-    """A torch.nn.RMSNorm that may have its part of the tokens."""
-
     _torchs = staticmethod(functional.rms_norm)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -100,7 +100,6 @@ class _OfGroup(MayBeFp8):
         return self._with_tokens(*in_dtype_of_autocast(x, self.weight, self.bias), self._tokens(x), partition)
 
     def _tokens(self, x: torch.Tensor) -> sequence.Tokens:
-        """Returns how ranks divide the tokens of an input."""
         dim = self.sequence_dim
         if dim is None or not -x.ndim <= dim < x.ndim - 1 or dim == -1:
             raise ValueError(

@@ -57,7 +57,6 @@ class Tokens(NamedTuple):
             raise ValueError(f"RowParallelLinear: {self.ranks} ranks cannot divide {x.shape[self.axis]} tokens evenly")
 
     def first(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns a tensor with its tokens in the first dimension."""
         return x.movedim(self.axis, 0).contiguous()
 
     def back(self, x: torch.Tensor) -> torch.Tensor:
@@ -69,7 +68,6 @@ class Tokens(NamedTuple):
 
 
 def column_parallel(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, tokens: Tokens, partition: str):
-    """Returns this rank's features of all tokens, from this rank's tokens."""
     if partition == TP_INVARIANT and x.requires_grad and torch.is_grad_enabled():
         leaf_tree.check_columns("ColumnParallelLinear", len(w), tokens.ranks, "features")
     return _Parallel.apply(x, w, bias, tokens, partition, True)
@@ -82,10 +80,7 @@ def row_parallel(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, to
 
 
 class _Parallel(torch.autograd.Function):
-    """Gathers tokens and multiplies, or multiplies and sums each rank's tokens; backward the other of the two.
-
-    No rank keeps gathered tokens. The gradients of weight and bias are those of all tokens.
-    """
+    """Gathers tokens, which no rank keeps, and multiplies; or multiplies and sums each rank's. Backward the other."""
 
     @staticmethod
     def forward(ctx, x, w, bias, tokens, partition, gathers):

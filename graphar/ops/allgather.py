@@ -130,15 +130,12 @@ def _check_tuple(xs: tuple, axis: object, sizes: object) -> None:
 
 
 class _Gather(Op):
-    """An all-gather of one tensor of each rank."""
-
     needed = ()
 
     def fake(self, xs, arguments: Arguments) -> list[torch.Tensor]:
         return [parts.with_length(x, arguments.axis, sum(arguments.sizes)) for x in xs]
 
     def run(self, engine: Engine, xs, outs, arguments: Arguments):
-        """Writes the tensors of all ranks into every tensor of ``outs``, which are contiguous."""
         axis = arguments.axis
         rows, rooms = [parts.rows_of(x, axis) for x in xs], [parts.room_for(out, axis) for out in outs]
         work = Parts(NAME, parts.counts_of(rows[0], arguments.sizes), axis=axis, row=tuple(rows[0].shape[1:]))
@@ -167,12 +164,9 @@ def work_of(xs: Sequence[torch.Tensor], sizes: Sequence[int]) -> TensorTuple:
 
 
 class _GatherOfTuple(Op):
-    """An all-gather of several tensors of each rank."""
-
     has_several = True
 
     def run(self, engine: Engine, xs, outs, arguments: Arguments):
-        """Writes the tensors of all ranks into the results of each rank of this process."""
         ranks = options.operands([[x.contiguous() for x in of_ranks] for of_ranks in _lists(xs, arguments)], outs)
         first = ranks[0].inputs
         call = Call(work_of(first, arguments.sizes), BYTE, first[0].get_device(), timeout_s=arguments.timeout_s)

@@ -178,7 +178,6 @@ class _GatherMatmul(Op):
         return results
 
     def run(self, engine: Engine, a, w, outs, arguments: Arguments):
-        """Writes for each rank the product, and the gathered rows if they are wanted."""
         followed = options.applied(NAME, arguments, [product for product, *_ in outs])
         in_one = a[0].shape[1:-1].numel()
         if not sum(arguments.sizes) * in_one:

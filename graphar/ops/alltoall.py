@@ -210,7 +210,6 @@ class _AllToAll(Op):
         return [x.new_empty(shape) for x, shape in zip(xs, _result_shapes(xs, arguments), strict=True)]
 
     def run(self, engine: Engine, xs, outs, arguments: Arguments):
-        """Writes each rank's parts into its tensor of ``outs``, which are contiguous."""
         xs, (scatter, gather) = [x.contiguous() for x in xs], (arguments.scatter_dim, arguments.gather_dim)
         row = tuple([1 if at in (scatter, gather) else length for at, length in enumerate(xs[0].shape)])
         (first, *_), sends, receives = zip(*_lengths(arguments, len(xs)), strict=True)

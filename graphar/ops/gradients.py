@@ -123,12 +123,9 @@ def of_operands(ctx, gradients: Tensors, a: Tensors, w: Tensors) -> tuple[list, 
 
 
 def _of_equal_sums(ctx, gradients: Tensors) -> Tensors:
-    """Returns the gradient of each rank's product from the gradients of sums that all ranks have.
-
-    If ranks are processes, they compute the same loss, whose gradient each has. Otherwise the ranks' gradients add up.
-    """
+    """Returns the gradient of each rank's product from the gradients of sums that all ranks have."""
     if not ctx.in_list:
-        return gradients
+        return gradients  # processes compute the same loss, and each has its gradient; others' gradients add up
     if ctx.arguments.partition != TP_INVARIANT:
         return for_ranks(ctx, "allreduce", gradients, **ctx.where)
     return sums_as_tree(ctx, gradients, gradients[0].dtype)

@@ -112,10 +112,7 @@ def of_bias(partition: str, dy: torch.Tensor) -> torch.Tensor:
 
 
 def bias_partial(dy: torch.Tensor, ranks: int = 1) -> torch.Tensor:
-    """Returns a rank's partial of a bias's gradient, in fp32, where the rows are divided between ``ranks``.
-
-    It is the sum over the rank's leaves of rows: graphar.reference.linear_gradients.bias_partial.
-    """
+    """Returns a rank's partial of a bias's gradient, in fp32: graphar.reference.linear_gradients.bias_partial."""
     dy = operands.flat(dy)
     leaf_tree.check_rows(NAME, len(dy), ranks)
     ones = dy.new_ones(1, len(dy))

@@ -255,7 +255,6 @@ class _Losses(Op):
     saved_result = 1
 
     def fake(self, logits, targets, arguments: Arguments) -> list[tuple[torch.Tensor, ...]]:
-        """Returns uninitialised tensors for each rank's losses, its state, and entropies and columns if asked for."""
         outs = []
         for target in targets:
             shape, fp32 = target.shape, partial(target.new_empty, dtype=torch.float32)
@@ -266,7 +265,6 @@ class _Losses(Op):
         return outs
 
     def run(self, engine: Engine, logits, targets, outs, arguments: Arguments):
-        """Writes each rank's results."""
         ranks = options.operands([[x.contiguous() for x in logits], [target.contiguous() for target in targets]], outs)
         x = ranks[0].inputs[0]
         terms = Terms(*[getattr(arguments, name) for name in Terms._fields])

@@ -159,10 +159,9 @@ def lists(a, w, scales: Sequence[torch.Tensor], bias: Sequence[torch.Tensor] = (
 def added(
     op: str, a, bias, epilogue, shape: Sequence[int], dtype: torch.dtype | None, whole: int | None = None
 ) -> dict[str, Any]:
-    """Returns the arguments in a schema of what is added to products of this shape: a bias, and an epilogue.
+    """Returns the arguments in a schema of what is added to products of this shape: a bias, or an epilogue with it.
 
-    ``dtype`` is that of products with scales. ``whole`` is as options.epilogue_option takes it. An epilogue adds the
-    bias itself.
+    ``dtype`` is that of products with scales. ``whole`` is as options.epilogue_option takes it.
     """
     in_list = isinstance(a, (list, tuple))
     if epilogue is None:

@@ -201,7 +201,6 @@ def fused_matmul_reducescatter(
 def _call(
     op: Op, a, w, bias, scales: tuple, partition, codec, group: Group, asked: Asked, out=None, timeout_s=None, **how
 ) -> Any:
-    """Checks a call's arguments, and makes it."""
     name, epilogue, in_list = op.name, asked[2], isinstance(a, (list, tuple))
     call_checks.check_call(name, "auto", timeout_s)
     communicator = engine_name(group, name, alone=partition == TP_INVARIANT and not in_list)
@@ -244,7 +243,6 @@ class _Summed(Op):
         return [x.new_empty((*shape, weight.shape[0]), dtype=arguments.scaled_dtype) for x, weight, shape in each]
 
     def run(self, engine: Engine, a, w, outs, arguments: Arguments):
-        """Writes each rank's sum, or its part of it, into its tensor of ``outs``, which are contiguous."""
         op, columns, counts = self.name, w[0].shape[0], matmul_operands.summed_rows(self, engine, a, arguments)
         cut = counts if self is SCATTER else [sum(counts)]
         partitions.panels(op, arguments.partition, arguments.num_partitions, cut, columns)  # raises

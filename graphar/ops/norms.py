@@ -273,7 +273,6 @@ def fused_matmul_reducescatter_residual_rmsnorm(
 
 
 def _call(op: Op, asked: Asked, group: Group, eps, weight_offset, out_dtype, group_size, timeout_s) -> Any:
-    """Makes a call as the user asked for it, and returns its results as users get them."""
     tensors, name = asked[0], op.name
     call_checks.check_call(name, "auto", timeout_s)
     numbers = options.check_numbers(name, eps=eps, weight_offset=weight_offset)
@@ -302,7 +301,6 @@ def _call(op: Op, asked: Asked, group: Group, eps, weight_offset, out_dtype, gro
 
 
 def _call_matmul(op: Op, asked: Asked, group: Group, eps, weight_offset, partition, timeout_s) -> Any:
-    """Makes a call as the user asked for it, and returns its results as users get them."""
     (a, w, *scales, residual, weight), name, alone = asked[0], op.name, partition == TP_INVARIANT
     call_checks.check_call(name, "auto", timeout_s)
     if partition not in PARTITIONS:
@@ -339,10 +337,7 @@ def _dtype_beside_scaled(op: str, ranks: Sequence[tuple]) -> torch.dtype | None:
 
 
 def _prepare_gradients(op: str, ranks: Sequence[Sequence[torch.Tensor]], output: str = "like_input") -> None:
-    """Loads what the backward pass of a call needs, if it needs one; ValueError if the call's ``output`` has none.
-
-    Loading kernels beside one that waits for other ranks could hang.
-    """
+    """Loads what a backward pass needs: to do so beside a kernel that waits could hang. ValueError if there is none."""
     if not torch.is_grad_enabled() or not any(tensor.requires_grad for of_rank in ranks for tensor in of_rank):
         return
     if output != "like_input":
@@ -371,12 +366,10 @@ class _Norms(Op):
     saved_result = 1
 
     def fake(self, *call: Any) -> list[tuple[torch.Tensor, ...]]:
-        """Returns uninitialised tensors for each rank's results."""
         *_, residuals, _, arguments = call
         return [empty(arguments.output, residual) for residual in residuals]
 
     def run(self, engine: Engine, *call: Any):
-        """Writes each rank's results: normed rows, the new residual, and scales if the output has some."""
         xs, residuals, weights, outs, arguments = call
         lists = [xs, residuals, weights, *([arguments.scales] if arguments.scales else [])]
         ranks = options.operands([[tensor.contiguous() for tensor in tensors] for tensors in lists], outs)

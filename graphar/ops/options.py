@@ -115,7 +115,6 @@ def check_removed(op: str, names: Iterable[str]) -> None:
 
 
 def check_together(op: str, codec: object, epilogue: object, residual: object = None) -> None:
-    """Raises ValueError if options exclude each other."""
     if residual is not None and codec is None and epilogue is None:
         raise ValueError(f"{op}: residual= holds the rounding errors of a codec, and needs codec=")
     if epilogue is not None and (codec is not None or residual is not None):
@@ -167,7 +166,6 @@ def check_beside(
 
 
 def check_number(op: str, name: str, number: object) -> float:
-    """Returns a finite number as a float; ValueError for anything else."""
     # Comparisons, because torch.compile does not trace math.isfinite.
     if isinstance(number, bool) or not isinstance(number, (int, float)) or not -math.inf < number < math.inf:
         raise ValueError(f"{op}: {name} must be a finite number, got {number!r}")
@@ -175,7 +173,6 @@ def check_number(op: str, name: str, number: object) -> float:
 
 
 def check_numbers(op: str, **numbers: object) -> dict[str, float]:
-    """Returns finite numbers as floats, by name; ValueError for anything else."""
     return {name: check_number(op, name, number) for name, number in numbers.items()}
 
 

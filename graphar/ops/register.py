@@ -180,7 +180,6 @@ class Op:
         return tuple([[] if value == () else value for value in self.complete(named).values()])
 
     def takes(self, name: str) -> bool:
-        """Whether the op has a tensor or an argument of that name."""
         return name in self.tensors or name in self._defaults
 
     def read(self, values: Sequence) -> dict[str, Any]:
@@ -193,7 +192,6 @@ class Op:
         return *[named[name] for name in self.tensors], *self.arguments(**rest)
 
     def dispatched(self, **named: Any) -> Any:
-        """Calls the first form through torch's dispatcher, with tensors and arguments by name."""
         return self.one(*self.write(named))
 
     # ---- schemas ----------------------------------------------------------------------------------------------------
@@ -226,7 +224,6 @@ class Op:
         return Arguments(dict(zip(self._defaults, values, strict=True)))
 
     def _engine(self, lists: Lists, arguments: Arguments, in_list: bool) -> Engine:
-        """Checks a call, and returns its engine."""
         name = arguments.communicator
         if in_list:
             engine = engine_of_devices(name, tuple([x.device for x in lists[0]]), self.name)
@@ -236,14 +233,12 @@ class Op:
         return engine
 
     def _results(self, lists: Lists, arguments: Arguments, in_list: bool, asked: Asked | None = None) -> Any:
-        """Makes a call, and returns new results as the schema has them."""
         engine = self._engine(lists, arguments, in_list)
         outs = self.fake(*lists, arguments)
         self._make(engine, lists, outs, arguments, None if in_list else asked)
         return self._as_schema(outs, in_list)
 
     def _as_schema(self, outs: list, in_list: bool) -> Any:
-        """Returns each rank's results as the schema has them."""
         if self.has_several:
             return [result for of_rank in outs for result in of_rank]
         return outs if in_list else outs[0]
@@ -345,7 +340,6 @@ def op_of(target: object) -> Op | None:
 
 
 def op_named(name: str) -> Op:
-    """Returns the op of that name."""
     return _ops[name]
 
 

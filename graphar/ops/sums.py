@@ -146,7 +146,6 @@ def reducescatter(
 
 
 def _call(op: Op, x, group: Group, asked: Asked, out=None, *, algorithm, codec, residual, timeout_s, axis=0) -> Any:
-    """Checks a call's arguments, and makes it."""
     name, epilogue, in_list = op.name, asked[2], isinstance(x, (list, tuple))
     options.check_together(name, codec, epilogue, residual)
     if op is SCATTER and codec is not None and algorithm != "auto":
@@ -187,7 +186,6 @@ class _Sums(Op):
         return [parts.with_length(x, arguments.axis, size, dtype) for x, size in sizes]
 
     def run(self, engine: Engine, xs, outs, arguments: Arguments, residuals=()):
-        """Writes each rank's sum, or its part of it, into its tensor of ``outs``, which are contiguous."""
         codec, order, axis = arguments.codec, (arguments.order, arguments.out_dtype), 0
         if codec:
             call_checks.check_quantized_call(self.name, codec, arguments.algorithm, xs[0])
