@@ -64,9 +64,6 @@ class Tokens(NamedTuple):
         return x.movedim(0, self.axis).contiguous()
 
 
-# ---- layers ---------------------------------------------------------------------------------------------------------
-
-
 def column_parallel(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, tokens: Tokens, partition: str):
     if partition == TP_INVARIANT and x.requires_grad and torch.is_grad_enabled():
         leaf_tree.check_columns("ColumnParallelLinear", len(w), tokens.ranks, "features")
@@ -99,9 +96,6 @@ class _Parallel(torch.autograd.Function):
             of_x, dy = ctx.tokens.gathered_product(dy, w.t(), None, partition)
         of_w = of_weight(partition, dy, x) if needs_w else None
         return of_x, of_w, of_bias(partition, dy) if needs_bias else None, None, None, None
-
-
-# ---- norms ----------------------------------------------------------------------------------------------------------
 
 
 @_disable_dynamo  # torch.compile traces no backward pass that differentiates; torch.compiler.disable imports it

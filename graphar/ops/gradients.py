@@ -15,10 +15,9 @@ from graphar.numerics.epilogues.epilogue import bind
 from graphar.numerics.leaf_tree import LEAVES
 from graphar.numerics.partitions import TP_INVARIANT
 from graphar.ops import linear
+from graphar.ops.options import Tensors
 from graphar.ops.register import define, for_ranks
 from graphar.runtime.registry import engine_of_group
-
-Tensors = Sequence[torch.Tensor]
 
 
 def _epilogue_backward(v, gradient, tensors, scalars, epilogue, wanted) -> list[torch.Tensor]:
@@ -97,9 +96,6 @@ class _WithoutDerivative(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *gradients):
         raise NotImplementedError("graphar: an epilogue has no second derivative; apply it to the sum instead")
-
-
-# ---- matmuls -------------------------------------------------------------------------------------------------------
 
 
 def of_operands(ctx, gradients: Tensors, a: Tensors, w: Tensors) -> tuple[list, list]:

@@ -11,7 +11,7 @@ from graphar.numerics.fp8_products import checked_scales
 from graphar.numerics.leaf_tree import LEAVES
 from graphar.numerics.partitions import TP_INVARIANT
 from graphar.ops import matmul_operands, options, parts
-from graphar.ops.register import define, op_named
+from graphar.ops.register import define, ops_by_name
 from graphar.plan.work import MATMUL_ALLREDUCE
 from graphar.product import operands
 from graphar.product.multiply import Leaves, Scaled
@@ -90,9 +90,6 @@ def _linear(
     return out
 
 
-# ---- gradients ------------------------------------------------------------------------------------------------------
-
-
 def of_input(partition: str, dy: torch.Tensor, w: torch.Tensor, leaves: int = 1) -> torch.Tensor:
     """Returns ``dy @ w``, the gradient of a layer's input; with "tp_invariant" a sum over features in ``leaves``."""
     if partition == TP_INVARIANT:
@@ -136,7 +133,7 @@ def _backward(ctx, dy):
     of_a = None
     if needs_a and ctx.communicator:
         call = {"communicator": ctx.communicator, "partition": TP_INVARIANT}
-        of_a = op_named(MATMUL_ALLREDUCE).dispatched(a=dy, w=w.t(), **call)
+        of_a = ops_by_name[MATMUL_ALLREDUCE].dispatched(a=dy, w=w.t(), **call)
     elif needs_a:
         of_a = of_input(TP_INVARIANT, dy, w, LEAVES)
     of_w = of_weight(TP_INVARIANT, dy, a) if needs_w else None

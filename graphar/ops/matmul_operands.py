@@ -15,7 +15,7 @@ from graphar.ops.options import Arguments
 from graphar.ops.register import Op
 from graphar.plan.matmuls import owned_rows
 from graphar.product.operands import flat, flat_scale
-from graphar.runtime.checks.tensor_checks import check_destination, check_devices, check_same_kind, check_strided
+from graphar.runtime.checks.tensor_checks import check_devices, check_same_kind, check_strided
 from graphar.runtime.engine import Engine
 
 RESULT_DTYPES = (torch.bfloat16, torch.float16)
@@ -168,16 +168,3 @@ def added(
         return {"bias": [] if bias is None else list(bias) if in_list else [bias]}
     like = torch.empty(shape, dtype=dtype or (a[0] if in_list else a).dtype, device="meta")
     return options.epilogue_option(op, epilogue, like, len(a) if in_list else None, whole, bias)
-
-
-def check_results(op: str, a, w, bias, outs: Any, out_dtype: torch.dtype | None = None) -> None:
-    """Checks a call's destination, or a list with one for each rank; not whether it shares memory with operands.
-
-    ``out_dtype`` is the dtype of the result; None: that of ``a``.
-    """
-    added = {} if bias is None else {"bias": bias}
-    for x, weight, out, *bias_of_rank in options.by_rank(op, a=a, w=w, out=outs, **added):
-        check_strided(op, "out", out)
-        shape, dtype = torch.Size([*x.shape[:-1], weight.shape[0]]), out_dtype or x.dtype
-        wanted = {"shape": shape, "dtype": dtype, "device": x.device}
-        check_destination(op, "out", out, wanted, "result", (x, weight, *bias_of_rank))

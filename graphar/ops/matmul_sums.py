@@ -219,7 +219,9 @@ def _call(
     how["codec"] = options.codec_option(name, codec)
     if out is None:
         return op(a, w, asked=asked, **how)
-    matmul_operands.check_results(name, a, w, bias, out, dtype)
+    biases = {} if bias is None else {"bias": bias}
+    for x, y, of_rank, *more in options.by_rank(name, a=a, w=w, out=out, **biases):
+        options.check_result(name, of_rank, (*x.shape[:-1], y.shape[0]), dtype or x.dtype, (x, y, *more))
     op.into(a, w, out, asked=asked, **how)
     return list(out) if in_list else out
 

@@ -275,7 +275,8 @@ def fused_matmul_reducescatter_residual_rmsnorm(
 def _call(op: Op, asked: Asked, group: Group, eps, weight_offset, out_dtype, group_size, timeout_s) -> Any:
     tensors, name = asked[0], op.name
     call_checks.check_call(name, "auto", timeout_s)
-    numbers = options.check_numbers(name, eps=eps, weight_offset=weight_offset)
+    numbers = {"eps": eps, "weight_offset": weight_offset}
+    numbers = {what: options.check_number(name, what, number) for what, number in numbers.items()}
     options.check_input(name, tensors[0])
     ranks = options.by_rank(name, **dict(zip(_TENSORS, tensors, strict=False)))
     for x, *_ in ranks:
@@ -308,7 +309,8 @@ def _call_matmul(op: Op, asked: Asked, group: Group, eps, weight_offset, partiti
     ranks = options.by_rank(name, a=a, w=w, residual=residual, weight=weight)
     of_scales = (*scales, _dtype_beside_scaled(name, ranks)) if scales else (None, None, None)
     scaled = matmul_operands.check(name, a, w, None, of_scales, partition)
-    numbers = options.check_numbers(name, eps=eps, weight_offset=weight_offset)
+    numbers = {"eps": eps, "weight_offset": weight_offset}
+    numbers = {what: options.check_number(name, what, number) for what, number in numbers.items()}
     where, lengths = parts.of_rows(name, "a", a, group, alone) if op.takes("sizes") else ({}, None)
     for at, (x, w_of_rank, residual_of_rank, weight_of_rank) in enumerate(ranks):
         if not scales:
@@ -436,22 +438,18 @@ def _of_rows_and_weights(ctx, saved: Sequence, gradients: Sequence, is_invariant
     dtype = weights[0].dtype
     of_all_rows = is_invariant and "sizes" in ctx.where and not ctx.in_list
     ranks = world_size(ctx) if of_all_rows else int(is_invariant)
-    numbers = ctx.arguments.eps, ctx.arguments.weight_offset, ranks
-    of_ranks = zip(gradients[::2], gradients[1::2], summed, weights, ctx.needs["weight"], strict=True)
-    of_rows, of_weights = map(list, zip(*[_of_rank(*of_rank, *numbers) for of_rank in of_ranks], strict=True))
+    numbers, backward = (ctx.arguments.eps, ctx.arguments.weight_offset), torch.ops.graphar.residual_rmsnorm_backward
+    of_ranks, of_rows, of_weights = zip(gradients[::2], gradients[1::2], summed, weights, strict=True), [], []
+    for (of_normed, of_summed, rows, weight), wanted in zip(of_ranks, ctx.needs["weight"], strict=True):
+        if of_normed is None:
+            results = torch.zeros_like(rows) if of_summed is None else of_summed, torch.zeros_like(weight)
+        else:
+            results = backward(of_normed, of_summed, rows, weight, *numbers, wanted, ranks)
+        of_rows.append(results[0])
+        of_weights.append(results[1] if wanted else None)
     if of_all_rows and of_weights[0] is not None:
         of_weights = sums_as_tree(ctx, of_weights, dtype)
     return of_rows, [None if gradient is None else gradient.to(dtype) for gradient in of_weights]
-
-
-def _of_rank(of_normed, of_summed, summed, weight, wanted: bool, eps: float, weight_offset: float, ranks: int):
-    """Returns the gradients of a rank's rows and weight; with ``ranks`` the weight's is an fp32 partial."""
-    if of_normed is None:
-        of_rows = torch.zeros_like(summed) if of_summed is None else of_summed
-        return of_rows, torch.zeros_like(weight) if wanted else None
-    tensors = of_normed, of_summed, summed, weight
-    of_rows, of_weight = torch.ops.graphar.residual_rmsnorm_backward(*tensors, eps, weight_offset, wanted, ranks)
-    return of_rows, of_weight if wanted else None
 
 
 def _fake(of_normed, of_summed, summed, weight, eps, weight_offset, of_weight, ranks):

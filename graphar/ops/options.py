@@ -165,15 +165,18 @@ def check_beside(
         )
 
 
+def check_result(op: str, out: Any, shape: Sequence[int], dtype: torch.dtype, sources: Sequence[torch.Tensor]) -> None:
+    """Raises unless ``out`` can take a rank's result of its ``sources``. Whether they share memory is checked later."""
+    tensor_checks.check_strided(op, "out", out)
+    wanted = {"shape": torch.Size(shape), "dtype": dtype, "device": sources[0].device}
+    tensor_checks.check_destination(op, "out", out, wanted, "result", sources)
+
+
 def check_number(op: str, name: str, number: object) -> float:
     # Comparisons, because torch.compile does not trace math.isfinite.
     if isinstance(number, bool) or not isinstance(number, (int, float)) or not -math.inf < number < math.inf:
         raise ValueError(f"{op}: {name} must be a finite number, got {number!r}")
     return float(number)
-
-
-def check_numbers(op: str, **numbers: object) -> dict[str, float]:
-    return {name: check_number(op, name, number) for name, number in numbers.items()}
 
 
 def codec_option(op: str, codec: Codec | str | None, residual: object = None) -> str:
@@ -203,22 +206,16 @@ def epilogue_option(
         wanted = wanted.after_bias(bias, like, whole)
     text = wanted.text(like, whole)
     tensors, scalars = wanted.arguments()
-    return {"epilogue": text, "tensors": _tensors(op, tensors, ranks), "scalars": scalars}
-
-
-def _tensors(op: str, inputs: list, ranks: int | None) -> list[torch.Tensor]:
-    """Checks and returns the tensors of an epilogue; in a call with a list, rank by rank."""
     if ranks is None:
-        if not all(isinstance(tensor, torch.Tensor) for tensor in inputs):
+        if not all(isinstance(tensor, torch.Tensor) for tensor in tensors):
             raise ValueError(f"{op}: with one tensor, an epilogue's tensors are tensors, not lists")
-        tensors = inputs
     else:
-        if any(isinstance(of_ranks, torch.Tensor) or len(of_ranks) != ranks for of_ranks in inputs):
+        if any(isinstance(of_ranks, torch.Tensor) or len(of_ranks) != ranks for of_ranks in tensors):
             raise ValueError(f"{op}: with a list, an epilogue's tensors are lists of {ranks}, one a device")
-        tensors = [of_ranks[rank] for rank in range(ranks) for of_ranks in inputs]
+        tensors = [of_ranks[rank] for rank in range(ranks) for of_ranks in tensors]
     for tensor in tensors:
         tensor_checks.check_local(op, "an epilogue's tensor", tensor)
-    return tensors
+    return {"epilogue": text, "tensors": tensors, "scalars": scalars}
 
 
 def applied(op: str, arguments: Arguments, outs: Tensors) -> AppliedEpilogue | None:

@@ -33,7 +33,7 @@ from graphar.runtime.registry import engine_of_devices, engine_of_group
 binders |= dict.fromkeys((Sum, Parts, Exchange), collective.bind)
 binders |= {Norm: collective.bind_norm, TensorTuple: collective.bind_tuple, Product: products.bind, Loss: loss.bind}
 library = torch.library.Library("graphar", "DEF")
-_ops: dict[str, Op] = {}  # by name
+ops_by_name: dict[str, Op] = {}
 when_traced: list[Callable[[], None]] = []  # functions to call when an op is given tensors without data
 
 Lists = list[list[torch.Tensor]]  # of each of an op's tensors, those of this process's ranks
@@ -114,7 +114,7 @@ class Op:
         self.name, self._with_out = name, with_out
         self._defaults = {name: DEFAULTS[name] for name in (*EVERY, *arguments)}
         self._lists = [name for name in self._defaults if KINDS[name] == "Tensor[]"]
-        _ops[name] = self
+        ops_by_name[name] = self
         for in_list in (False, True):
             self._register(in_list)
         ops = torch.ops.graphar
@@ -336,11 +336,7 @@ def define(
 
 def op_of(target: object) -> Op | None:
     """Returns the op whose first form is the target of a graph's node; None if there is none."""
-    return next((op for op in _ops.values() if op.one is target), None)
-
-
-def op_named(name: str) -> Op:
-    return _ops[name]
+    return next((op for op in ops_by_name.values() if op.one is target), None)
 
 
 def for_ranks(ctx, name: str, *lists: Sequence[torch.Tensor], **named) -> list[torch.Tensor]:
@@ -349,7 +345,7 @@ def for_ranks(ctx, name: str, *lists: Sequence[torch.Tensor], **named) -> list[t
     ``lists`` has a list of this process's ranks for each of the op's tensors. Returns all results of the first of these
     ranks, then all of the next.
     """
-    op = op_named(name)
+    op = ops_by_name[name]
     values = op.arguments(**named)
     if ctx.in_list:
         return op.list(*map(list, lists), *values)
