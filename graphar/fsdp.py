@@ -120,25 +120,28 @@ class _Collective:
                 )
         return engine
 
-    def _check(self, x: Tensor, out: Tensor, rule: str, *, fits: bool) -> None:
-        """Raises ValueError with ``rule``, which says what fits, unless input and output fit each other."""
-        if not fits or (x.dtype, x.device) != (out.dtype, out.device):
+    def _checked(self, group: dist.ProcessGroup, input: Tensor, output: Tensor, *, whole: str, part: str) -> Engine:
+        """Returns the engine of a call whose ``whole`` tensor has a part of each rank like its tensor ``part``."""
+        engine, numels = self._engine(group), {"input": input.numel(), "output": output.numel()}
+        fits = numels[whole] == engine.world_size * numels[part]
+        if not fits or (input.dtype, input.device) != (output.dtype, output.device):
             raise ValueError(
-                f"{self._name}: {rule}, got {x.numel()} {x.dtype} on {x.device} and {out.numel()} {out.dtype} on "
-                f"{out.device}"
+                f"{self._name}: the {whole} must be {engine.world_size} times the {part}, got {input.numel()} "
+                f"{input.dtype} on {input.device} and {output.numel()} {output.dtype} on {output.device}"
             )
-        if not (x.is_contiguous() and out.is_contiguous()):
+        if not (input.is_contiguous() and output.is_contiguous()):
             raise ValueError(f"{self._name}: the tensors must be contiguous")
+        return engine
 
-    def _run(self, engine: Engine, op: str, x: Tensor, out: Tensor, part: Tensor, averages: bool = False) -> bool:
+    def _run(self, engine: Engine, op: str, x: Tensor, out: Tensor, averages: bool = False) -> bool:
         """Makes an exact call, by copies, or in few blocks unless it is compressed; returns whether by copies.
 
-        ``part`` is like each rank's part. Copies divide the rounded sum if it ``averages``, as other calls do not.
+        Copies divide the rounded sum if it ``averages``, as other calls do not.
         """
-        sides = engine.symmetric_sides(x, out)
-        key = engine.name, op, part.numel(), x.dtype, x.get_device(), sides, averages
+        sides, numel = engine.symmetric_sides(x, out), min(x.numel(), out.numel())
+        key = engine.name, op, numel, x.dtype, x.get_device(), sides, averages
         if (call := self._calls.get(key)) is None:
-            call = self._calls[key] = self._call(engine, op, x, part.numel(), sides, averages)
+            call = self._calls[key] = self._call(engine, op, x, numel, sides, averages)
         by_copies = call.algorithm == COPYING[op].value
         numbers = (1 / engine.world_size,) if averages and by_copies else ()
         engine.run(call, [Operands((x,), (out,), numbers)])
@@ -228,10 +231,7 @@ class AllGather(_Collective):
         Raises:
             ValueError: the tensors do not fit each other, or ``group`` has other ranks than the object's group.
         """
-        engine = self._engine(group)
-        fits = output_tensor.numel() == engine.world_size * input_tensor.numel()
-        rule = f"the output must be {engine.world_size} times the input"
-        self._check(input_tensor, output_tensor, rule, fits=fits)
+        engine = self._checked(group, input_tensor, output_tensor, whole="output", part="input")
         device = output_tensor.device
         if not async_op or device.type != "cuda":
             self._gather(engine, input_tensor, output_tensor)
@@ -245,7 +245,7 @@ class AllGather(_Collective):
 
     def _gather(self, engine: Engine, x: Tensor, out: Tensor) -> None:
         # fully_shard gathers in place. A kernel may do so: it writes this rank's part where and as it has read it.
-        if self._run(engine, "allgather", x, out, part=x) and engine.name not in self._pools:
+        if self._run(engine, "allgather", x, out) and engine.name not in self._pools:
             self._pooled, engine.symmetric = engine, runner_of(engine).symmetric
             self._pools[engine.name] = TensorPool(engine.symmetric, x.get_device(), self._pool_nbytes)
 
@@ -298,17 +298,14 @@ class ExactReduceScatter(_Collective):
             )
         if async_op:
             raise ValueError(f"{self._name}: has no async_op; call it on a stream of its own")
-        engine = self._engine(group)
-        fits = input_tensor.numel() == engine.world_size * output_tensor.numel()
-        rule = f"the input must be {engine.world_size} times the output"
-        self._check(input_tensor, output_tensor, rule, fits=fits)
+        engine = self._checked(group, input_tensor, output_tensor, whole="input", part="output")
         averages = kind == dist.ReduceOp.AVG
         if not self._reduce(input_tensor, output_tensor, engine, averages) and averages:
             output_tensor.div_(engine.world_size)
 
     def _reduce(self, x: Tensor, out: Tensor, engine: Engine, averages: bool) -> bool:
         """Writes this rank's part of the sum, and returns whether it is divided already if it ``averages``."""
-        return self._run(engine, "reducescatter", x, out, out, averages)
+        return self._run(engine, "reducescatter", x, out, averages)
 
 
 class QuantizedReduceScatter(ExactReduceScatter):

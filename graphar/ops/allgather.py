@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, overload
+from typing import Any, TypeVar
 
 import torch
 
 from graphar.numerics.dtypes import BYTE
 from graphar.ops import options, parts
-from graphar.ops.options import Arguments, T
+from graphar.ops.options import Arguments
 from graphar.ops.register import Op, for_ranks
 from graphar.ops.repeats import repeated, typed
 from graphar.plan.algorithms import AllGatherAlgorithm
@@ -20,29 +20,18 @@ from graphar.runtime.engine import Engine
 from graphar.runtime.registry import Group, engine_name
 
 NAME, TUPLE = "allgather", "allgather_tuple"
+S = TypeVar("S", torch.Tensor, list[torch.Tensor], tuple[torch.Tensor, ...], tuple[list[torch.Tensor], ...])
 
 
-@overload
 def allgather(
-    x: T,
+    x: S,
     group: Group = None,
     *,
     axis: int = 0,
     sizes: Sequence[int] | None = None,
     algorithm: AllGatherAlgorithm = "auto",
     timeout_s: float | None = None,
-) -> T: ...
-@overload
-def allgather(
-    x: tuple[T, ...],
-    group: Group = None,
-    *,
-    axis: Literal[0] = 0,
-    sizes: Sequence[int] | None = None,
-    algorithm: Literal["auto"] = "auto",
-    timeout_s: float | None = None,
-) -> tuple[T, ...]: ...
-def allgather(x, group=None, *, axis=0, sizes=None, algorithm="auto", timeout_s=None):
+) -> S:
     """Returns the tensors of all ranks, joined along ``axis`` in rank order, on every rank.
 
     It moves bits: any dtype, every bit pattern unchanged. ``graphar.reference.allgather`` is the specification.
@@ -78,7 +67,7 @@ def allgather(x, group=None, *, axis=0, sizes=None, algorithm="auto", timeout_s=
         CommunicatorError: the communicator is closed, or ranks made different calls.
         CollectiveTimeout: a rank did not arrive in time. On GPUs the next call or ``synchronize`` raises it.
     """
-    tensors = x if isinstance(x, tuple) else (x,)
+    tensors: tuple[Any, ...] = x if isinstance(x, tuple) else (x,)
     of_ranks = None if sizes is None else typed(sizes)
     how = axis, type(axis), of_ranks, algorithm, timeout_s, type(timeout_s)
     if tensors and (result := repeated(NAME if tensors is not x else TUPLE, group, tensors, how)) is not None:
@@ -87,10 +76,11 @@ def allgather(x, group=None, *, axis=0, sizes=None, algorithm="auto", timeout_s=
     if tensors is x:
         if algorithm != "auto":
             raise ValueError(f"{NAME}: algorithm must be 'auto' for a tuple, got {str(algorithm)!r}")
-        _check_tuple(x, axis, sizes)
-        flat = [tensor for of_rank in x for tensor in of_rank] if isinstance(x[0], (list, tuple)) else x
+        _check_tuple(tensors, axis, sizes)
+        flat = [x for of_rank in tensors for x in of_rank] if isinstance(tensors[0], (list, tuple)) else tensors
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in flat):
-            return tuple([allgather(tensor, group, sizes=sizes, timeout_s=timeout_s) for tensor in x])
+            results: Any = tuple([allgather(tensor, group, sizes=sizes, timeout_s=timeout_s) for tensor in tensors])
+            return results
     name, first, more = engine_name(group, NAME), tensors[0], tensors[1:]
     if isinstance(first, (list, tuple)):
         axis = tensor_checks.check_list_to_join(NAME, first, axis)
