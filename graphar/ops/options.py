@@ -22,18 +22,6 @@ T = TypeVar("T", torch.Tensor, list[torch.Tensor])  # of this rank, or one for e
 Tensors = Sequence[torch.Tensor]
 Numbers = Sequence[float]
 Lengths = Sequence[int]
-_KINDS = {
-    "str": "str",
-    "bool": "bool",
-    "int": "int",
-    "int | None": "int?",
-    "float": "float",
-    "float | None": "float?",
-    "torch.dtype | None": "ScalarType?",
-    "Tensors": "Tensor[]",
-    "Numbers": "float[]",
-    "Lengths": "SymInt[]",
-}
 
 
 class Arguments:
@@ -85,7 +73,13 @@ class Arguments:
         vars(self).update(named)
 
 
-KINDS = {name: _KINDS[str(kind)] for name, kind in Arguments.__annotations__.items()}  # the types in a schema
+def _of_schema(kind: str) -> str:
+    name = kind.removesuffix(" | None")
+    names = {"torch.dtype": "ScalarType", "Tensors": "Tensor[]", "Numbers": "float[]", "Lengths": "SymInt[]"}
+    return names.get(name, name) + "?" * (name != kind)
+
+
+KINDS = {name: _of_schema(kind) for name, kind in Arguments.__annotations__.items()}  # the types in a schema
 DEFAULTS: dict[str, Any] = {name: vars(Arguments)[name] for name in KINDS}
 for _name in DEFAULTS:
     delattr(Arguments, _name)  # so that only an op's own can be read
