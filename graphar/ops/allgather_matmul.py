@@ -140,24 +140,19 @@ def fused_allgather_matmul(
     first, weight = (a[0], w[0]) if in_list else (a, w)
     parts.check_has_rows(NAME, "a", first)
     if alone:
-        _check_invariant(a, gathered)
+        xs, of = a if in_list else [a], f"with partition={TP_INVARIANT!r} "
+        options.check_float(NAME, "a", xs[0], of)
+        if gathered and torch.is_grad_enabled() and any(x.requires_grad for x in xs):
+            raise ValueError(
+                f"{NAME}: {of}and gathered=True it cannot be differentiated: the gradients of the "
+                "gathered rows are rounded before they are summed; gather once for each weight"
+            )
     where = parts.to_join(NAME, "a", a, 0, sizes, group, alone)
     shape = sum(where["sizes"]), *first.shape[1:-1], len(weight)
     added = matmul_operands.added(NAME, a, bias, epilogue, shape, scaled.get("scaled_dtype"))
     call = {"communicator": name, "timeout_s": timeout_s, "gathered": gathered, "partition": partition}
     results = OP(a, w, asked=asked, **call, **where, **added, **scaled)
     return results if gathered else results[0]
-
-
-def _check_invariant(a, gathered: bool) -> None:
-    """Raises ValueError if a call has no tensor-parallel invariant result or gradient."""
-    xs, of = a if isinstance(a, (list, tuple)) else [a], f"with partition={TP_INVARIANT!r} "
-    options.check_float(NAME, "a", xs[0], of)
-    if gathered and torch.is_grad_enabled() and any(x.requires_grad for x in xs):
-        raise ValueError(
-            f"{NAME}: {of}and gathered=True it cannot be differentiated: the gradients of the "
-            "gathered rows are rounded before they are summed; gather once for each weight"
-        )
 
 
 class _GatherMatmul(Op):

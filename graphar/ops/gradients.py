@@ -102,7 +102,11 @@ def of_operands(ctx, gradients: Tensors, a: Tensors, w: Tensors) -> tuple[list, 
     """Returns the gradients of each rank's ``a`` and ``w`` from those of its sum, or part of it; None if not needed."""
     partition, needs_a, needs_w = ctx.arguments.partition, ctx.needs["a"], ctx.needs["w"]
     if "sizes" not in ctx.where:
-        gradients = _of_equal_sums(ctx, gradients)
+        # Processes compute the same loss, and each has its gradient. In a list the ranks' gradients add up.
+        if ctx.in_list and partition == TP_INVARIANT:
+            gradients = sums_as_tree(ctx, gradients, gradients[0].dtype)
+        elif ctx.in_list:
+            gradients = for_ranks(ctx, "allreduce", gradients, **ctx.where)
         of_a = linear.where_needed(needs_a, linear.of_input, partition, gradients, w)
         return of_a, linear.where_needed(needs_w, linear.of_weight, partition, gradients, a)
     of_a, of_w, wholes = [None] * len(a), [None] * len(w), []
@@ -116,15 +120,6 @@ def of_operands(ctx, gradients: Tensors, a: Tensors, w: Tensors) -> tuple[list, 
     if any(needs_w):
         of_w = linear.where_needed(needs_w, linear.of_weight, partition, wholes, a)
     return of_a, of_w
-
-
-def _of_equal_sums(ctx, gradients: Tensors) -> Tensors:
-    """Returns the gradient of each rank's product from the gradients of sums that all ranks have."""
-    if not ctx.in_list:
-        return gradients  # processes compute the same loss, and each has its gradient; others' gradients add up
-    if ctx.arguments.partition != TP_INVARIANT:
-        return for_ranks(ctx, "allreduce", gradients, **ctx.where)
-    return sums_as_tree(ctx, gradients, gradients[0].dtype)
 
 
 def of_sums(ctx, gradients, a: Tensors, w: Tensors, tensors) -> tuple[Tensors, dict]:

@@ -44,7 +44,12 @@ def check(
     first = ranks[0]
     for rank, of_rank in enumerate(ranks):
         if dtype:
-            _check_scaled(op, of_rank, dtype)
+            for name, x in of_rank.items():
+                check_strided(op, name, x)
+                check_no_gradient(op, name, x)
+            if of_rank["a"].ndim < 1:
+                raise ValueError(f"{op}: a must have 1 or more dimensions, got []")
+            fp8_products.check_operands(op, flat(of_rank["a"]), of_rank["w"], of_rank.get("bias"), dtype)
         else:
             _check_plain(op, of_rank, f"[{rank}]" if in_list else "")
         _check_alike(op, first, of_rank, rank, rows_differ)
@@ -70,15 +75,6 @@ def _result_dtype(op: str, a_scale: object, w_scale: object, out_dtype: torch.dt
     if out_dtype not in (None, *RESULT_DTYPES):
         raise ValueError(f"{op}: out_dtype must be bfloat16, float16 or None, got {out_dtype}")
     return out_dtype or torch.bfloat16
-
-
-def _check_scaled(op: str, of_rank: dict[str, Any], dtype: torch.dtype) -> None:
-    for name, x in of_rank.items():
-        check_strided(op, name, x)
-        check_no_gradient(op, name, x)
-    if of_rank["a"].ndim < 1:
-        raise ValueError(f"{op}: a must have 1 or more dimensions, got []")
-    fp8_products.check_operands(op, flat(of_rank["a"]), of_rank["w"], of_rank.get("bias"), dtype)
 
 
 def _check_plain(op: str, of_rank: dict[str, Any], where: str) -> None:
