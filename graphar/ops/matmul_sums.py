@@ -92,8 +92,7 @@ def fused_matmul_allreduce(
     how = partition, num_partitions, codec, timeout_s, out_dtype, False, kinds
     scales = () if a_scale is None and w_scale is None else (a_scale, w_scale)
     asked = (a, w, *scales, *(() if bias is None else (bias,))), how, epilogue
-    result = repeated(MATMUL_ALLREDUCE, group, *asked, out)
-    if result is not None:
+    if (result := repeated(MATMUL_ALLREDUCE, group, *asked, out)) is not None:
         return result
     numbers = {"num_partitions": num_partitions, "timeout_s": timeout_s}
     return _call(SUM, a, w, bias, (a_scale, w_scale, out_dtype), partition, codec, group, asked, out, **numbers)
@@ -117,11 +116,9 @@ def with_constant_weight(
     how = partition, None, None, None, out_dtype, True, (type(None), type(None))
     scales = () if a_scale is None and w_scale is None else (a_scale, w_scale)
     asked = (a, w, *scales, *(() if bias is None else (bias,))), how, None
-    result = repeated(MATMUL_ALLREDUCE, group, *asked)
-    if result is not None:
+    if (result := repeated(MATMUL_ALLREDUCE, group, *asked)) is not None:
         return result
-    scaling = a_scale, w_scale, out_dtype
-    return _call(SUM, a, w, bias, scaling, partition, None, group, asked, constant_weight=True)
+    return _call(SUM, a, w, bias, (a_scale, w_scale, out_dtype), partition, None, group, asked, constant_weight=True)
 
 
 def fused_matmul_reducescatter(

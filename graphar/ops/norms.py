@@ -200,8 +200,7 @@ def fused_matmul_allreduce_residual_rmsnorm(
         options.check_removed(_MATMUL_NORM, removed)
     scales = () if a_scale is None and w_scale is None else (a_scale, w_scale)
     kinds = type(eps), type(weight_offset), type(timeout_s)
-    how = eps, weight_offset, partition, timeout_s, kinds
-    asked = (a, w, *scales, residual, weight), how, None
+    asked = (a, w, *scales, residual, weight), (eps, weight_offset, partition, timeout_s, kinds), None
     if (result := repeated(_MATMUL_NORM, group, *asked)) is not None:
         return result
     return _call_matmul(MATMUL_NORM, asked, group, eps, weight_offset, partition, timeout_s)
