@@ -98,15 +98,8 @@ class _Parallel(torch.autograd.Function):
         return of_x, of_w, of_bias(partition, dy) if needs_bias else None, None, None, None
 
 
-@_disable_dynamo  # torch.compile traces no backward pass that differentiates; torch.compiler.disable imports it
-def of_own_tokens(
-    function: Callable[..., torch.Tensor],
-    x: torch.Tensor,
-    parameters: Sequence[torch.Tensor],
-    tokens: Tokens | None,
-    length: int,
-) -> torch.Tensor:
-    """Returns ``function(x, *parameters)`` of this rank's tokens, whose gradients are those of one rank with all.
+class _OfOwnTokens(torch.autograd.Function):
+    """A ``function(x, *parameters)`` of this rank's tokens, whose gradients are those of one rank with all.
 
     ``function`` is one of each token alone, as norms are. The backward pass gathers ``x`` and the result's gradient,
     and differentiates ``function`` of all tokens on every rank. So whatever order torch sums in, it is the order of one
@@ -114,12 +107,9 @@ def of_own_tokens(
     this rank has all. It needs this too: torch may differentiate ``function`` in several steps, whose gradients of
     ``x`` are added to others in another order than one gradient.
     """
-    return _OfOwnTokens.apply(function, tokens, length, x, *parameters)
 
-
-class _OfOwnTokens(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, function, tokens, length, x, *parameters):
+    def forward(ctx, function, tokens: Tokens | None, length: int, x, *parameters):
         ctx.save_for_backward(x, *parameters)
         ctx.function, ctx.tokens, ctx.length = function, tokens, length
         return function(x, *parameters)
@@ -134,6 +124,10 @@ class _OfOwnTokens(torch.autograd.Function):
         lengths = [end - begin for begin, end in itertools.pairwise(begins)]
         of_x, *rest = _gradients(ctx.function, tokens.joined(x, lengths), parameters, tokens.joined(dy, lengths))
         return None, None, None, of_x.narrow(tokens.axis, begins[tokens.rank], lengths[tokens.rank]), *rest
+
+
+# torch.compile traces no backward pass that differentiates. torch.compiler.disable imports it.
+of_own_tokens = _disable_dynamo(_OfOwnTokens.apply)
 
 
 def _gradients(function: Callable, x: torch.Tensor, parameters: Sequence[torch.Tensor], dy: torch.Tensor) -> tuple:
