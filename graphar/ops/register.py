@@ -293,7 +293,9 @@ class Op:
         tensors = named.get("tensors", ())
         ctx.arguments = Arguments({name: value for name, value in named.items() if name not in self._lists})
         ctx.in_list, ctx.ranks = in_list, len(lists[0])
-        ctx.none = [_no_gradient(value) for value in values]
+        # torch treats any empty list as a list of tensors, and expects a list of gradients for it.
+        has_tensors = [isinstance(x, (list, tuple)) and (not x or isinstance(x[0], torch.Tensor)) for x in values]
+        ctx.none = [[None] * len(x) if has else None for x, has in zip(values, has_tensors, strict=True)]
         ctx.wanted = [tensor.requires_grad for tensor in tensors]
         needed, result, none = self.saved(ctx.arguments), self.saved_result, [None] * ctx.ranks
         saved = [xs if name in needed else none for name, xs in zip(self.tensors, lists, strict=True)]
@@ -372,13 +374,6 @@ def _slices(values: Sequence, dims: Sequence, at: int) -> list:
         _slices(value, dim, at) if isinstance(dim, (list, tuple)) else value if dim is None else value.select(dim, at)
         for value, dim in zip(values, dims, strict=True)
     ]
-
-
-def _no_gradient(value: object) -> list | None:
-    # torch treats any empty list as a list of tensors, and expects a list of gradients for it.
-    if isinstance(value, (list, tuple)) and (not value or isinstance(value[0], torch.Tensor)):
-        return [None] * len(value)
-    return None
 
 
 def _with_own_nodes(value: Any) -> Any:
