@@ -126,8 +126,9 @@ class _OfOwnTokens(torch.autograd.Function):
         return None, None, None, of_x.narrow(tokens.axis, begins[tokens.rank], lengths[tokens.rank]), *rest
 
 
-# torch.compile traces no backward pass that differentiates. torch.compiler.disable imports it.
-of_own_tokens = _disable_dynamo(_OfOwnTokens.apply)
+@_disable_dynamo  # torch.compile traces no backward pass that differentiates; torch.compiler.disable imports it
+def of_own_tokens(*call: Any) -> torch.Tensor:
+    return _OfOwnTokens.apply(*call)
 
 
 def _gradients(function: Callable, x: torch.Tensor, parameters: Sequence[torch.Tensor], dy: torch.Tensor) -> tuple:
