@@ -9,6 +9,7 @@ from typing import ClassVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import RowwiseParallel as TorchRowwiseParallel
 from torch.nn import functional
@@ -19,13 +20,13 @@ from graphar.nn.invariant import in_dtype_of_autocast
 from graphar.numerics.dtypes import ACCUMULATION_DTYPES
 from graphar.numerics.fp8_products import BLOCK, FP8
 from graphar.numerics.partitions import TP_INVARIANT
-from graphar.ops import parts
 from graphar.ops.allgather_matmul import fused_allgather_matmul
 from graphar.ops.linear import linear
 from graphar.ops.matmul_sums import fused_matmul_allreduce, fused_matmul_reducescatter, with_constant_weight
 from graphar.ops.sums import SUM as ALLREDUCE
 from graphar.ops.sums import allreduce, reducescatter
-from graphar.runtime.registry import Group, engine_name
+from graphar.ranks.groups import process_group
+from graphar.runtime.registry import Group, engine_name, engine_of_either
 
 
 class _OfGroup(MayBeFp8):
@@ -47,9 +48,7 @@ class _OfGroup(MayBeFp8):
         super().__init__()
         check_linear(type(self).__name__, linear)
         self.tp_invariant, self.group, self.sequence_dim, self.out_dtype = tp_invariant, group, sequence_dim, out_dtype
-        if getattr(getattr(group, "engine", None), "devices", None):
-            raise ValueError("graphar.nn: layers take a process group, or a Communicator of one, not one with devices")
-        self._rank, self._world_size = parts.place(group, tp_invariant)
+        self._rank, self._world_size = _place(group, tp_invariant)
         self._parts = dict(self._divided)
         for name, axis in self._parts.items():
             whole = getattr(linear, name)
@@ -326,3 +325,16 @@ class _SumGradients(torch.autograd.Function):
 
 def _sum_outputs(x: torch.Tensor, group: Group) -> torch.Tensor:
     return _SumOutputs.apply(x, engine_name(group)) if x.requires_grad else allreduce(x, group)
+
+
+def _place(group: Group, alone: bool = False) -> tuple[int, int]:
+    """Returns this rank, and the number of ranks: with ``alone``, a single one without a group."""
+    if alone and group is None and not dist.is_initialized():
+        return 0, 1
+    if group is None or isinstance(group, (dist.ProcessGroup, DeviceMesh)):
+        ranks = process_group(group)
+        return ranks.rank(), ranks.size()
+    engine = engine_of_either(group, "graphar.nn")
+    if engine.rank is None:
+        raise ValueError("graphar.nn: layers take a process group, or a Communicator of one, not one with devices")
+    return engine.rank, engine.world_size

@@ -20,13 +20,14 @@ from graphar.ops.allgather_matmul import OP as ALLGATHER_MATMUL
 from graphar.ops.linear import of_bias, of_weight
 from graphar.ops.matmul_sums import SCATTER as MATMUL_REDUCESCATTER
 from graphar.ops.register import Op
+from graphar.runtime.registry import ALONE
 
 
 class Tokens(NamedTuple):
     """How ranks divide tokens."""
 
     communicator: str  # its name in an op's schema
-    rank: int  # -1: of a call without a group
+    rank: int
     ranks: int
     axis: int  # of the tokens, counted from the first
 
@@ -48,8 +49,9 @@ class Tokens(NamedTuple):
 
     def _of_all(self, op: Op, length: int, lengths: Sequence[int] | None = None, **call) -> Any:
         """Returns the results of a collective of ranks whose parts have these ``lengths``, or all the same."""
+        rank = -1 if self.communicator == ALONE else self.rank
         sizes = list(lengths or [length] * self.ranks)
-        return op.dispatched(communicator=self.communicator, rank=self.rank, sizes=sizes, **call)
+        return op.dispatched(communicator=self.communicator, rank=rank, sizes=sizes, **call)
 
     def check_even(self, x: torch.Tensor) -> None:
         """Raises ValueError unless all ranks can have equally many of the tokens of ``x``."""
