@@ -217,7 +217,6 @@ class _Quantized:
         return known
 
     def _runs(self, parameters: list[Tensor]) -> list[int]:
-        """Returns ``_Bucket.runs`` for the parameters."""
         runs = [0]
         for parameter in parameters:
             in_exact_run = len(runs) % 2 == 1

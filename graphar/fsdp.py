@@ -107,7 +107,6 @@ class _Collective:
         return torch.empty(*size, dtype=dtype, device=device)
 
     def _engine(self, group: dist.ProcessGroup) -> Engine:
-        """Returns the engine of a call that fully_shard makes over ``group``."""
         if self._group is None:
             return engine_of(group)
         engine = engine_of(self._group, self._name)
@@ -120,25 +119,28 @@ class _Collective:
                 )
         return engine
 
-    def _check(self, x: Tensor, out: Tensor, rule: str, *, fits: bool) -> None:
-        """Raises ValueError with ``rule``, which says what fits, unless input and output fit each other."""
-        if not fits or (x.dtype, x.device) != (out.dtype, out.device):
+    def _checked(self, group: dist.ProcessGroup, input: Tensor, output: Tensor, *, whole: str, part: str) -> Engine:
+        """Returns the engine of a call whose ``whole`` tensor has a part of each rank like its tensor ``part``."""
+        engine, numels = self._engine(group), {"input": input.numel(), "output": output.numel()}
+        fits = numels[whole] == engine.world_size * numels[part]
+        if not fits or (input.dtype, input.device) != (output.dtype, output.device):
             raise ValueError(
-                f"{self._name}: {rule}, got {x.numel()} {x.dtype} on {x.device} and {out.numel()} {out.dtype} on "
-                f"{out.device}"
+                f"{self._name}: the {whole} must be {engine.world_size} times the {part}, got {input.numel()} "
+                f"{input.dtype} on {input.device} and {output.numel()} {output.dtype} on {output.device}"
             )
-        if not (x.is_contiguous() and out.is_contiguous()):
+        if not (input.is_contiguous() and output.is_contiguous()):
             raise ValueError(f"{self._name}: the tensors must be contiguous")
+        return engine
 
-    def _run(self, engine: Engine, op: str, x: Tensor, out: Tensor, part: Tensor, averages: bool = False) -> bool:
+    def _run(self, engine: Engine, op: str, x: Tensor, out: Tensor, averages: bool = False) -> bool:
         """Makes an exact call, by copies, or in few blocks unless it is compressed; returns whether by copies.
 
-        ``part`` is like each rank's part. Copies divide the rounded sum if it ``averages``, as other calls do not.
+        Copies divide the rounded sum if it ``averages``, as other calls do not.
         """
-        sides = engine.symmetric_sides(x, out)
-        key = engine.name, op, part.numel(), x.dtype, x.get_device(), sides, averages
+        sides, numel = engine.symmetric_sides(x, out), min(x.numel(), out.numel())
+        key = engine.name, op, numel, x.dtype, x.get_device(), sides, averages
         if (call := self._calls.get(key)) is None:
-            call = self._calls[key] = self._call(engine, op, x, part.numel(), sides, averages)
+            call = self._calls[key] = self._call(engine, op, x, numel, sides, averages)
         by_copies = call.algorithm == COPYING[op].value
         numbers = (1 / engine.world_size,) if averages and by_copies else ()
         engine.run(call, [Operands((x,), (out,), numbers)])
@@ -215,23 +217,10 @@ class AllGather(_Collective):
     ) -> dist.Work | None:
         """Writes the inputs of all ranks into ``output_tensor``, in rank order. Collective.
 
-        Args:
-            output_tensor: takes the parts of all ranks; contiguous.
-            input_tensor: this rank's part; contiguous, of the output's dtype and device. It may be this rank's part
-                of the output.
-            group: the process group.
-            async_op: whether to call on a side stream. If not, it runs on the current stream.
-
-        Returns:
-            With ``async_op`` a Work. Keep the tensors until a stream has waited for it. Otherwise None.
-
-        Raises:
-            ValueError: the tensors do not fit each other, or ``group`` has other ranks than the object's group.
+        The input may be this rank's part of the output. With ``async_op`` it runs on a side stream, and returns a Work:
+        keep the tensors until a stream has waited for it.
         """
-        engine = self._engine(group)
-        fits = output_tensor.numel() == engine.world_size * input_tensor.numel()
-        rule = f"the output must be {engine.world_size} times the input"
-        self._check(input_tensor, output_tensor, rule, fits=fits)
+        engine = self._checked(group, input_tensor, output_tensor, whole="output", part="input")
         device = output_tensor.device
         if not async_op or device.type != "cuda":
             self._gather(engine, input_tensor, output_tensor)
@@ -245,7 +234,7 @@ class AllGather(_Collective):
 
     def _gather(self, engine: Engine, x: Tensor, out: Tensor) -> None:
         # fully_shard gathers in place. A kernel may do so: it writes this rank's part where and as it has read it.
-        if self._run(engine, "allgather", x, out, part=x) and engine.name not in self._pools:
+        if self._run(engine, "allgather", x, out) and engine.name not in self._pools:
             self._pooled, engine.symmetric = engine, runner_of(engine).symmetric
             self._pools[engine.name] = TensorPool(engine.symmetric, x.get_device(), self._pool_nbytes)
 
@@ -279,16 +268,7 @@ class ExactReduceScatter(_Collective):
     ) -> None:
         """Writes this rank's part of the sum or average over ranks into ``output_tensor``. Collective.
 
-        Args:
-            output_tensor: takes the part; contiguous.
-            input_tensor: this rank's tensor with a part for each rank; contiguous, of the output's dtype and device.
-            group: the process group.
-            op: SUM or AVG.
-            async_op: must be False.
-
-        Raises:
-            ValueError: ``op`` is neither SUM nor AVG, ``async_op`` is True, the tensors do not fit each other, or
-                ``group`` has other ranks than the object's group.
+        ``op`` is SUM or AVG, and ``async_op`` False. The input has a part for each rank.
         """
         kind = getattr(op, "op", op)  # torch passes a ReduceOp object or its enum value
         if kind not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
@@ -298,17 +278,14 @@ class ExactReduceScatter(_Collective):
             )
         if async_op:
             raise ValueError(f"{self._name}: has no async_op; call it on a stream of its own")
-        engine = self._engine(group)
-        fits = input_tensor.numel() == engine.world_size * output_tensor.numel()
-        rule = f"the input must be {engine.world_size} times the output"
-        self._check(input_tensor, output_tensor, rule, fits=fits)
+        engine = self._checked(group, input_tensor, output_tensor, whole="input", part="output")
         averages = kind == dist.ReduceOp.AVG
         if not self._reduce(input_tensor, output_tensor, engine, averages) and averages:
             output_tensor.div_(engine.world_size)
 
     def _reduce(self, x: Tensor, out: Tensor, engine: Engine, averages: bool) -> bool:
         """Writes this rank's part of the sum, and returns whether it is divided already if it ``averages``."""
-        return self._run(engine, "reducescatter", x, out, out, averages)
+        return self._run(engine, "reducescatter", x, out, averages)
 
 
 class QuantizedReduceScatter(ExactReduceScatter):
@@ -344,23 +321,20 @@ class QuantizedReduceScatter(ExactReduceScatter):
             raise ValueError(f"{self._name}: algorithm='hierarchical' has no error_feedback")
         self._coded, self._error_feedback = algorithm, error_feedback
         self._codec = replace(as_codec(self._name, codec), feedback=error_feedback).text
-        self._residual: Tensor | None = None
+        self._residual: Tensor | None = None  # a call adds it to its input, and replaces it by its rounding errors
 
     def _reduce(self, x: Tensor, out: Tensor, engine: Engine, averages: bool) -> bool:
         call_checks.check_quantized_call(self._name, self._codec, "auto", x)
-        residuals = (self._residual_like(x),) if self._error_feedback else ()
+        residuals = ()
+        if self._error_feedback:
+            residual = self._residual = torch.zeros_like(x) if self._residual is None else self._residual
+            if (residual.shape, residual.dtype) != (x.shape, x.dtype):
+                raise ValueError(
+                    f"{self._name}: with error_feedback each module needs one of its own; this one's has "
+                    f"{residual.numel()} {residual.dtype}, got {x.numel()} {x.dtype}"
+                )
+            residuals = (residual,)
         # The full grid: with few blocks a codec's all-reduce was 8 % slower in DistributedDataParallel.
         work = Parts("reducescatter", (out.numel(),) * engine.world_size, self._codec)
         engine.run(Call.of(work, x, algorithm=self._coded), [Operands((x, *residuals), (out,))])
         return False
-
-    def _residual_like(self, x: Tensor) -> Tensor:
-        """Returns the module's residual, which a call adds to its input and replaces by its rounding errors."""
-        if self._residual is None:
-            self._residual = torch.zeros_like(x)
-        if (self._residual.shape, self._residual.dtype) != (x.shape, x.dtype):
-            raise ValueError(
-                f"{self._name}: with error_feedback each module needs one of its own; this one's has "
-                f"{self._residual.numel()} {self._residual.dtype}, got {x.numel()} {x.dtype}"
-            )
-        return self._residual

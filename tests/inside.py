@@ -5,13 +5,13 @@
 
 from graphar.numerics.partitions import split
 from graphar.ops import matmul_operands, options, parts
-from graphar.ops.register import op_named
+from graphar.ops.register import ops_by_name
 from graphar.runtime.registry import engine_name
 
 
 def call(op: str, *tensors, group=None, out=None, residual=None, codec=None, epilogue=None, axis=0, bias=None, **given):
     """Returns the result of an op, given its tensors in order, and other arguments as its public function has them."""
-    of_schema, in_list = op_named(op), isinstance(tensors[0], (list, tuple))
+    of_schema, in_list = ops_by_name[op], isinstance(tensors[0], (list, tuple))
     if of_schema.takes("order"):
         options.check_input(op, *tensors)
     else:

@@ -249,13 +249,12 @@ class _InvariantNorm(torch.nn.Module):
             with autocast:
                 return self._torchs(x, self.normalized_shape, *parameters, eps=self.eps)
 
+        if isinstance(x, DTensor) and isinstance(placement := x.placements[0], Shard):
+            tokens, length = _tokens(x.device_mesh, placement.dim % x.ndim), x.shape[placement.dim]
+        y = sequence.of_own_tokens(function, tokens, length, local, *parameters)
         if not isinstance(x, DTensor):
-            return sequence.of_own_tokens(function, local, parameters, tokens, length)
-        (placement,), mesh = x.placements, x.device_mesh
-        if isinstance(placement, Shard):
-            tokens, length = _tokens(mesh, placement.dim % x.ndim), x.shape[placement.dim]
-        y = sequence.of_own_tokens(function, local, parameters, tokens, length)
-        return DTensor.from_local(y, mesh, x.placements, run_check=False, shape=x.shape, stride=x.stride())
+            return y
+        return DTensor.from_local(y, x.device_mesh, x.placements, run_check=False, shape=x.shape, stride=x.stride())
 
     def _has_whole_rows(self, x: torch.Tensor) -> bool:
         """Whether each token that this rank has is whole."""
@@ -265,8 +264,6 @@ class _InvariantNorm(torch.nn.Module):
 
 
 class InvariantLayerNorm(_InvariantNorm, torch.nn.LayerNorm):
-    """A torch.nn.LayerNorm that may have its part of the tokens."""
-
     _torchs = staticmethod(functional.layer_norm)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -274,8 +271,6 @@ class InvariantLayerNorm(_InvariantNorm, torch.nn.LayerNorm):
 
 
 class InvariantRMSNorm(_InvariantNorm, torch.nn.RMSNorm):
-    """A torch.nn.RMSNorm that may have its part of the tokens."""
-
     _torchs = staticmethod(functional.rms_norm)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

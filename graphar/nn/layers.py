@@ -91,15 +91,14 @@ class _OfGroup(MayBeFp8):
         columns, features = (x if isinstance(x, torch.Tensor) else x[0]).shape[-1], self.weight.shape[1]
         if columns != features:
             is_whole = self._divided["weight"] == 1 and columns == features * self._world_size
-            parts = f"; pass this rank's part, x.chunk({self._world_size}, -1)[rank]" if is_whole else ""
-            raise ValueError(f"{type(self).__name__}: takes {features} features on each rank, got {columns}{parts}")
+            advice = f"; pass this rank's part, x.chunk({self._world_size}, -1)[rank]" if is_whole else ""
+            raise ValueError(f"{type(self).__name__}: takes {features} features on each rank, got {columns}{advice}")
 
     def _of_tokens(self, x: torch.Tensor) -> torch.Tensor:
         partition = TP_INVARIANT if self.tp_invariant else "auto"
         return self._with_tokens(*in_dtype_of_autocast(x, self.weight, self.bias), self._tokens(x), partition)
 
     def _tokens(self, x: torch.Tensor) -> sequence.Tokens:
-        """Returns how ranks divide the tokens of an input."""
         dim = self.sequence_dim
         if dim is None or not -x.ndim <= dim < x.ndim - 1 or dim == -1:
             raise ValueError(

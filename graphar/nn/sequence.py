@@ -59,7 +59,6 @@ class Tokens(NamedTuple):
             raise ValueError(f"RowParallelLinear: {self.ranks} ranks cannot divide {x.shape[self.axis]} tokens evenly")
 
     def first(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns a tensor with its tokens in the first dimension."""
         return x.movedim(self.axis, 0).contiguous()
 
     def back(self, x: torch.Tensor) -> torch.Tensor:
@@ -67,11 +66,7 @@ class Tokens(NamedTuple):
         return x.movedim(0, self.axis).contiguous()
 
 
-# ---- layers ---------------------------------------------------------------------------------------------------------
-
-
 def column_parallel(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, tokens: Tokens, partition: str):
-    """Returns this rank's features of all tokens, from this rank's tokens."""
     if partition == TP_INVARIANT and x.requires_grad and torch.is_grad_enabled():
         leaf_tree.check_columns("ColumnParallelLinear", len(w), tokens.ranks, "features")
     return _Parallel.apply(x, w, bias, tokens, partition, True)
@@ -84,10 +79,7 @@ def row_parallel(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, to
 
 
 class _Parallel(torch.autograd.Function):
-    """Gathers tokens and multiplies, or multiplies and sums each rank's tokens; backward the other of the two.
-
-    No rank keeps gathered tokens. The gradients of weight and bias are those of all tokens.
-    """
+    """Gathers tokens, which no rank keeps, and multiplies; or multiplies and sums each rank's. Backward the other."""
 
     @staticmethod
     def forward(ctx, x, w, bias, tokens, partition, gathers):
@@ -108,18 +100,8 @@ class _Parallel(torch.autograd.Function):
         return of_x, of_w, of_bias(partition, dy) if needs_bias else None, None, None, None
 
 
-# ---- norms ----------------------------------------------------------------------------------------------------------
-
-
-@_disable_dynamo  # torch.compile traces no backward pass that differentiates; torch.compiler.disable imports it
-def of_own_tokens(
-    function: Callable[..., torch.Tensor],
-    x: torch.Tensor,
-    parameters: Sequence[torch.Tensor],
-    tokens: Tokens | None,
-    length: int,
-) -> torch.Tensor:
-    """Returns ``function(x, *parameters)`` of this rank's tokens, whose gradients are those of one rank with all.
+class _OfOwnTokens(torch.autograd.Function):
+    """A ``function(x, *parameters)`` of this rank's tokens, whose gradients are those of one rank with all.
 
     ``function`` is one of each token alone, as norms are. The backward pass gathers ``x`` and the result's gradient,
     and differentiates ``function`` of all tokens on every rank. So whatever order torch sums in, it is the order of one
@@ -127,12 +109,9 @@ def of_own_tokens(
     this rank has all. It needs this too: torch may differentiate ``function`` in several steps, whose gradients of
     ``x`` are added to others in another order than one gradient.
     """
-    return _OfOwnTokens.apply(function, tokens, length, x, *parameters)
 
-
-class _OfOwnTokens(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, function, tokens, length, x, *parameters):
+    def forward(ctx, function, tokens: Tokens | None, length: int, x, *parameters):
         ctx.save_for_backward(x, *parameters)
         ctx.function, ctx.tokens, ctx.length = function, tokens, length
         return function(x, *parameters)
@@ -147,6 +126,11 @@ class _OfOwnTokens(torch.autograd.Function):
         lengths = [end - begin for begin, end in itertools.pairwise(begins)]
         of_x, *rest = _gradients(ctx.function, tokens.joined(x, lengths), parameters, tokens.joined(dy, lengths))
         return None, None, None, of_x.narrow(tokens.axis, begins[tokens.rank], lengths[tokens.rank]), *rest
+
+
+@_disable_dynamo  # torch.compile traces no backward pass that differentiates; torch.compiler.disable imports it
+def of_own_tokens(*call: Any) -> torch.Tensor:
+    return _OfOwnTokens.apply(*call)
 
 
 def _gradients(function: Callable, x: torch.Tensor, parameters: Sequence[torch.Tensor], dy: torch.Tensor) -> tuple:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, overload
+from typing import Any, TypeVar
 
 import torch
 
 from graphar.numerics.dtypes import BYTE
 from graphar.ops import options, parts
-from graphar.ops.options import Arguments, T
+from graphar.ops.options import Arguments
 from graphar.ops.register import Op, for_ranks
 from graphar.ops.repeats import repeated, typed
 from graphar.plan.algorithms import AllGatherAlgorithm
@@ -20,29 +20,18 @@ from graphar.runtime.engine import Engine
 from graphar.runtime.registry import Group, engine_name
 
 NAME, TUPLE = "allgather", "allgather_tuple"
+S = TypeVar("S", torch.Tensor, list[torch.Tensor], tuple[torch.Tensor, ...], tuple[list[torch.Tensor], ...])
 
 
-@overload
 def allgather(
-    x: T,
+    x: S,
     group: Group = None,
     *,
     axis: int = 0,
     sizes: Sequence[int] | None = None,
     algorithm: AllGatherAlgorithm = "auto",
     timeout_s: float | None = None,
-) -> T: ...
-@overload
-def allgather(
-    x: tuple[T, ...],
-    group: Group = None,
-    *,
-    axis: Literal[0] = 0,
-    sizes: Sequence[int] | None = None,
-    algorithm: Literal["auto"] = "auto",
-    timeout_s: float | None = None,
-) -> tuple[T, ...]: ...
-def allgather(x, group=None, *, axis=0, sizes=None, algorithm="auto", timeout_s=None):
+) -> S:
     """Returns the tensors of all ranks, joined along ``axis`` in rank order, on every rank.
 
     It moves bits: any dtype, every bit pattern unchanged. ``graphar.reference.allgather`` is the specification.
@@ -78,7 +67,7 @@ def allgather(x, group=None, *, axis=0, sizes=None, algorithm="auto", timeout_s=
         CommunicatorError: the communicator is closed, or ranks made different calls.
         CollectiveTimeout: a rank did not arrive in time. On GPUs the next call or ``synchronize`` raises it.
     """
-    tensors = x if isinstance(x, tuple) else (x,)
+    tensors: tuple[Any, ...] = x if isinstance(x, tuple) else (x,)
     of_ranks = None if sizes is None else typed(sizes)
     how = axis, type(axis), of_ranks, algorithm, timeout_s, type(timeout_s)
     if tensors and (result := repeated(NAME if tensors is not x else TUPLE, group, tensors, how)) is not None:
@@ -87,23 +76,19 @@ def allgather(x, group=None, *, axis=0, sizes=None, algorithm="auto", timeout_s=
     if tensors is x:
         if algorithm != "auto":
             raise ValueError(f"{NAME}: algorithm must be 'auto' for a tuple, got {str(algorithm)!r}")
-        _check_tuple(x, axis, sizes)
-        flat = [tensor for of_rank in x for tensor in of_rank] if isinstance(x[0], (list, tuple)) else x
+        _check_tuple(tensors, axis, sizes)
+        flat = [x for of_rank in tensors for x in of_rank] if isinstance(tensors[0], (list, tuple)) else tensors
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in flat):
-            return tuple([allgather(tensor, group, sizes=sizes, timeout_s=timeout_s) for tensor in x])
+            results: Any = tuple([allgather(tensor, group, sizes=sizes, timeout_s=timeout_s) for tensor in tensors])
+            return results
     name, first, more = engine_name(group, NAME), tensors[0], tensors[1:]
     if isinstance(first, (list, tuple)):
-        if sizes is not None:
-            raise ValueError("allgather: sizes is for calls with one tensor; omit it for a list")
-        axis, rank = tensor_checks.check_list_to_join(NAME, first, axis), -1
-        sizes = [tensor.shape[axis] for tensor in first]
+        axis = tensor_checks.check_list_to_join(NAME, first, axis)
         more = [tensor for of_rank in zip(*more, strict=True) for tensor in of_rank]
     else:
         tensor_checks.check_strided(NAME, "x", first)
         axis = call_checks.check_axis(NAME, first, axis)
-        (rank, ranks), length = parts.place(group), first.shape[axis]
-        sizes = [length] * ranks if sizes is None else call_checks.check_sizes(NAME, sizes, ranks, rank, length)
-    where = {"communicator": name, "timeout_s": timeout_s, "rank": rank, "sizes": sizes}
+    where = {"communicator": name, "timeout_s": timeout_s} | parts.to_join(NAME, "x", first, axis, sizes, group)
     if tensors is x:
         return TUPLE_OP(first, asked=(tensors, how, None), more=more, **where)
     return OP(x, asked=(tensors, how, None), axis=axis, algorithm=str(algorithm), **where)
@@ -135,15 +120,12 @@ def _check_tuple(xs: tuple, axis: object, sizes: object) -> None:
 
 
 class _Gather(Op):
-    """An all-gather of one tensor of each rank."""
-
     needed = ()
 
     def fake(self, xs, arguments: Arguments) -> list[torch.Tensor]:
         return [parts.with_length(x, arguments.axis, sum(arguments.sizes)) for x in xs]
 
     def run(self, engine: Engine, xs, outs, arguments: Arguments):
-        """Writes the tensors of all ranks into every tensor of ``outs``, which are contiguous."""
         axis = arguments.axis
         rows, rooms = [parts.rows_of(x, axis) for x in xs], [parts.room_for(out, axis) for out in outs]
         work = Parts(NAME, parts.counts_of(rows[0], arguments.sizes), axis=axis, row=tuple(rows[0].shape[1:]))
@@ -172,12 +154,9 @@ def work_of(xs: Sequence[torch.Tensor], sizes: Sequence[int]) -> TensorTuple:
 
 
 class _GatherOfTuple(Op):
-    """An all-gather of several tensors of each rank."""
-
     has_several = True
 
     def run(self, engine: Engine, xs, outs, arguments: Arguments):
-        """Writes the tensors of all ranks into the results of each rank of this process."""
         ranks = options.operands([[x.contiguous() for x in of_ranks] for of_ranks in _lists(xs, arguments)], outs)
         first = ranks[0].inputs
         call = Call(work_of(first, arguments.sizes), BYTE, first[0].get_device(), timeout_s=arguments.timeout_s)

@@ -15,7 +15,7 @@ from graphar.ops import linear, matmul_operands, options, parts
 from graphar.ops.gradients import before_epilogue, in_backward
 from graphar.ops.options import Arguments, T
 from graphar.ops.register import Op, for_ranks
-from graphar.ops.repeats import Asked, repeated, typed
+from graphar.ops.repeats import repeated, typed
 from graphar.plan.call import Call
 from graphar.plan.work import Product
 from graphar.runtime.checks import call_checks
@@ -129,48 +129,30 @@ def fused_allgather_matmul(
     asked = (a, w, *scales, *(() if bias is None else (bias,))), how, epilogue
     if (result := repeated(NAME, group, *asked)) is not None:
         return result
-    scaling = a_scale, w_scale, out_dtype
-    return _gather(a, w, bias, scaling, sizes, partition, group, asked, gathered=gathered, timeout_s=timeout_s)
-
-
-def _gather(a, w, bias, scales: tuple, sizes, partition, group: Group, asked: Asked, *, gathered, timeout_s):
-    """Checks a call's arguments, and makes it."""
-    epilogue, has_scales = asked[2], any(scale is not None for scale in scales[:2])
     call_checks.check_call(NAME, "auto", timeout_s)
-    served = PARTITIONS[:-1] if has_scales else PARTITIONS
+    served = PARTITIONS[:-1] if scales else PARTITIONS
     if partition not in served:
-        of = "with scales partition" if has_scales else "partition"
+        of = "with scales partition" if scales else "partition"
         raise ValueError(f"{NAME}: {of} must be one of {', '.join(served)}, got {partition!r}")
     in_list, alone = isinstance(a, (list, tuple)), partition == TP_INVARIANT
     name = engine_name(group, NAME, alone and not in_list)
-    scaled = matmul_operands.check(NAME, a, w, bias, scales, rows_differ=True)
-    dtype = scaled.get("scaled_dtype")
+    scaled = matmul_operands.check(NAME, a, w, bias, (a_scale, w_scale, out_dtype), rows_differ=True)
     first, weight = (a[0], w[0]) if in_list else (a, w)
     parts.check_has_rows(NAME, "a", first)
-    if partition == TP_INVARIANT:
-        _check_invariant(a, gathered)
-    if in_list and sizes is not None:
-        raise ValueError(f"{NAME}: sizes is for calls with one tensor; omit it for a list")
-    rank, world_size = (-1, len(a)) if in_list else parts.place(group, alone)
-    if in_list or sizes is None:
-        sizes = [len(x) for x in a] if in_list else [len(a)] * world_size
-    else:
-        sizes = call_checks.check_sizes(NAME, sizes, world_size, rank, len(a), "a")
-    added = matmul_operands.added(NAME, a, bias, epilogue, (sum(sizes), *first.shape[1:-1], len(weight)), dtype)
-    how = {"communicator": name, "timeout_s": timeout_s, "rank": rank, "sizes": sizes, "partition": partition}
-    results = OP(a, w, asked=asked, gathered=gathered, **how, **added, **scaled)
+    if alone:
+        xs, of = a if in_list else [a], f"with partition={TP_INVARIANT!r} "
+        options.check_float(NAME, "a", xs[0], of)
+        if gathered and torch.is_grad_enabled() and any(x.requires_grad for x in xs):
+            raise ValueError(
+                f"{NAME}: {of}and gathered=True it cannot be differentiated: the gradients of the "
+                "gathered rows are rounded before they are summed; gather once for each weight"
+            )
+    where = parts.to_join(NAME, "a", a, 0, sizes, group, alone)
+    shape = sum(where["sizes"]), *first.shape[1:-1], len(weight)
+    added = matmul_operands.added(NAME, a, bias, epilogue, shape, scaled.get("scaled_dtype"))
+    call = {"communicator": name, "timeout_s": timeout_s, "gathered": gathered, "partition": partition}
+    results = OP(a, w, asked=asked, **call, **where, **added, **scaled)
     return results if gathered else results[0]
-
-
-def _check_invariant(a, gathered: bool) -> None:
-    """Raises ValueError if a call has no tensor-parallel invariant result or gradient."""
-    xs, of = a if isinstance(a, (list, tuple)) else [a], f"with partition={TP_INVARIANT!r} "
-    options.check_float(NAME, "a", xs[0], of)
-    if gathered and torch.is_grad_enabled() and any(x.requires_grad for x in xs):
-        raise ValueError(
-            f"{NAME}: {of}and gathered=True it cannot be differentiated: the gradients of the "
-            "gathered rows are rounded before they are summed; gather once for each weight"
-        )
 
 
 class _GatherMatmul(Op):
@@ -191,17 +173,16 @@ class _GatherMatmul(Op):
         return results
 
     def run(self, engine: Engine, a, w, outs, arguments: Arguments):
-        """Writes for each rank the product, and the gathered rows if they are wanted."""
         followed = options.applied(NAME, arguments, [product for product, *_ in outs])
         in_one = a[0].shape[1:-1].numel()
         if not sum(arguments.sizes) * in_one:
             return None
         counts = tuple([size * in_one for size in arguments.sizes])
         form = followed and replace(followed.form, columns=1)  # ranks may differ in columns
-        how = {"gathered": arguments.gathered, **matmul_operands.multiplied(NAME, a, w, arguments)}
+        how = {"gathered": arguments.gathered, **matmul_operands.multiplied(self, a, w, arguments)}
         work = Product(NAME, counts, a[0].shape[-1], bool(arguments.bias), epilogue=form, **how)
         wanted = outs if arguments.gathered else [results[:1] for results in outs]
-        ranks = options.operands(matmul_operands.lists(a, w, arguments), wanted, followed)
+        ranks = options.operands(matmul_operands.lists(a, w, arguments.scales, arguments.bias), wanted, followed)
         return engine.run(Call.of(work, outs[0][0], timeout_s=arguments.timeout_s), ranks), ranks
 
     def check(self, engine: Engine, a, w, arguments: Arguments) -> None:
@@ -211,10 +192,10 @@ class _GatherMatmul(Op):
         """Returns the gradients: of ``a`` by a reduce-scatter, and of ``w`` from rows that are gathered again."""
         a, w, *_ = saved
         of_products, of_rows = list(gradients[::2]), list(gradients[1::2])
-        needs_a, needs_w = (ctx.in_list or need for need in ctx.needs_input_grad[:2])
-        of_a, of_w, wholes, rest = [None] * len(a), [None] * len(w), None, {}
+        needs_a, needs_w = any(ctx.needs["a"]), any(ctx.needs["w"])
+        of_a, of_w, wholes, rest, partition = [None] * len(a), [None] * len(w), None, {}, ctx.arguments.partition
         if ctx.arguments.epilogue:
-            again = {"gathered": needs_w, "partition": ctx.arguments.partition, "after": in_backward(of_products)}
+            again = {"gathered": needs_w, "partition": partition, "after": in_backward(of_products)}
             results = for_ranks(ctx, NAME, a, w, **again, **ctx.where)
             products, wholes = [product.float() for product in results[::2]], results[1::2]
             of_products, rest = before_epilogue(ctx, products, of_products, tensors, a[0].dtype)
@@ -222,10 +203,9 @@ class _GatherMatmul(Op):
             of_a = _of_rows(ctx, of_products, of_rows, w)
         if needs_w:
             wholes = wholes or for_ranks(ctx, "allgather", a, **ctx.where)
-            of_w = [linear.of_weight(ctx.arguments.partition, *pair) for pair in zip(of_products, wholes, strict=True)]
-        wanted = zip(of_products, ctx.needs["bias"], strict=False)
-        of_biases = [linear.of_bias(ctx.arguments.partition, x) if need else None for x, need in wanted]
-        return of_a, of_w, {"bias": of_biases} | rest
+            of_w = linear.where_needed(ctx.needs["w"], linear.of_weight, partition, of_products, wholes)
+        rest["bias"] = linear.where_needed(ctx.needs["bias"], linear.of_bias, partition, of_products)
+        return of_a, of_w, rest
 
 
 def _of_rows(ctx, of_products, of_rows, w) -> list[torch.Tensor]:

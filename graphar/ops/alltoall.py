@@ -87,11 +87,9 @@ def alltoall(
     if out is None:
         return OP(x, asked=asked, **named)
     of_ranks = options.by_rank(NAME, x=x, out=out)
-    shapes = _result_shapes([like for like, _ in of_ranks], Arguments(named))
+    shapes = _result_shapes([like for like, _ in of_ranks], Arguments(OP.complete(named)))
     for (like, to), shape in zip(of_ranks, shapes, strict=True):
-        tensor_checks.check_strided(NAME, "out", to)
-        wanted = {"shape": torch.Size(shape), "dtype": like.dtype, "device": like.device}
-        tensor_checks.check_destination(NAME, "out", to, wanted, "result", (like,))
+        options.check_result(NAME, to, shape, like.dtype, (like,))
     OP.into(x, out, asked=asked, **named)
     return out
 
@@ -138,9 +136,6 @@ def _arguments_of_list(xs, group: Group, sizes, scatter_dim, gather_dim) -> dict
     return {"sizes": sizes, "scatter_dim": scatter, "gather_dim": gather}
 
 
-# ---- checks ---------------------------------------------------------------------------------------------------------
-
-
 def _equal(x: torch.Tensor, dim: int, ranks: int) -> list[int]:
     if x.shape[dim] % ranks:
         raise ValueError(
@@ -170,9 +165,6 @@ def _check_sum(x: torch.Tensor, dim: int, sends: Sequence[int]) -> None:
             f"{NAME}: sizes must have lengths to send that add up to dimension {dim} of shape {list(x.shape)}, got "
             f"{list(sends)}"
         )
-
-
-# ---- the op ---------------------------------------------------------------------------------------------------------
 
 
 def _lengths(arguments: Arguments, tensors: int) -> list[tuple[int, Lengths, Lengths]]:
@@ -210,7 +202,6 @@ class _AllToAll(Op):
         return [x.new_empty(shape) for x, shape in zip(xs, _result_shapes(xs, arguments), strict=True)]
 
     def run(self, engine: Engine, xs, outs, arguments: Arguments):
-        """Writes each rank's parts into its tensor of ``outs``, which are contiguous."""
         xs, (scatter, gather) = [x.contiguous() for x in xs], (arguments.scatter_dim, arguments.gather_dim)
         row = tuple([1 if at in (scatter, gather) else length for at, length in enumerate(xs[0].shape)])
         (first, *_), sends, receives = zip(*_lengths(arguments, len(xs)), strict=True)

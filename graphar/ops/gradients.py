@@ -7,7 +7,6 @@ call that is tensor-parallel invariant has invariant gradients, by the products 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -16,10 +15,9 @@ from graphar.numerics.epilogues.epilogue import bind
 from graphar.numerics.leaf_tree import LEAVES
 from graphar.numerics.partitions import TP_INVARIANT
 from graphar.ops import linear
+from graphar.ops.options import Tensors
 from graphar.ops.register import define, for_ranks
 from graphar.runtime.registry import engine_of_group
-
-Tensors = Sequence[torch.Tensor]
 
 
 def _epilogue_backward(v, gradient, tensors, scalars, epilogue, wanted) -> list[torch.Tensor]:
@@ -82,10 +80,9 @@ def before_epilogue(
         results = torch.ops.graphar.epilogue_backward(v, gradient, tensors[places], *call, [True, *wanted])
         if torch.is_grad_enabled():  # the gradient itself may be differentiated
             results = _WithoutDerivative.apply(*results)
-        of_v, *rest = results
+        of_v, *of_wanted = results
         of_vs.append(of_v.to(dtype))
-        of_wanted = iter(rest)
-        of_tensors += [next(of_wanted) if is_wanted else None for is_wanted in wanted]
+        of_tensors += [of_wanted.pop(0) if is_wanted else None for is_wanted in wanted]
     return of_vs, {"tensors": of_tensors}
 
 
@@ -101,44 +98,28 @@ class _WithoutDerivative(torch.autograd.Function):
         raise NotImplementedError("graphar: an epilogue has no second derivative; apply it to the sum instead")
 
 
-# ---- matmuls -------------------------------------------------------------------------------------------------------
-
-
 def of_operands(ctx, gradients: Tensors, a: Tensors, w: Tensors) -> tuple[list, list]:
     """Returns the gradients of each rank's ``a`` and ``w`` from those of its sum, or part of it; None if not needed."""
-    partition, (needs_a, needs_w) = ctx.arguments.partition, ctx.needs_input_grad[:2]
-    of_a: list[Any] = [None] * len(a)
-    of_w: list[Any] = [None] * len(w)
+    partition, needs_a, needs_w = ctx.arguments.partition, ctx.needs["a"], ctx.needs["w"]
     if "sizes" not in ctx.where:
-        gradients = _of_equal_sums(ctx, gradients)
-        needed = list(zip(needs_a, needs_w, strict=True)) if ctx.in_list else [(needs_a, needs_w)]
-        for at, (gradient, needs) in enumerate(zip(gradients, needed, strict=True)):
-            of_a[at] = linear.of_input(partition, gradient, w[at]) if needs[0] else None
-            of_w[at] = linear.of_weight(partition, gradient, a[at]) if needs[1] else None
-        return of_a, of_w
-    wholes = []
-    if ctx.in_list or needs_a:
-        how = {"gathered": ctx.in_list or needs_w, "partition": partitions.in_backward(partition)}
+        # Processes compute the same loss, and each has its gradient. In a list the ranks' gradients add up.
+        if ctx.in_list and partition == TP_INVARIANT:
+            gradients = sums_as_tree(ctx, gradients, gradients[0].dtype)
+        elif ctx.in_list:
+            gradients = for_ranks(ctx, "allreduce", gradients, **ctx.where)
+        of_a = linear.where_needed(needs_a, linear.of_input, partition, gradients, w)
+        return of_a, linear.where_needed(needs_w, linear.of_weight, partition, gradients, a)
+    of_a, of_w, wholes = [None] * len(a), [None] * len(w), []
+    if any(needs_a):
+        how = {"gathered": any(needs_w), "partition": partitions.in_backward(partition)}
         by_columns = [weight.t() for weight in w]
         results = for_ranks(ctx, "fused_allgather_matmul", gradients, by_columns, **how, **ctx.where)
         of_a, wholes = results[::2], results[1::2]
-    elif needs_w:
+    elif any(needs_w):
         wholes = for_ranks(ctx, "allgather", gradients, **ctx.where)
-    if ctx.in_list or needs_w:
-        of_w = [linear.of_weight(partition, whole, x) for whole, x in zip(wholes, a, strict=True)]
+    if any(needs_w):
+        of_w = linear.where_needed(needs_w, linear.of_weight, partition, wholes, a)
     return of_a, of_w
-
-
-def _of_equal_sums(ctx, gradients: Tensors) -> Tensors:
-    """Returns the gradient of each rank's product from the gradients of sums that all ranks have.
-
-    If ranks are processes, they compute the same loss, whose gradient each has. Otherwise the ranks' gradients add up.
-    """
-    if not ctx.in_list:
-        return gradients
-    if ctx.arguments.partition != TP_INVARIANT:
-        return for_ranks(ctx, "allreduce", gradients, **ctx.where)
-    return sums_as_tree(ctx, gradients, gradients[0].dtype)
 
 
 def of_sums(ctx, gradients, a: Tensors, w: Tensors, tensors) -> tuple[Tensors, dict]:
@@ -147,13 +128,11 @@ def of_sums(ctx, gradients, a: Tensors, w: Tensors, tensors) -> tuple[Tensors, d
     The gradient of a bias that was added to the rows of this rank's part covers these rows only, unless a call of
     processes is to be invariant: then it is the sum over all ranks' rows.
     """
-    partition, of_biases, of_parts = ctx.arguments.partition, [], "sizes" in ctx.where
-    of_all_rows = of_parts and partition == TP_INVARIANT and not ctx.in_list
-    for gradient, wanted in zip(gradients, ctx.needs["bias"], strict=False):
-        if wanted and of_all_rows:
-            of_biases += sums_as_tree(ctx, [linear.bias_partial(gradient, world_size(ctx))], gradient.dtype)
-        else:
-            of_biases.append(linear.of_bias(partition, gradient) if wanted else None)
+    partition, of_parts = ctx.arguments.partition, "sizes" in ctx.where
+    if of_parts and partition == TP_INVARIANT and not ctx.in_list and any(ctx.needs["bias"]):
+        of_biases = sums_as_tree(ctx, [linear.bias_partial(gradients[0], world_size(ctx))], gradients[0].dtype)
+    else:
+        of_biases = linear.where_needed(ctx.needs["bias"], linear.of_bias, partition, gradients)
     products, more = [], {}
     if ctx.arguments.epilogue and partition == TP_INVARIANT:
         leaves, more = LEAVES // world_size(ctx), {"order": "tree"}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import torch
 
 from graphar.numerics import leaf_tree
@@ -9,7 +11,7 @@ from graphar.numerics.fp8_products import checked_scales
 from graphar.numerics.leaf_tree import LEAVES
 from graphar.numerics.partitions import TP_INVARIANT
 from graphar.ops import matmul_operands, options, parts
-from graphar.ops.register import define, op_named
+from graphar.ops.register import define, ops_by_name
 from graphar.plan.work import MATMUL_ALLREDUCE
 from graphar.product import operands
 from graphar.product.multiply import Leaves, Scaled
@@ -88,9 +90,6 @@ def _linear(
     return out
 
 
-# ---- gradients ------------------------------------------------------------------------------------------------------
-
-
 def of_input(partition: str, dy: torch.Tensor, w: torch.Tensor, leaves: int = 1) -> torch.Tensor:
     """Returns ``dy @ w``, the gradient of a layer's input; with "tp_invariant" a sum over features in ``leaves``."""
     if partition == TP_INVARIANT:
@@ -110,14 +109,16 @@ def of_bias(partition: str, dy: torch.Tensor) -> torch.Tensor:
 
 
 def bias_partial(dy: torch.Tensor, ranks: int = 1) -> torch.Tensor:
-    """Returns a rank's partial of a bias's gradient, in fp32, where the rows are divided between ``ranks``.
-
-    It is the sum over the rank's leaves of rows: graphar.reference.linear_gradients.bias_partial.
-    """
+    """Returns a rank's partial of a bias's gradient, in fp32: graphar.reference.linear_gradients.bias_partial."""
     dy = operands.flat(dy)
     leaf_tree.check_rows(NAME, len(dy), ranks)
     ones = dy.new_ones(1, len(dy))
     return torch.ops.graphar.linear(ones, dy.t(), None, LEAVES // ranks, torch.float32).squeeze(0)
+
+
+def where_needed(needs: Sequence[bool], gradient: Callable, partition: str, *lists: Sequence[torch.Tensor]) -> list:
+    """Returns ``gradient(partition, *tensors)`` of each rank that needs it, whose tensors ``lists`` have; else None."""
+    return [gradient(partition, *tensors) if need else None for need, *tensors in zip(needs, *lists, strict=False)]
 
 
 def _keep(ctx, inputs, output) -> None:
@@ -132,7 +133,7 @@ def _backward(ctx, dy):
     of_a = None
     if needs_a and ctx.communicator:
         call = {"communicator": ctx.communicator, "partition": TP_INVARIANT}
-        of_a = op_named(MATMUL_ALLREDUCE).dispatched(a=dy, w=w.t(), **call)
+        of_a = ops_by_name[MATMUL_ALLREDUCE].dispatched(a=dy, w=w.t(), **call)
     elif needs_a:
         of_a = of_input(TP_INVARIANT, dy, w, LEAVES)
     of_w = of_weight(TP_INVARIANT, dy, a) if needs_w else None

@@ -89,10 +89,9 @@ def cross_entropy(
         raise ValueError(f"{NAME}: label_smoothing must be from 0 to 1, got {label_smoothing!r}")
     if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
         raise TypeError(f"{NAME}: ignore_index must be an int, got {ignore_index!r}")
-    terms = {"vocab_size": vocab_size, "result": reduction, "ignore_index": ignore_index, "label_smoothing": smoothing}
-    terms["lse_square_scale"] = options.check_number(NAME, "lse_square_scale", lse_square_scale)
-    terms["overwrite"] = bool(overwrite_logits)
-    return _call(NAME, (logits, target), how, group, terms, timeout_s)[0]
+    z_loss = options.check_number(NAME, "lse_square_scale", lse_square_scale)
+    terms = Terms(_real_columns(NAME, vocab_size), reduction, ignore_index, smoothing, z_loss)
+    return _call(NAME, (logits, target), how, group, terms, timeout_s, bool(overwrite_logits))[0]
 
 
 @overload
@@ -156,13 +155,8 @@ def log_probs(
     if (results := repeated(NAME, group, (logits, tokens), how)) is None:
         if options.check_number(LOG_PROBS, "temperature", temperature) <= 0:
             raise ValueError(f"{LOG_PROBS}: temperature must be positive, got {temperature!r}")
-        terms = {
-            "vocab_size": vocab_size,
-            "result": LOG_PROBS,
-            "temperature": float(temperature),
-            "entropy": bool(entropy),
-            "top1": bool(top1),
-        }
+        asked = {"temperature": float(temperature), "entropy": bool(entropy), "top1": bool(top1)}
+        terms = Terms(_real_columns(LOG_PROBS, vocab_size), LOG_PROBS, **asked)
         results = _call(LOG_PROBS, (logits, tokens), how, group, terms, timeout_s)
     if not (entropy or top1):
         return results[0]
@@ -173,13 +167,10 @@ def _detached(x: Any) -> Any:
     return [of_rank.detach() for of_rank in x] if isinstance(x, list) else x.detach()
 
 
-def _call(op: str, tensors: tuple, how: tuple, group: Any, terms: dict[str, Any], timeout_s) -> tuple:
+def _call(op: str, tensors: tuple, how: tuple, group: Any, terms: Terms, timeout_s, overwrite: bool = False) -> tuple:
     """Makes a call, and returns its results as users get them, the state included."""
     call_checks.check_call(op, "auto", timeout_s)
-    (logits, target), size = tensors, terms["vocab_size"]
-    if size is not None and (type(size) is bool or size < 1):
-        raise ValueError(f"{op}: vocab_size must be positive, got {size!r}")
-    communicator = None
+    (logits, target), communicator = tensors, None
     if hasattr(logits, "device_mesh"):  # importing DTensor is slow
         logits, communicator = _of_rank(op, logits, group)
     if hasattr(target, "device_mesh"):
@@ -191,7 +182,15 @@ def _call(op: str, tensors: tuple, how: tuple, group: Any, terms: dict[str, Any]
     if communicator is None:
         alone = not isinstance(logits, (list, tuple))
         communicator = ALONE if group == ALONE else engine_name(group, op, alone=alone)
-    return OP(logits, target, asked=(tensors, how, None), communicator=communicator, timeout_s=timeout_s, **terms)
+    named = {"communicator": communicator, "timeout_s": timeout_s, "overwrite": overwrite, **terms._asdict()}
+    return OP(logits, target, asked=(tensors, how, None), **named)
+
+
+def _real_columns(op: str, vocab_size: int | None) -> int:
+    """Returns how many columns of all ranks are no padding; 0: all."""
+    if vocab_size is not None and (type(vocab_size) is bool or vocab_size < 1):
+        raise ValueError(f"{op}: vocab_size must be positive, got {vocab_size!r}")
+    return vocab_size or 0
 
 
 def _of_rank(op: str, logits: Any, group: Group) -> tuple[torch.Tensor, str]:
@@ -242,7 +241,7 @@ def _refuse(ctx, gradient):
 # decides.
 define(
     "cross_entropy_backward(Tensor logits, Tensor target, Tensor state, Tensor gradient, int first, str communicator, "
-    "int? vocab_size, str result, int? ignore_index, float label_smoothing, float lse_square_scale, float temperature) "
+    "int vocab_size, str result, int? ignore_index, float label_smoothing, float lse_square_scale, float temperature) "
     "-> Tensor",
     _gradient,
     lambda logits, *_: logits.new_empty(logits.shape),
@@ -256,7 +255,6 @@ class _Losses(Op):
     saved_result = 1
 
     def fake(self, logits, targets, arguments: Arguments) -> list[tuple[torch.Tensor, ...]]:
-        """Returns uninitialised tensors for each rank's losses, its state, and entropies and columns if asked for."""
         outs = []
         for target in targets:
             shape, fp32 = target.shape, partial(target.new_empty, dtype=torch.float32)
@@ -267,19 +265,18 @@ class _Losses(Op):
         return outs
 
     def run(self, engine: Engine, logits, targets, outs, arguments: Arguments):
-        """Writes each rank's results."""
         ranks = options.operands([[x.contiguous() for x in logits], [target.contiguous() for target in targets]], outs)
         x = ranks[0].inputs[0]
-        size = arguments.vocab_size or x.shape[-1] * engine.world_size
-        terms = Terms(size, *[getattr(arguments, name) for name in Terms._fields[1:]])
-        return engine.run(Call.of(_work(x, terms), x, timeout_s=arguments.timeout_s), ranks), ranks
+        terms = Terms(*[getattr(arguments, name) for name in Terms._fields])
+        work = _work(x, terms._replace(vocab_size=terms.vocab_size or x.shape[-1] * engine.world_size))
+        return engine.run(Call.of(work, x, timeout_s=arguments.timeout_s), ranks), ranks
 
     def check(self, engine: Engine, logits, targets, arguments: Arguments) -> None:
         op = LOG_PROBS if arguments.result == LOG_PROBS else NAME
         columns, ranks, size = logits[0].shape[-1], engine.world_size, arguments.vocab_size
         leaf_tree.check_ranks(op, ranks)
         leaf_tree.check_columns(op, columns, ranks)
-        if size is not None and size > columns * ranks:
+        if size > columns * ranks:
             raise ValueError(f"{op}: vocab_size must be at most the {columns * ranks} columns, got {size}")
 
     def backward(self, ctx, gradients, saved, _):

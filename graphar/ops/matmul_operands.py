@@ -12,9 +12,10 @@ from graphar.numerics.fp8_products import FP8
 from graphar.numerics.partitions import BATCH_INVARIANT
 from graphar.ops import options
 from graphar.ops.options import Arguments
+from graphar.ops.register import Op
 from graphar.plan.matmuls import owned_rows
 from graphar.product.operands import flat, flat_scale
-from graphar.runtime.checks.tensor_checks import check_destination, check_devices, check_same_kind, check_strided
+from graphar.runtime.checks.tensor_checks import check_devices, check_same_kind, check_strided
 from graphar.runtime.engine import Engine
 
 RESULT_DTYPES = (torch.bfloat16, torch.float16)
@@ -43,7 +44,12 @@ def check(
     first = ranks[0]
     for rank, of_rank in enumerate(ranks):
         if dtype:
-            _check_scaled(op, of_rank, dtype)
+            for name, x in of_rank.items():
+                check_strided(op, name, x)
+                check_no_gradient(op, name, x)
+            if of_rank["a"].ndim < 1:
+                raise ValueError(f"{op}: a must have 1 or more dimensions, got []")
+            fp8_products.check_operands(op, flat(of_rank["a"]), of_rank["w"], of_rank.get("bias"), dtype)
         else:
             _check_plain(op, of_rank, f"[{rank}]" if in_list else "")
         _check_alike(op, first, of_rank, rank, rows_differ)
@@ -69,15 +75,6 @@ def _result_dtype(op: str, a_scale: object, w_scale: object, out_dtype: torch.dt
     if out_dtype not in (None, *RESULT_DTYPES):
         raise ValueError(f"{op}: out_dtype must be bfloat16, float16 or None, got {out_dtype}")
     return out_dtype or torch.bfloat16
-
-
-def _check_scaled(op: str, of_rank: dict[str, Any], dtype: torch.dtype) -> None:
-    for name, x in of_rank.items():
-        check_strided(op, name, x)
-        check_no_gradient(op, name, x)
-    if of_rank["a"].ndim < 1:
-        raise ValueError(f"{op}: a must have 1 or more dimensions, got []")
-    fp8_products.check_operands(op, flat(of_rank["a"]), of_rank["w"], of_rank.get("bias"), dtype)
 
 
 def _check_plain(op: str, of_rank: dict[str, Any], where: str) -> None:
@@ -133,50 +130,37 @@ def format_of(op: str, a: Sequence[torch.Tensor], w: Sequence[torch.Tensor], sca
     return "blocks" if checked[0].in_blocks else "rows"
 
 
-def multiplied(op: str, a, w, arguments: Arguments) -> dict[str, Any]:
+def multiplied(op: Op, a, w, arguments: Arguments) -> dict[str, Any]:
     """Returns what a Product has of the factors of a call."""
-    of = {"format": format_of(op, a, w, arguments.scales)} if arguments.scales else {}
-    return of | {"partition": arguments.partition, "constant_weight": arguments.constant_weight}
+    of = {"format": format_of(op.name, a, w, arguments.scales)} if arguments.scales else {}
+    is_constant = op.takes("constant_weight") and arguments.constant_weight
+    return of | {"partition": arguments.partition, "constant_weight": is_constant}
 
 
-def summed_rows(engine: Engine, a, arguments: Arguments) -> list[int]:
+def summed_rows(op: Op, engine: Engine, a, arguments: Arguments) -> list[int]:
     """Returns how many rows of a sum each rank adds: those of its part, or its share of an all-reduce's."""
-    if arguments.sizes:
+    if op.takes("sizes"):
         in_one = a[0].shape[1:-1].numel()
         return [size * in_one for size in arguments.sizes]
     return list(owned_rows(a[0].shape[:-1].numel(), engine.world_size))
 
 
-def lists(a, w, arguments: Arguments) -> list[Sequence[torch.Tensor]]:
+def lists(a, w, scales: Sequence[torch.Tensor], bias: Sequence[torch.Tensor] = ()) -> list[Sequence[torch.Tensor]]:
     """Returns the lists of the ranks' factors: a, w, perhaps their scales, and perhaps a bias."""
-    scales = [arguments.scales[::2], arguments.scales[1::2]] if arguments.scales else []
+    of_operands = [scales[::2], scales[1::2]] if scales else []
     # Kernels read the raw memory of a bias.
-    return [a, w, *scales, *([[x.resolve_neg().contiguous() for x in arguments.bias]] if arguments.bias else [])]
+    return [a, w, *of_operands, *([[x.resolve_neg().contiguous() for x in bias]] if bias else [])]
 
 
 def added(
     op: str, a, bias, epilogue, shape: Sequence[int], dtype: torch.dtype | None, whole: int | None = None
 ) -> dict[str, Any]:
-    """Returns the arguments in a schema of what is added to products of this shape: a bias, and an epilogue.
+    """Returns the arguments in a schema of what is added to products of this shape: a bias, or an epilogue with it.
 
-    ``dtype`` is that of products with scales. ``whole`` is as options.epilogue_option takes it. An epilogue adds the
-    bias itself.
+    ``dtype`` is that of products with scales. ``whole`` is as options.epilogue_option takes it.
     """
     in_list = isinstance(a, (list, tuple))
     if epilogue is None:
         return {"bias": [] if bias is None else list(bias) if in_list else [bias]}
     like = torch.empty(shape, dtype=dtype or (a[0] if in_list else a).dtype, device="meta")
     return options.epilogue_option(op, epilogue, like, len(a) if in_list else None, whole, bias)
-
-
-def check_results(op: str, a, w, bias, outs: Any, out_dtype: torch.dtype | None = None) -> None:
-    """Checks a call's destination, or a list with one for each rank; not whether it shares memory with operands.
-
-    ``out_dtype`` is the dtype of the result; None: that of ``a``.
-    """
-    added = {} if bias is None else {"bias": bias}
-    for x, weight, out, *bias_of_rank in options.by_rank(op, a=a, w=w, out=outs, **added):
-        check_strided(op, "out", out)
-        shape, dtype = torch.Size([*x.shape[:-1], weight.shape[0]]), out_dtype or x.dtype
-        wanted = {"shape": shape, "dtype": dtype, "device": x.device}
-        check_destination(op, "out", out, wanted, "result", (x, weight, *bias_of_rank))

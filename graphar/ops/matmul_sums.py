@@ -92,8 +92,7 @@ def fused_matmul_allreduce(
     how = partition, num_partitions, codec, timeout_s, out_dtype, False, kinds
     scales = () if a_scale is None and w_scale is None else (a_scale, w_scale)
     asked = (a, w, *scales, *(() if bias is None else (bias,))), how, epilogue
-    result = repeated(MATMUL_ALLREDUCE, group, *asked, out)
-    if result is not None:
+    if (result := repeated(MATMUL_ALLREDUCE, group, *asked, out)) is not None:
         return result
     numbers = {"num_partitions": num_partitions, "timeout_s": timeout_s}
     return _call(SUM, a, w, bias, (a_scale, w_scale, out_dtype), partition, codec, group, asked, out, **numbers)
@@ -117,11 +116,9 @@ def with_constant_weight(
     how = partition, None, None, None, out_dtype, True, (type(None), type(None))
     scales = () if a_scale is None and w_scale is None else (a_scale, w_scale)
     asked = (a, w, *scales, *(() if bias is None else (bias,))), how, None
-    result = repeated(MATMUL_ALLREDUCE, group, *asked)
-    if result is not None:
+    if (result := repeated(MATMUL_ALLREDUCE, group, *asked)) is not None:
         return result
-    scaling = a_scale, w_scale, out_dtype
-    return _call(SUM, a, w, bias, scaling, partition, None, group, asked, constant_weight=True)
+    return _call(SUM, a, w, bias, (a_scale, w_scale, out_dtype), partition, None, group, asked, constant_weight=True)
 
 
 def fused_matmul_reducescatter(
@@ -201,7 +198,6 @@ def fused_matmul_reducescatter(
 def _call(
     op: Op, a, w, bias, scales: tuple, partition, codec, group: Group, asked: Asked, out=None, timeout_s=None, **how
 ) -> Any:
-    """Checks a call's arguments, and makes it."""
     name, epilogue, in_list = op.name, asked[2], isinstance(a, (list, tuple))
     call_checks.check_call(name, "auto", timeout_s)
     communicator = engine_name(group, name, alone=partition == TP_INVARIANT and not in_list)
@@ -220,7 +216,9 @@ def _call(
     how["codec"] = options.codec_option(name, codec)
     if out is None:
         return op(a, w, asked=asked, **how)
-    matmul_operands.check_results(name, a, w, bias, out, dtype)
+    biases = {} if bias is None else {"bias": bias}
+    for x, y, of_rank, *more in options.by_rank(name, a=a, w=w, out=out, **biases):
+        options.check_result(name, of_rank, (*x.shape[:-1], y.shape[0]), dtype or x.dtype, (x, y, *more))
     op.into(a, w, out, asked=asked, **how)
     return list(out) if in_list else out
 
@@ -238,25 +236,26 @@ class _Summed(Op):
 
     def fake(self, a, w, arguments: Arguments) -> list[torch.Tensor]:
         shapes = [x.shape[:-1] for x in a]
-        if arguments.sizes:
+        if self is SCATTER:
             shapes = [(size, *shape[1:]) for size, shape in zip(parts.own_sizes(arguments), shapes, strict=True)]
         each = zip(a, w, shapes, strict=True)
         return [x.new_empty((*shape, weight.shape[0]), dtype=arguments.scaled_dtype) for x, weight, shape in each]
 
     def run(self, engine: Engine, a, w, outs, arguments: Arguments):
-        """Writes each rank's sum, or its part of it, into its tensor of ``outs``, which are contiguous."""
-        op, columns, counts = self.name, w[0].shape[0], matmul_operands.summed_rows(engine, a, arguments)
-        cut = counts if arguments.sizes else [sum(counts)]
+        op, columns, counts = self.name, w[0].shape[0], matmul_operands.summed_rows(self, engine, a, arguments)
+        cut = counts if self is SCATTER else [sum(counts)]
         partitions.panels(op, arguments.partition, arguments.num_partitions, cut, columns)  # raises
         followed = options.applied(op, arguments, outs)
         if arguments.codec:
             call_checks.check_quantized_call(op, arguments.codec, "auto", outs[0])
         if not sum(counts) or not columns:
             return None
-        how = {"num_partitions": arguments.num_partitions, **matmul_operands.multiplied(op, a, w, arguments)}
+        how = {"num_partitions": arguments.num_partitions, **matmul_operands.multiplied(self, a, w, arguments)}
         form = followed and followed.form
         work = Product(op, tuple(counts), columns, bool(arguments.bias), arguments.codec, form, **how)
-        ranks = options.operands(matmul_operands.lists(a, w, arguments), [(out,) for out in outs], followed)
+        ranks = options.operands(
+            matmul_operands.lists(a, w, arguments.scales, arguments.bias), [(out,) for out in outs], followed
+        )
         return engine.run(Call.of(work, outs[0], timeout_s=arguments.timeout_s), ranks), ranks
 
     def check_out(self, a, w, outs, arguments: Arguments) -> None:

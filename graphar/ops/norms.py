@@ -200,8 +200,7 @@ def fused_matmul_allreduce_residual_rmsnorm(
         options.check_removed(_MATMUL_NORM, removed)
     scales = () if a_scale is None and w_scale is None else (a_scale, w_scale)
     kinds = type(eps), type(weight_offset), type(timeout_s)
-    how = eps, weight_offset, partition, timeout_s, kinds
-    asked = (a, w, *scales, residual, weight), how, None
+    asked = (a, w, *scales, residual, weight), (eps, weight_offset, partition, timeout_s, kinds), None
     if (result := repeated(_MATMUL_NORM, group, *asked)) is not None:
         return result
     return _call_matmul(MATMUL_NORM, asked, group, eps, weight_offset, partition, timeout_s)
@@ -273,10 +272,10 @@ def fused_matmul_reducescatter_residual_rmsnorm(
 
 
 def _call(op: Op, asked: Asked, group: Group, eps, weight_offset, out_dtype, group_size, timeout_s) -> Any:
-    """Makes a call as the user asked for it, and returns its results as users get them."""
     tensors, name = asked[0], op.name
     call_checks.check_call(name, "auto", timeout_s)
-    numbers = options.check_numbers(name, eps=eps, weight_offset=weight_offset)
+    numbers = {"eps": eps, "weight_offset": weight_offset}
+    numbers = {what: options.check_number(name, what, number) for what, number in numbers.items()}
     options.check_input(name, tensors[0])
     ranks = options.by_rank(name, **dict(zip(_TENSORS, tensors, strict=False)))
     for x, *_ in ranks:
@@ -302,7 +301,6 @@ def _call(op: Op, asked: Asked, group: Group, eps, weight_offset, out_dtype, gro
 
 
 def _call_matmul(op: Op, asked: Asked, group: Group, eps, weight_offset, partition, timeout_s) -> Any:
-    """Makes a call as the user asked for it, and returns its results as users get them."""
     (a, w, *scales, residual, weight), name, alone = asked[0], op.name, partition == TP_INVARIANT
     call_checks.check_call(name, "auto", timeout_s)
     if partition not in PARTITIONS:
@@ -310,7 +308,8 @@ def _call_matmul(op: Op, asked: Asked, group: Group, eps, weight_offset, partiti
     ranks = options.by_rank(name, a=a, w=w, residual=residual, weight=weight)
     of_scales = (*scales, _dtype_beside_scaled(name, ranks)) if scales else (None, None, None)
     scaled = matmul_operands.check(name, a, w, None, of_scales, partition)
-    numbers = options.check_numbers(name, eps=eps, weight_offset=weight_offset)
+    numbers = {"eps": eps, "weight_offset": weight_offset}
+    numbers = {what: options.check_number(name, what, number) for what, number in numbers.items()}
     where, lengths = parts.of_rows(name, "a", a, group, alone) if op.takes("sizes") else ({}, None)
     for at, (x, w_of_rank, residual_of_rank, weight_of_rank) in enumerate(ranks):
         if not scales:
@@ -339,10 +338,7 @@ def _dtype_beside_scaled(op: str, ranks: Sequence[tuple]) -> torch.dtype | None:
 
 
 def _prepare_gradients(op: str, ranks: Sequence[Sequence[torch.Tensor]], output: str = "like_input") -> None:
-    """Loads what the backward pass of a call needs, if it needs one; ValueError if the call's ``output`` has none.
-
-    Loading kernels beside one that waits for other ranks could hang.
-    """
+    """Loads what a backward pass needs: to do so beside a kernel that waits could hang. ValueError if there is none."""
     if not torch.is_grad_enabled() or not any(tensor.requires_grad for of_rank in ranks for tensor in of_rank):
         return
     if output != "like_input":
@@ -371,17 +367,15 @@ class _Norms(Op):
     saved_result = 1
 
     def fake(self, *call: Any) -> list[tuple[torch.Tensor, ...]]:
-        """Returns uninitialised tensors for each rank's results."""
         *_, residuals, _, arguments = call
         return [empty(arguments.output, residual) for residual in residuals]
 
     def run(self, engine: Engine, *call: Any):
-        """Writes each rank's results: normed rows, the new residual, and scales if the output has some."""
         xs, residuals, weights, outs, arguments = call
         lists = [xs, residuals, weights, *([arguments.scales] if arguments.scales else [])]
         ranks = options.operands([[tensor.contiguous() for tensor in tensors] for tensors in lists], outs)
         x = ranks[0].inputs[0]
-        counts = parts.counts_of(x, arguments.sizes) if arguments.sizes else (x.numel(),)
+        counts = parts.counts_of(x, arguments.sizes) if self.takes("sizes") else (x.numel(),)
         numbers = arguments.eps, arguments.weight_offset
         work = Norm(self.name, counts, x.shape[-1], arguments.output, *numbers, row=tuple(x.shape[1:]))
         return engine.run(Call.of(work, x, timeout_s=arguments.timeout_s), ranks), ranks
@@ -403,12 +397,15 @@ class _MatmulNorms(_Norms):
     tensors = ("a", "w", "residual", "weight")
     needed = ("a", "w", "weight")
 
+    def fake(self, *call: Any) -> list[tuple[torch.Tensor, ...]]:
+        return [empty("like_input", residual) for residual in call[2]]
+
     def run(self, engine: Engine, *call: Any):
         a, w, residual, weight, outs, arguments = call
-        counts, norm = matmul_operands.summed_rows(engine, a, arguments), (arguments.eps, arguments.weight_offset)
-        how = matmul_operands.multiplied(self.name, a, w, arguments)
+        counts, norm = matmul_operands.summed_rows(self, engine, a, arguments), (arguments.eps, arguments.weight_offset)
+        how = matmul_operands.multiplied(self, a, w, arguments)
         work = Product(self.name, tuple(counts), w[0].shape[0], norm=norm, **how)
-        ranks = options.operands([*matmul_operands.lists(a, w, arguments), residual, weight], outs)
+        ranks = options.operands([*matmul_operands.lists(a, w, arguments.scales), residual, weight], outs)
         return engine.run(Call.of(work, residual[0], timeout_s=arguments.timeout_s), ranks), ranks
 
     def check(self, engine: Engine, *call: Any) -> None:
@@ -416,7 +413,7 @@ class _MatmulNorms(_Norms):
         matmul_sums.check_leaves(self.name, engine, call[0], call[-1])
 
     def backward(self, ctx, gradients, saved, _) -> tuple:
-        of_rows, of_weights = _of_rows_and_weights(ctx, saved, gradients)
+        of_rows, of_weights = _of_rows_and_weights(ctx, saved, gradients, ctx.arguments.partition == TP_INVARIANT)
         return *of_operands(ctx, of_rows, *saved[:2]), of_rows, of_weights, {}
 
 
@@ -430,33 +427,28 @@ MATMUL_SCATTERED_NORM = _MatmulNorms(_MATMUL_SCATTER, *options.IN_PARTS, *_MATMU
 # ---- gradients ------------------------------------------------------------------------------------------------------
 
 
-def _of_rows_and_weights(ctx, saved: Sequence, gradients: Sequence[torch.Tensor | None]) -> tuple[list, list]:
+def _of_rows_and_weights(ctx, saved: Sequence, gradients: Sequence, is_invariant: bool = False) -> tuple[list, list]:
     """Returns the gradients of each rank's rows before the norm, and of its weight; None for a weight that needs none.
 
     ``gradients`` are those of normed rows and of the rows, rank by rank. None: zeros. If each rank norms its part of
     the rows, the weights' gradients cover these rows only, unless a call of processes is to be invariant.
     """
-    *tensors, weights, summed = saved
-    wanted = ctx.needs_input_grad[len(tensors)]
-    is_invariant, dtype = ctx.arguments.partition == TP_INVARIANT, weights[0].dtype
+    *_, weights, summed = saved
+    dtype = weights[0].dtype
     of_all_rows = is_invariant and "sizes" in ctx.where and not ctx.in_list
     ranks = world_size(ctx) if of_all_rows else int(is_invariant)
-    numbers = ctx.arguments.eps, ctx.arguments.weight_offset, ranks
-    of_ranks = zip(gradients[::2], gradients[1::2], summed, weights, wanted if ctx.in_list else [wanted], strict=True)
-    of_rows, of_weights = map(list, zip(*[_of_rank(*of_rank, *numbers) for of_rank in of_ranks], strict=True))
+    numbers, backward = (ctx.arguments.eps, ctx.arguments.weight_offset), torch.ops.graphar.residual_rmsnorm_backward
+    of_ranks, of_rows, of_weights = zip(gradients[::2], gradients[1::2], summed, weights, strict=True), [], []
+    for (of_normed, of_summed, rows, weight), wanted in zip(of_ranks, ctx.needs["weight"], strict=True):
+        if of_normed is None:
+            results = torch.zeros_like(rows) if of_summed is None else of_summed, torch.zeros_like(weight)
+        else:
+            results = backward(of_normed, of_summed, rows, weight, *numbers, wanted, ranks)
+        of_rows.append(results[0])
+        of_weights.append(results[1] if wanted else None)
     if of_all_rows and of_weights[0] is not None:
         of_weights = sums_as_tree(ctx, of_weights, dtype)
     return of_rows, [None if gradient is None else gradient.to(dtype) for gradient in of_weights]
-
-
-def _of_rank(of_normed, of_summed, summed, weight, wanted: bool, eps: float, weight_offset: float, ranks: int):
-    """Returns the gradients of a rank's rows and weight; with ``ranks`` the weight's is an fp32 partial."""
-    if of_normed is None:
-        of_rows = torch.zeros_like(summed) if of_summed is None else of_summed
-        return of_rows, torch.zeros_like(weight) if wanted else None
-    tensors = of_normed, of_summed, summed, weight
-    of_rows, of_weight = torch.ops.graphar.residual_rmsnorm_backward(*tensors, eps, weight_offset, wanted, ranks)
-    return of_rows, of_weight if wanted else None
 
 
 def _fake(of_normed, of_summed, summed, weight, eps, weight_offset, of_weight, ranks):

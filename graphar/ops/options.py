@@ -22,24 +22,13 @@ T = TypeVar("T", torch.Tensor, list[torch.Tensor])  # of this rank, or one for e
 Tensors = Sequence[torch.Tensor]
 Numbers = Sequence[float]
 Lengths = Sequence[int]
-_KINDS = {
-    "str": "str",
-    "bool": "bool",
-    "int": "int",
-    "int | None": "int?",
-    "float": "float",
-    "float | None": "float?",
-    "torch.dtype | None": "ScalarType?",
-    "Tensors": "Tensor[]",
-    "Numbers": "float[]",
-    "Lengths": "SymInt[]",
-}
 
 
 class Arguments:
-    """The arguments of a call after its tensors: each that an op can have, with its value if it is not used.
+    """The arguments of a call after its tensors. An op has those that it names, which are in its schema.
 
-    An op has those that it names, which are its schema's; see register.py. Those of losses are numerics.softmax.Terms.
+    Here are all of them, each with its value if it is not used. To read one that the op does not have raises
+    AttributeError. Those of losses are numerics.softmax.Terms.
     """
 
     communicator: str = ""
@@ -70,7 +59,7 @@ class Arguments:
     # Whether skinny kernels may load w while the kernel before runs: (26) in cuda_src/device/sync/kernel_order.cuh.
     constant_weight: bool = False
     gathered: bool = False
-    vocab_size: int | None = None  # None: all columns count
+    vocab_size: int = 0  # 0: all columns count
     result: str = "none"
     ignore_index: int | None = None
     label_smoothing: float = 0.0
@@ -84,10 +73,19 @@ class Arguments:
         vars(self).update(named)
 
 
+def _of_schema(kind: str) -> str:
+    name = kind.removesuffix(" | None")
+    names = {"torch.dtype": "ScalarType", "Tensors": "Tensor[]", "Numbers": "float[]", "Lengths": "SymInt[]"}
+    return names.get(name, name) + "?" * (name != kind)
+
+
+KINDS = {name: _of_schema(kind) for name, kind in Arguments.__annotations__.items()}  # the types in a schema
+DEFAULTS: dict[str, Any] = {name: vars(Arguments)[name] for name in KINDS}
+for _name in DEFAULTS:
+    delattr(Arguments, _name)  # so that only an op's own can be read
 EVERY = ("communicator", "timeout_s", "after")  # what every op has
 IN_PARTS = ("rank", "sizes")  # of an op whose ranks have parts along a dimension
 FOLLOWED = ("epilogue", "tensors", "scalars")  # of an op that takes an epilogue
-KINDS = {name: _KINDS[str(kind)] for name, kind in Arguments.__annotations__.items()}  # the types in a schema
 
 
 # ---- checks ---------------------------------------------------------------------------------------------------------
@@ -111,7 +109,6 @@ def check_removed(op: str, names: Iterable[str]) -> None:
 
 
 def check_together(op: str, codec: object, epilogue: object, residual: object = None) -> None:
-    """Raises ValueError if options exclude each other."""
     if residual is not None and codec is None and epilogue is None:
         raise ValueError(f"{op}: residual= holds the rounding errors of a codec, and needs codec=")
     if epilogue is not None and (codec is not None or residual is not None):
@@ -162,17 +159,18 @@ def check_beside(
         )
 
 
+def check_result(op: str, out: Any, shape: Sequence[int], dtype: torch.dtype, sources: Sequence[torch.Tensor]) -> None:
+    """Raises unless ``out`` can take a rank's result of its ``sources``. Whether they share memory is checked later."""
+    tensor_checks.check_strided(op, "out", out)
+    wanted = {"shape": torch.Size(shape), "dtype": dtype, "device": sources[0].device}
+    tensor_checks.check_destination(op, "out", out, wanted, "result", sources)
+
+
 def check_number(op: str, name: str, number: object) -> float:
-    """Returns a finite number as a float; ValueError for anything else."""
     # Comparisons, because torch.compile does not trace math.isfinite.
     if isinstance(number, bool) or not isinstance(number, (int, float)) or not -math.inf < number < math.inf:
         raise ValueError(f"{op}: {name} must be a finite number, got {number!r}")
     return float(number)
-
-
-def check_numbers(op: str, **numbers: object) -> dict[str, float]:
-    """Returns finite numbers as floats, by name; ValueError for anything else."""
-    return {name: check_number(op, name, number) for name, number in numbers.items()}
 
 
 def codec_option(op: str, codec: Codec | str | None, residual: object = None) -> str:
@@ -202,22 +200,16 @@ def epilogue_option(
         wanted = wanted.after_bias(bias, like, whole)
     text = wanted.text(like, whole)
     tensors, scalars = wanted.arguments()
-    return {"epilogue": text, "tensors": _tensors(op, tensors, ranks), "scalars": scalars}
-
-
-def _tensors(op: str, inputs: list, ranks: int | None) -> list[torch.Tensor]:
-    """Checks and returns the tensors of an epilogue; in a call with a list, rank by rank."""
     if ranks is None:
-        if not all(isinstance(tensor, torch.Tensor) for tensor in inputs):
+        if not all(isinstance(tensor, torch.Tensor) for tensor in tensors):
             raise ValueError(f"{op}: with one tensor, an epilogue's tensors are tensors, not lists")
-        tensors = inputs
     else:
-        if any(isinstance(of_ranks, torch.Tensor) or len(of_ranks) != ranks for of_ranks in inputs):
+        if any(isinstance(of_ranks, torch.Tensor) or len(of_ranks) != ranks for of_ranks in tensors):
             raise ValueError(f"{op}: with a list, an epilogue's tensors are lists of {ranks}, one a device")
-        tensors = [of_ranks[rank] for rank in range(ranks) for of_ranks in inputs]
+        tensors = [of_ranks[rank] for rank in range(ranks) for of_ranks in tensors]
     for tensor in tensors:
         tensor_checks.check_local(op, "an epilogue's tensor", tensor)
-    return tensors
+    return {"epilogue": text, "tensors": tensors, "scalars": scalars}
 
 
 def applied(op: str, arguments: Arguments, outs: Tensors) -> AppliedEpilogue | None:

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from graphar.numerics.partitions import split
 from graphar.ops.options import Arguments
 from graphar.ranks.groups import group_of_mesh
+from graphar.runtime.checks.call_checks import check_sizes
 from graphar.runtime.engine import Engine
 from graphar.runtime.registry import ALONE, Group, check_takes_tensors, engine_name, engine_of_either
 
@@ -44,16 +45,24 @@ def check_has_rows(op: str, name: str, x: torch.Tensor) -> None:
 
 
 def of_rows(op: str, name: str, x, group: Group, alone: bool = False) -> tuple[dict[str, Any], list[int]]:
-    """Returns the arguments ``rank`` and ``sizes`` of an op that splits the rows of ``x``, and this process's lengths.
-
-    With ``alone``, a process without a group is the only rank.
-    """
+    """Returns the arguments ``rank`` and ``sizes`` of an op that splits rows, and the lengths of this process's."""
     in_list = isinstance(x, (list, tuple))
     first = x[0] if in_list else x
     check_has_rows(op, name, first)
     rank, world_size = (-1, len(x)) if in_list else place(group, alone)
     sizes = split(first.shape[0], world_size)
     return {"rank": rank, "sizes": sizes}, sizes if in_list else [sizes[rank]]
+
+
+def to_join(op: str, name: str, x, axis: int, sizes: Any, group: Group, alone: bool = False) -> dict[str, Any]:
+    """Returns the arguments ``rank`` and ``sizes`` of an op that joins tensors; ``sizes`` are the user's, or None."""
+    if isinstance(x, (list, tuple)):
+        if sizes is not None:
+            raise ValueError(f"{op}: sizes is for calls with one tensor; omit it for a list")
+        return {"rank": -1, "sizes": [of_rank.shape[axis] for of_rank in x]}
+    (rank, ranks), length = place(group, alone), x.shape[axis]
+    sizes = [length] * ranks if sizes is None else check_sizes(op, sizes, ranks, rank, length, name)
+    return {"rank": rank, "sizes": sizes}
 
 
 def rows_of(x: torch.Tensor, axis: int) -> torch.Tensor:
@@ -67,19 +76,16 @@ def room_for(out: torch.Tensor, axis: int) -> torch.Tensor:
 
 
 def put_back(rows: torch.Tensor, out: torch.Tensor, axis: int) -> None:
-    """Copies the result in the tensor of :func:`room_for` to ``out``."""
     if axis:
         out.copy_(rows.movedim(0, axis))
 
 
 def counts_of(rows: torch.Tensor, sizes: Sequence[int]) -> tuple[int, ...]:
-    """Returns the number of elements of every rank's part."""
     in_a_row = math.prod(rows.shape[1:])
     return tuple([size * in_a_row for size in sizes])
 
 
 def own_sizes(arguments: Arguments) -> list[int]:
-    """Returns the lengths of the parts of this process's ranks."""
     return list(arguments.sizes) if arguments.rank < 0 else [arguments.sizes[arguments.rank]]
 
 
@@ -102,7 +108,6 @@ def check(op: str, engine: Engine, arguments: Arguments, lengths: list[int], who
 
 
 def check_place(op: str, engine: Engine, rank: int, ranks: int) -> None:
-    """Raises ValueError if a call was made for another rank, or for another number of ranks."""
     mine = -1 if engine.devices else engine.rank
     if (rank, ranks) != (mine, engine.world_size):
         raise ValueError(f"{op}: made for rank {rank} of {ranks}, called by rank {mine} of {engine.world_size}")

@@ -37,10 +37,7 @@ def prepare(
     epilogues: Sequence[Pointwise] = (),
     tp_invariant: bool = False,
 ) -> None:
-    """Compiles and loads the kernels of later calls of ``ops``, and allocates their scratch. Collective.
-
-    It takes the arguments of graphar.Communicator.prepare, checked.
-    """
+    """Does what graphar.Communicator.prepare does, whose arguments it takes, checked."""
     if tp_invariant:
         leaf_tree.check_ranks("prepare", engine.world_size)
     dtypes = list(dtypes)

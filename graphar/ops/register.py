@@ -22,7 +22,7 @@ import torch
 from torch.autograd import forward_ad
 from torch.utils._pytree import tree_leaves
 
-from graphar.ops.options import EVERY, KINDS, Arguments
+from graphar.ops.options import DEFAULTS, EVERY, KINDS, Arguments
 from graphar.ops.repeats import Asked, dispatch_modes, function_modes, is_profiling, keep, records_gradients
 from graphar.plan.work import Exchange, Loss, Norm, Parts, Product, Sum, TensorTuple
 from graphar.product import products
@@ -33,7 +33,7 @@ from graphar.runtime.registry import engine_of_devices, engine_of_group
 binders |= dict.fromkeys((Sum, Parts, Exchange), collective.bind)
 binders |= {Norm: collective.bind_norm, TensorTuple: collective.bind_tuple, Product: products.bind, Loss: loss.bind}
 library = torch.library.Library("graphar", "DEF")
-_ops: dict[str, Op] = {}  # by name
+ops_by_name: dict[str, Op] = {}
 when_traced: list[Callable[[], None]] = []  # functions to call when an op is given tensors without data
 
 Lists = list[list[torch.Tensor]]  # of each of an op's tensors, those of this process's ranks
@@ -79,12 +79,9 @@ def _is_plain(values: Sequence) -> bool:
 class Op:
     """One op. A family of ops is a subclass, which says what its ops do.
 
-    Its functions take a list of the ranks' tensors for each name in ``tensors``; then the Arguments.
-
-    Args:
-        name: the op's name.
-        arguments: the names of its arguments after the tensors, without those that every op has.
-        with_out: whether the ``out=`` forms have schemas. Otherwise a compiler sees a copy.
+    Its functions take a list of the ranks' tensors for each name in ``tensors``; then the Arguments. ``arguments`` are
+    the names of those that not every op has. ``with_out``: whether the ``out=`` forms have schemas. Otherwise a
+    compiler sees a copy.
     """
 
     tensors: tuple[str, ...] = ("x",)  # the names of each rank's tensors
@@ -112,9 +109,9 @@ class Op:
 
     def __init__(self, name: str, *arguments: str, with_out: bool = False) -> None:
         self.name, self._with_out = name, with_out
-        self._defaults = {name: getattr(Arguments, name) for name in (*EVERY, *arguments)}
+        self._defaults = {name: DEFAULTS[name] for name in (*EVERY, *arguments)}
         self._lists = [name for name in self._defaults if KINDS[name] == "Tensor[]"]
-        _ops[name] = self
+        ops_by_name[name] = self
         for in_list in (False, True):
             self._register(in_list)
         ops = torch.ops.graphar
@@ -136,12 +133,12 @@ class Op:
 
         ``asked`` has what the user asked for, so that later calls can repeat this one: see repeats.py.
         """
-        in_list, arguments = isinstance(tensors[0], (list, tuple)), self._values(named)
-        if not _is_compiling() and _is_plain((*tensors, *[named.get(name, ()) for name in self._lists])):
+        in_list, arguments = isinstance(tensors[0], (list, tuple)), self.complete(named)
+        if not _is_compiling() and _is_plain((*tensors, *[arguments[name] for name in self._lists])):
             lists = [list(xs) if in_list else [xs] for xs in tensors]
-            results = self._results(lists, Arguments(named), in_list, asked)
+            results = self._results(lists, Arguments(arguments), in_list, asked)
         else:
-            values = (*tensors, *arguments)
+            values = (*tensors, *arguments.values())
             _check_transform(self.name, values)
             results = self.list(*map(_with_own_nodes, values)) if in_list else self.one(*values)
         if not self.has_several:
@@ -156,9 +153,9 @@ class Op:
 
         A ``plain`` call goes past torch's dispatcher whatever its modes are.
         """
-        in_list, values = isinstance(tensors[0], (list, tuple)), (*tensors, *self._values(named))
-        of_lists = [named.get(name, ()) for name in self._lists]
-        if plain or (not _is_compiling() and _is_plain((*tensors, *of_lists))):
+        in_list, arguments = isinstance(tensors[0], (list, tuple)), self.complete(named)
+        values = (*tensors, *arguments.values())
+        if plain or (not _is_compiling() and _is_plain((*tensors, *[arguments[name] for name in self._lists]))):
             self._implement_out(*values, in_list=in_list, asked=asked)
         elif self._with_out:
             (self.list_out if in_list else self.one_out)(*values)
@@ -168,19 +165,18 @@ class Op:
             for out, result in zip(outs, results, strict=True) if in_list else [(outs, results)]:
                 out.copy_(result)  # a compiler sees what is written to
 
-    def _values(self, named: dict[str, Any]) -> list:
+    def complete(self, named: dict[str, Any]) -> dict[str, Any]:
         """Returns the arguments after the tensors, in order; those that are missing have their defaults."""
         values = self._defaults | named
         if len(values) > len(self._defaults):
             raise TypeError(f"{self.name} has no argument {[*values][-1]!r}")
-        return [*values.values()]
+        return values
 
     def arguments(self, **named: Any) -> tuple:
         """Returns the arguments after the tensors, as a graph's node has them."""
-        return tuple([[] if value == () else value for value in self._values(named)])
+        return tuple([[] if value == () else value for value in self.complete(named).values()])
 
     def takes(self, name: str) -> bool:
-        """Whether the op has a tensor or an argument of that name."""
         return name in self.tensors or name in self._defaults
 
     def read(self, values: Sequence) -> dict[str, Any]:
@@ -193,7 +189,6 @@ class Op:
         return *[named[name] for name in self.tensors], *self.arguments(**rest)
 
     def dispatched(self, **named: Any) -> Any:
-        """Calls the first form through torch's dispatcher, with tensors and arguments by name."""
         return self.one(*self.write(named))
 
     # ---- schemas ----------------------------------------------------------------------------------------------------
@@ -226,7 +221,6 @@ class Op:
         return Arguments(dict(zip(self._defaults, values, strict=True)))
 
     def _engine(self, lists: Lists, arguments: Arguments, in_list: bool) -> Engine:
-        """Checks a call, and returns its engine."""
         name = arguments.communicator
         if in_list:
             engine = engine_of_devices(name, tuple([x.device for x in lists[0]]), self.name)
@@ -236,14 +230,12 @@ class Op:
         return engine
 
     def _results(self, lists: Lists, arguments: Arguments, in_list: bool, asked: Asked | None = None) -> Any:
-        """Makes a call, and returns new results as the schema has them."""
         engine = self._engine(lists, arguments, in_list)
         outs = self.fake(*lists, arguments)
         self._make(engine, lists, outs, arguments, None if in_list else asked)
         return self._as_schema(outs, in_list)
 
     def _as_schema(self, outs: list, in_list: bool) -> Any:
-        """Returns each rank's results as the schema has them."""
         if self.has_several:
             return [result for of_rank in outs for result in of_rank]
         return outs if in_list else outs[0]
@@ -275,7 +267,7 @@ class Op:
         made = self.run(engine, *lists, outs, arguments, *residuals)
         if asked is not None and made is not None and made[0] is not None:
             plan, (operands,) = made
-            keep(engine, repeats, self.name, asked, plan, operands, arguments.codec)
+            keep(engine, repeats, self.name, asked, plan, operands, arguments.codec if self.takes("codec") else "")
 
     def _meta(self, *call, in_list: bool) -> Any:
         for callback in when_traced:
@@ -301,7 +293,9 @@ class Op:
         tensors = named.get("tensors", ())
         ctx.arguments = Arguments({name: value for name, value in named.items() if name not in self._lists})
         ctx.in_list, ctx.ranks = in_list, len(lists[0])
-        ctx.none = [_no_gradient(value) for value in values]
+        # torch treats any empty list as a list of tensors, and expects a list of gradients for it.
+        has_tensors = [isinstance(x, (list, tuple)) and (not x or isinstance(x[0], torch.Tensor)) for x in values]
+        ctx.none = [[None] * len(x) if has else None for x, has in zip(values, has_tensors, strict=True)]
         ctx.wanted = [tensor.requires_grad for tensor in tensors]
         needed, result, none = self.saved(ctx.arguments), self.saved_result, [None] * ctx.ranks
         saved = [xs if name in needed else none for name, xs in zip(self.tensors, lists, strict=True)]
@@ -311,7 +305,8 @@ class Op:
 
     def _rule(self, ctx, gradient, *, in_list: bool) -> tuple:
         assert self.backward
-        ctx.needs = dict(zip((*self.tensors, *self._defaults), ctx.needs_input_grad, strict=True))
+        needs = dict(zip((*self.tensors, *self._defaults), ctx.needs_input_grad, strict=True))
+        ctx.needs = needs if in_list else needs | {name: [needs[name]] for name in self.tensors}
         ctx.where = {name: getattr(ctx.arguments, name) for name in _WHERE if self.takes(name)}
         left = iter(ctx.saved_tensors)
         saved = [[*itertools.islice(left, ctx.ranks)] for _ in (*self.tensors, "result")]
@@ -340,12 +335,7 @@ def define(
 
 def op_of(target: object) -> Op | None:
     """Returns the op whose first form is the target of a graph's node; None if there is none."""
-    return next((op for op in _ops.values() if op.one is target), None)
-
-
-def op_named(name: str) -> Op:
-    """Returns the op of that name."""
-    return _ops[name]
+    return next((op for op in ops_by_name.values() if op.one is target), None)
 
 
 def for_ranks(ctx, name: str, *lists: Sequence[torch.Tensor], **named) -> list[torch.Tensor]:
@@ -354,7 +344,7 @@ def for_ranks(ctx, name: str, *lists: Sequence[torch.Tensor], **named) -> list[t
     ``lists`` has a list of this process's ranks for each of the op's tensors. Returns all results of the first of these
     ranks, then all of the next.
     """
-    op = op_named(name)
+    op = ops_by_name[name]
     values = op.arguments(**named)
     if ctx.in_list:
         return op.list(*map(list, lists), *values)
@@ -384,13 +374,6 @@ def _slices(values: Sequence, dims: Sequence, at: int) -> list:
         _slices(value, dim, at) if isinstance(dim, (list, tuple)) else value if dim is None else value.select(dim, at)
         for value, dim in zip(values, dims, strict=True)
     ]
-
-
-def _no_gradient(value: object) -> list | None:
-    # torch treats any empty list as a list of tensors, and expects a list of gradients for it.
-    if isinstance(value, (list, tuple)) and (not value or isinstance(value[0], torch.Tensor)):
-        return [None] * len(value)
-    return None
 
 
 def _with_own_nodes(value: Any) -> Any:

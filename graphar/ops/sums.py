@@ -146,7 +146,6 @@ def reducescatter(
 
 
 def _call(op: Op, x, group: Group, asked: Asked, out=None, *, algorithm, codec, residual, timeout_s, axis=0) -> Any:
-    """Checks a call's arguments, and makes it."""
     name, epilogue, in_list = op.name, asked[2], isinstance(x, (list, tuple))
     options.check_together(name, codec, epilogue, residual)
     if op is SCATTER and codec is not None and algorithm != "auto":
@@ -171,7 +170,7 @@ def _call(op: Op, x, group: Group, asked: Asked, out=None, *, algorithm, codec, 
         for like, tensor in options.by_rank(name, **{"x": x, what: tensors}):
             tensor_checks.check_out(name, like, tensor, what)
     if out is None:
-        made = op.fake(xs, Arguments(how))
+        made = op.fake(xs, Arguments(op.complete(how)))
         out = made if in_list else made[0]
     residuals = [] if residual is None else residual if in_list else [residual]
     op.into(x, residuals, out, asked=asked, **how)
@@ -187,11 +186,11 @@ class _Sums(Op):
         return [parts.with_length(x, arguments.axis, size, dtype) for x, size in sizes]
 
     def run(self, engine: Engine, xs, outs, arguments: Arguments, residuals=()):
-        """Writes each rank's sum, or its part of it, into its tensor of ``outs``, which are contiguous."""
-        codec, order, axis = arguments.codec, (arguments.order, arguments.out_dtype), arguments.axis
+        codec, order, axis = arguments.codec, (arguments.order, arguments.out_dtype), 0
         if codec:
             call_checks.check_quantized_call(self.name, codec, arguments.algorithm, xs[0])
         if self is SCATTER:
+            axis = arguments.axis
             rows, rooms = [parts.rows_of(x, axis) for x in xs], [parts.room_for(out, axis) for out in outs]
             errors, symmetric = [parts.rows_of(x, axis) for x in residuals], ()
             followed = self._applied_to_parts(arguments, rooms)

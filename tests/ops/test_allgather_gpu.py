@@ -54,9 +54,6 @@ def uneven(ranks: Ranks, choices: random.Random, largest: int) -> list[int]:
     return [choices.choice([0, 1, choices.randrange(64), choices.randrange(largest)]) for _ in range(ranks.world_size)]
 
 
-# ---- every size and dtype -------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("longest", [17, 8199, 300_001, STEP_NBYTES + 5, NBYTES_OF_MANY_STEPS])
 def test_parts_of_very_different_sizes(ranks: Ranks, longest):
     for owner in range(ranks.world_size):
@@ -85,9 +82,6 @@ def test_more_than_four_gigabytes(ranks: Ranks):
                 assert torch.equal(mine[window], xs[source][window].to(y.device)), f"rank {rank}, part {source}, {at}"
 
 
-# ---- which launches -------------------------------------------------------------------------------------------------
-
-
 def test_the_kernel_runs_once_for_a_call_of_any_size_and_dtype(ranks: Ranks):
     gather(ranks, inputs_of([8] * ranks.world_size))
     for nbytes in (8, LAST_FLAGGED, LAST_FLAGGED + 8, NBYTES_OF_MANY_STEPS + 1):
@@ -96,9 +90,6 @@ def test_the_kernel_runs_once_for_a_call_of_any_size_and_dtype(ranks: Ranks):
         flagged = nbytes <= LAST_FLAGGED
         assert calls_of_both(ranks) == [before[0] + flagged, before[1] + (not flagged)]
         assert all(ranks.grid_is_idle(kernel) and ranks.scratch_is_as_before(kernel) for kernel in KERNELS)
-
-
-# ---- any tensor -----------------------------------------------------------------------------------------------------
 
 
 def test_strided_negated_and_conjugated_inputs(ranks: Ranks):
@@ -111,9 +102,6 @@ def test_strided_negated_and_conjugated_inputs(ranks: Ranks):
     assert [y.imag.tolist() for y in outs] == [
         [-1.0 - rank for rank in range(ranks.world_size) for _ in range(9)]
     ] * len(outs)
-
-
-# ---- call after call ------------------------------------------------------------------------------------------------
 
 
 def test_sizes_and_delays_at_random(ranks: Ranks):

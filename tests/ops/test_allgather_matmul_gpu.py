@@ -46,9 +46,6 @@ def test_gathers_beyond_the_scratch_give_the_specification(ranks: Ranks, case):
     case.check(ranks, ((160 << 20) // (2 * 8192) // ranks.world_size, 128, 8192))
 
 
-# ---- with a process each --------------------------------------------------------------------------------------------
-
-
 @every_shared_world_size
 @on_ranks(by=run_on_gpus)
 def test_processes_get_the_specification_while_one_is_late(rank, world_size):

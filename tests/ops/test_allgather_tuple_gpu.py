@@ -46,9 +46,6 @@ def calls_of_both(ranks: Ranks) -> int:
     return sum(ranks.calls_of(kernel) for kernel in KERNELS)
 
 
-# ---- in one process -------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("rows", [4096, 512, 40, 31, 7, 8, 1])
 @pytest.mark.parametrize("kinds", KINDS.values(), ids=KINDS)
 def test_every_tensor_is_gathered_in_one_launch(ranks: Ranks, kinds, rows):
@@ -118,9 +115,6 @@ def test_replays_of_a_graph_between_eager_calls(ranks: Ranks):
         ranks.communicator.synchronize()
         assert_gathered(outs[0], [[x.roll(turn, 0) for x in xs] for xs in parts])
         assert_gathered(gather(ranks, parts), parts)
-
-
-# ---- one process a GPU ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.gpu(2, shared=True)

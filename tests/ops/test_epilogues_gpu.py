@@ -29,9 +29,6 @@ def auto(what: str, **changes) -> Case:
     return Case(form, dict.fromkeys(EPILOGUE_KERNELS, (17, 65)), [], served=if_not_empty, once=True)
 
 
-# ---- bits -----------------------------------------------------------------------------------------------------------
-
-
 def test_every_size_gives_the_specification(ranks: Ranks):
     for rows in (1, 64, 1024, 8192):
         auto(AFFINE).check(ranks, (rows, 8192), torch.bfloat16)
@@ -87,9 +84,6 @@ def test_reduce_scatters_along_other_axes_and_of_one_dimension(ranks: Ranks):
         form = replace(followed(REDUCESCATTER[0], by.reducescattered, what), options={"axis": axis})
         Case(form, {}).check(ranks, (3, 17, 40), torch.float16)
     Case(replace(REDUCESCATTER[0], epilogue="v + index - col + row"), {}).check(ranks, (4099,), torch.bfloat16)
-
-
-# ---- plans and graphs -----------------------------------------------------------------------------------------------
 
 
 def test_another_number_or_tensor_needs_no_other_plan(ranks: Ranks):

@@ -39,9 +39,6 @@ def test_processes_keep_the_specifications_residuals(rank, world_size, codec):
         assert same_bits(mine, residuals[rank]) == 0
 
 
-# ---- calls that are not made, or fail -------------------------------------------------------------------------------
-
-
 class Feeding:
     """An op or a hook with error feedback over a communicator, and its residual."""
 

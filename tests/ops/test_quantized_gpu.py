@@ -31,9 +31,6 @@ def kernel_of(case: Case) -> str:
     return kernel
 
 
-# ---- bits -----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("case", coded(codec("int8")), ids=str)
 def test_a_large_tensor_gives_the_specification(ranks: Ranks, case):
     case.check(ranks, (LARGE[kernel_of(case)],), torch.bfloat16)

@@ -5,6 +5,8 @@ import json
 import pytest
 import torch
 
+from graphar.ops.options import Arguments
+from graphar.ops.sums import SUM
 from tests.ops.refusals import GOLDEN, communicators, message_of, refusals
 
 MESSAGES = json.loads(GOLDEN.read_text())
@@ -40,3 +42,13 @@ def test_a_call_that_breaks_a_rule_is_refused_by_name_and_writes_nothing(by_name
 def test_every_refusal_has_its_message_in_the_golden_file(by_name):
     """`python -m tests.ops.refusals` writes it."""
     assert set(by_name) == set(MESSAGES)
+
+
+def test_an_argument_that_an_op_does_not_have_can_be_neither_passed_nor_read():
+    arguments = Arguments(SUM.complete({"order": "tree"}))
+
+    assert (arguments.order, arguments.codec) == ("tree", "")
+    with pytest.raises(AttributeError):
+        _ = arguments.sizes
+    with pytest.raises(TypeError, match="allreduce has no argument 'sizes'"):
+        SUM.complete({"sizes": [1]})
