@@ -113,11 +113,7 @@ class GrapharProcessGroup(Routing, dist.ProcessGroup):
         device = torch.device(device)
         return self._torch.serving(device)._get_backend(device)
 
-    def _start_coalescing(self, device: torch.device) -> None:
-        self.start_coalescing()
-
-    def _end_coalescing(self, device: torch.device) -> dist.Work:
-        return self.end_coalescing()
+    _start_coalescing, _end_coalescing = Routing.start_coalescing, Routing.end_coalescing
 
 
 def _words(op: str, arguments: Sequence[Any]) -> str:

@@ -144,9 +144,7 @@ class Routing(_OfTorch):
 
     def reduce_scatter_single_coalesced(self, outputs, inputs, opts=None):
         opts = opts or c10d.ReduceScatterOptions()
-        if why := self._why_not("reducescatter", opts, [*outputs, *inputs]):
-            return self._one_by_one("_reduce_scatter_base", why, outputs, inputs, opts)
-        return self._queue("reducescatter", opts, outputs, [*outputs, *inputs], outputs, inputs)
+        return self._singles("reducescatter", "_reduce_scatter_base", outputs, inputs, opts)
 
     def reduce_scatter_single(self, output, input, opts=None):
         return self.reduce_scatter_single_coalesced([output], [input], opts)
@@ -167,13 +165,17 @@ class Routing(_OfTorch):
         return self._allgather([list(of_tensor) for of_tensor in zip(*outputs, strict=True)], inputs, opts)
 
     def all_gather_single_coalesced(self, outputs, inputs, opts=None):
-        opts = opts or AllgatherOptions()
-        if why := self._why_not("allgather", opts, [*outputs, *inputs]):
-            return self._one_by_one("_allgather_base", why, outputs, inputs, opts)
-        return self._queue("allgather", opts, outputs, [*outputs, *inputs], outputs, inputs)
+        return self._singles("allgather", "_allgather_base", outputs, inputs, opts or AllgatherOptions())
 
     def all_gather_single(self, output, input, opts=None):
         return self.all_gather_single_coalesced([output], [input], opts)
+
+    def _singles(self, op: str, name: str, outputs: list, inputs: list, opts: object) -> dist.Work:
+        """Makes a call for each output and its input, by torch's own group one after another."""
+        if why := self._why_not(op, opts, [*outputs, *inputs]):
+            pairs = zip(outputs, inputs, strict=True)
+            return combined([self._by_torch(name, why, output, input, opts) for output, input in pairs])
+        return self._queue(op, opts, outputs, [*outputs, *inputs], outputs, inputs)
 
     def alltoall(self, outputs, inputs, *args, **kwargs):
         opts, all_tensors = _options(c10d.AllToAllOptions, inputs, args, kwargs), [*outputs, *inputs]
@@ -257,14 +259,10 @@ class Routing(_OfTorch):
         more = max((sum(x.nbytes for x in tensors_in(argument)) for argument in args), default=0)
         self._passed_on[key] = calls + 1, nbytes + more
 
-    def _one_by_one(self, name: str, why: str, outputs: list, inputs: list, opts: object) -> dist.Work:
-        pairs = zip(outputs, inputs, strict=True)
-        return combined([self._by_torch(name, why, output, input, opts) for output, input in pairs])
-
-    def start_coalescing(self) -> None:
+    def start_coalescing(self, *_) -> None:
         self._window, self._window_device, self._batched = [], None, []
 
-    def end_coalescing(self) -> dist.Work:
+    def end_coalescing(self, *_) -> dist.Work:
         works, device, self._window, self._window_device = self._window or [], self._window_device, None, None
         if device is not None:
             work, self._batched, batched = self._torch.group._end_coalescing(device), [], self._batched
