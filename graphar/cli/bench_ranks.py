@@ -6,6 +6,7 @@ import argparse
 import os
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -54,7 +55,7 @@ class Row:
         return [measured for measured in (self.out_of_place, self.in_place) if measured]
 
 
-class Ranks:
+class Ranks(AbstractContextManager):
     """The ranks that calls are made between, and those of this process; a context manager.
 
     ``world_size`` is the number of ranks in this process; None: this process is a rank of torch's default group.
@@ -80,9 +81,6 @@ class Ranks:
             if on_gpu:  # one thread launches for all ranks, and its time does not count
                 streams = [torch.cuda.current_stream(device) for device in self.devices]
                 self._stopwatch = Stopwatch(self._communicator, streams)
-
-    def __enter__(self) -> Ranks:
-        return self
 
     def __exit__(self, *_) -> None:
         if self._communicator:

@@ -69,7 +69,7 @@ class Stopwatch:
                 function()
 
 
-class Timer(Stopwatch):
+class Timer(Stopwatch, contextlib.AbstractContextManager):
     """Times calls between the first ``world_size`` GPUs, which ``auto`` may compress; a context manager."""
 
     def __init__(self, world_size: int) -> None:
@@ -83,9 +83,6 @@ class Timer(Stopwatch):
         except GrapharError:
             self.communicator.close()
             raise
-
-    def __enter__(self) -> Timer:
-        return self
 
     def __exit__(self, *_) -> None:
         self.communicator.close()

@@ -87,12 +87,7 @@ class CompilePass(CustomGraphPass):
     """
 
     def __init__(
-        self,
-        off: Iterable[str] = (),
-        on: Iterable[str] = (),
-        batch_invariant: bool = False,
-        constant_weights: bool = False,
-        tp_invariant: bool = False,
+        self, off: Iterable[str], on: Iterable[str], batch_invariant: bool, constant_weights: bool, tp_invariant: bool
     ) -> None:
         self._optional = _OPTIONAL_IN_TREES if tp_invariant else OPTIONAL
         self.off = _check_names("off", off, (*REWRITES, "matmul"))
