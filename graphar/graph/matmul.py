@@ -119,13 +119,11 @@ class Summed(Collective):
                 arguments["bias"] = [first(product.bias)]
             if self.constant_weights and op.takes("constant_weight") and is_constant(w):
                 arguments["constant_weight"] = True
-            new = graph.call_function(op.one, op.write(arguments))
-        new.meta = node.meta
-        node.replace_all_uses_with(new)
-        for erased in reversed([*path, node]):
+        node.target, node.args = op.one, op.write(arguments)
+        for erased in reversed(path):
             graph.erase_node(erased)
         if self.partition == TP_INVARIANT:
-            _take_bias(graph, new, op)
+            _take_bias(graph, node, op)
 
 
 def find(graph: Graph, partition: str, constant_weights: bool) -> list[Summed]:

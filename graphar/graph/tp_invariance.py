@@ -130,11 +130,9 @@ def _origin(node: Node) -> Node:
 def _replace_matmul(graph: Graph, matmul: Product) -> None:
     node = matmul.node
     with graph.inserting_before(node):
-        new = graph.call_function(_LINEAR, (matmul.a, matmul.stored_weight(graph), matmul.bias))
-    new.meta = node.meta
-    new.meta.pop("eager_input_vals", None)
-    node.replace_all_uses_with(new)
-    graph.erase_node(node)
+        operands = (matmul.a, matmul.stored_weight(graph), matmul.bias)
+    node.target, node.args = _LINEAR, operands
+    node.meta.pop("eager_input_vals", None)
 
 
 def _replace_bias_gradient(graph: Graph, total: Node) -> None:
