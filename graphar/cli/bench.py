@@ -122,7 +122,6 @@ def run(options: argparse.Namespace) -> int:
 
 
 def lines(options: argparse.Namespace, rows: Sequence[Row], where: str) -> Iterator[str]:
-    """Yields the table."""
     codec = f", {options.codec} on the wire" if options.codec else ""
     yield (
         f"# {options.op}, {where}{codec}, graphar {graphar.__version__}, torch {torch.__version__}: {options.iters} "

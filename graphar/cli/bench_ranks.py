@@ -31,8 +31,6 @@ Calls = tuple[Call | None, Call | None]  # out of place and in place; None: the 
 
 @dataclass(frozen=True)
 class Measured:
-    """One call's time, bandwidths and check; in or out of place."""
-
     time_us: float  # microseconds of one call, of the slowest rank
     algbw: float  # GB/s (1e9 bytes), as nccl-tests defines it: the size over the time
     busbw: float  # GB/s, as nccl-tests defines it

@@ -36,7 +36,6 @@ Tensors = Sequence[torch.Tensor]  # one of each rank
 
 
 def launches_of(nbytes: int) -> int:
-    """Returns how many operations one graph holds."""
     return 50 if nbytes <= MB else 20 if nbytes <= 64 * MB else 5
 
 

@@ -66,7 +66,7 @@ class Gathered(Collective):
             return why or why_no_kernel(x, self.group, places)
         return why or _why_not_faster(self, places, is_plain=not product.scales)
 
-    def replace(self, graph: Graph, places: Places) -> None:
+    def replace(self, graph: Graph) -> None:
         node, (product, _) = self.node, _choose(self)
         matmul, x, bias = product.node, product.a, product.bias
         path, others, before = rows.path(x), _has_others(product), _place(self, product)

@@ -17,6 +17,7 @@ from operator import floordiv, getitem
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.fx.node import map_arg
@@ -103,7 +104,6 @@ class Collective:
         return places.why_not(self.group, self.tensors()[0].device.type)
 
     def why_no_sum(self) -> Reason | None:
-        """Returns why graphar cannot sum the collective's tensors."""
         for x in self.tensors():
             summed: Container[torch.dtype] = TYPE_NAMES if x.is_cuda else ACCUMULATION_DTYPES
             if x.dtype not in summed:
@@ -111,18 +111,17 @@ class Collective:
         return None
 
     def why_not(self, places: Places) -> Reason | None:
-        """Returns why the collective cannot be replaced."""
         if self.op != ALLGATHER:
             return self.why_not_served(places) or self.why_no_sum()
         if any(x.ndim == 0 for x in self.tensors()):
             return "graphar joins tensors along an axis, and this one has none"
         return self.why_not_served(places)
 
-    def replace(self, graph: Graph, places: Places) -> None:
+    def replace(self, graph: Graph) -> None:
         """Replaces the collective and its waits with a call of graphar's op for each input."""
         for x, results, value in zip(self.inputs, self.results, self.values(), strict=True):
             with graph.inserting_before(self.node):
-                new = self.call(graph, x, places)
+                new = self.call(graph, x)
             new.meta["val"], new.stack_trace = value, self.node.stack_trace
             for result in results:
                 _take_over(graph, result, new)
@@ -133,16 +132,18 @@ class Collective:
         if self.results != [[self.node]]:
             graph.erase_node(self.node)
 
-    def call(self, graph: Graph, x: Node, places: Places, **more) -> Node:
+    def call(self, graph: Graph, x: Node, **more) -> Node:
         """Adds a call of graphar's op with ``x`` and the arguments ``more`` to the graph."""
         op = _OPS[self.op]
-        return graph.call_function(op.one, op.write({"x": x} | self.place(graph, x, places) | more))
+        return graph.call_function(op.one, op.write({"x": x} | self.place(graph, x) | more))
 
-    def place(self, graph: Graph, x: Node, places: Places) -> dict[str, object]:
+    def place(self, graph: Graph, x: Node) -> dict[str, object]:
         """Returns the arguments that tell graphar's op for ``x`` the group, and each rank's part along axis 0."""
-        arguments: dict[str, object] = {"communicator": places.communicator_name(self.group)}
+        group = resolve(self.group)
+        # "" names the default group, as in eager calls.
+        arguments: dict[str, object] = {"communicator": "" if group is dist.group.WORLD else self.group}
         if self.op != ALLREDUCE:
-            group, part = resolve(self.group), first_size(graph, x)
+            part = first_size(graph, x)
             if self.op == REDUCESCATTER:
                 part = part // group.size() if isinstance(part, int) else call(graph, floordiv, (part, group.size()))
             arguments |= {"rank": group.rank(), "sizes": [part] * group.size()}

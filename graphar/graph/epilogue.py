@@ -43,10 +43,10 @@ class FollowedSum(Collective):
             return why
         return None if self.nodes else "the sum, or what is computed of it, has further uses"
 
-    def replace(self, graph: Graph, places: Places) -> None:
+    def replace(self, graph: Graph) -> None:
         (x,) = self.inputs
         with graph.inserting_before(self.path[-1].next):
-            result = self.call(graph, x, places, epilogue=self.text)
+            result = self.call(graph, x, epilogue=self.text)
             result.meta["val"], result.stack_trace = self.values()[0], self.node.stack_trace
             result = collectives.with_views(graph, self.path, result)
         self.nodes[-1].replace_all_uses_with(result)

@@ -102,7 +102,7 @@ class Summed(Collective):
             return why
         return None if needs_own else _why_not_faster(self, product, places)
 
-    def replace(self, graph: Graph, places: Places) -> None:
+    def replace(self, graph: Graph) -> None:
         node, op, path, product = self.node, _FUSED[self.of], rows.path(self.inputs[0]), self.matmul
         assert product
         with graph.inserting_before(path[-1].next):

@@ -68,14 +68,14 @@ class NormedSum(Collective):
             return f"no kernel norms rows of {columns} columns"
         return None
 
-    def replace(self, graph: Graph, places: Places) -> None:
+    def replace(self, graph: Graph) -> None:
         (named, norm), (*path, add), (x,), op = _read(self), self.path, self.inputs, _OPS[self.op]
         with graph.inserting_before(add):
             if self.op == REDUCESCATTER:  # its first axis is divided between ranks, so its input stays as it is
                 named["residual"] = rows.reshape(graph, named["residual"], self.node.meta["val"].shape[:-1])
             else:
                 x = collectives.with_views(graph, path, x)
-            pair = call(graph, op.one, op.write(named | {"x": x} | self.place(graph, x, places)))
+            pair = call(graph, op.one, op.write(named | {"x": x} | self.place(graph, x)))
             results = [call(graph, operator.getitem, (pair, i)) for i in range(2)]
             normed, summed = [rows.reshape(graph, result, add.meta["val"].shape[:-1]) for result in results]
         pair.stack_trace = self.node.stack_trace

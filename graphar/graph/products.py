@@ -90,7 +90,6 @@ class Product:
         return self.weight if self.node.target is _aten.linear.default else stored(graph, self.weight)
 
     def why_no_scales(self) -> Reason | None:
-        """Returns why graphar has no such scaled product."""
         named, dtypes = arguments(self.node), [value(operand).dtype for operand in (self.a, self.weight)]
         if self.node.target is _V2:
             recipes = list(named["recipe_a"]), list(named["recipe_b"])
@@ -140,7 +139,6 @@ def read(node: Node) -> Product | None:
 
 
 def is_number(scale: Node) -> bool:
-    """Whether a scale is one number, for all rows."""
     return statically_known_true(value(scale).numel() == 1)
 
 

@@ -78,7 +78,6 @@ def rewrite(graph: Graph, places: Places, number: int) -> list[Break]:
 
 
 def _why_not_linear(matmul: Product, places: Places) -> Reason | None:
-    """Returns why a matmul cannot become graphar::linear."""
     dtype, bias = value(matmul.a).dtype, matmul.bias
     is_bias = bias is None or (value(bias).dtype, value(bias).ndim) == (dtype, 1)
     if matmul.node.kwargs or not is_bias or value(matmul.weight).ndim != 2:

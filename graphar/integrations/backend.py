@@ -25,7 +25,6 @@ _OF_EQUAL_SIZE = ("allreduce", "broadcast", "reduce", "gather", "scatter")  # ca
 
 
 def register() -> None:
-    """Makes the backend known to torch.distributed."""
     if dist.is_available() and NAME not in dist.Backend.backend_list:
         dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
 

@@ -22,8 +22,6 @@ Tensors = list[torch.Tensor]
 
 
 class Calls(NamedTuple):
-    """Calls with a communicator."""
-
     communicator: Communicator
     timeout_s: float | None = None  # the deadline of waits
     average: bool = False  # whether a sum is divided by the number of ranks

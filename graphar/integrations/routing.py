@@ -329,7 +329,6 @@ class Routing(_OfTorch):
         return [*own, Stats(tuple(calls), 0, {}, 0.0, "")]
 
     def _begin(self, op: str, arguments: Sequence[object]) -> None:
-        """Counts a collective call."""
         self._collectives += 1
 
     def _queue(self, op: str, opts, outputs: list, all_tensors: Sequence[torch.Tensor], *args) -> dist.Work:
