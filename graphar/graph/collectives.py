@@ -75,8 +75,6 @@ class Collective:
 
     node: Node  # the collective's node
     op: str  # the name of torch's op, without "_coalesced"
-    # For each input, the nodes that hold its result; an empty list if the graph does not use it.
-    results: list[list[Node]]
     group: Any  # the name of the process group
     reduction: str  # "sum" or another; an empty string for an all-gather
 
@@ -88,14 +86,13 @@ class Collective:
         """The nodes of the input tensors. A rewrite of an earlier collective may replace them."""
         return sources(self.node)
 
+    @property
+    def is_coalesced(self) -> bool:
+        return isinstance(self.node.meta["val"], (list, tuple))
+
     def tensors(self) -> list[torch.Tensor]:
         """The fake tensors of the inputs: they have shape and dtype, and no memory."""
         return [x.meta["val"] for x in self.inputs]
-
-    def values(self) -> list[torch.Tensor]:
-        """The fake tensors of the results: they have shape and dtype, and no memory."""
-        value = self.node.meta["val"]
-        return list(value) if isinstance(value, (list, tuple)) else [value]
 
     def why_not_served(self, places: Places) -> Reason | None:
         """Returns why no op of graphar's can replace the collective."""
@@ -119,18 +116,19 @@ class Collective:
 
     def replace(self, graph: Graph) -> None:
         """Replaces the collective and its waits with a call of graphar's op for each input."""
-        for x, results, value in zip(self.inputs, self.results, self.values(), strict=True):
-            with graph.inserting_before(self.node):
+        node, value = self.node, self.node.meta["val"]
+        for at, (x, result) in enumerate(zip(self.inputs, value if self.is_coalesced else [value], strict=True)):
+            with graph.inserting_before(node):
                 new = self.call(graph, x)
-            new.meta["val"], new.stack_trace = value, self.node.stack_trace
-            for result in results:
-                _take_over(graph, result, new)
+            new.meta["val"], new.stack_trace = result, node.stack_trace
+            for old in [user for user in node.users if user.args[1] == at] if self.is_coalesced else [node]:
+                _take_over(graph, old, new)
             if not new.users:
                 # Inductor drops unused ops but not waits. If another rank used its result, it would wait for this rank.
                 with graph.inserting_after(new):
                     call(graph, _wait, (new,))
-        if self.results != [[self.node]]:
-            graph.erase_node(self.node)
+        if self.is_coalesced:
+            graph.erase_node(node)
 
     def call(self, graph: Graph, x: Node, **more) -> Node:
         """Adds a call of graphar's op with ``x`` and the arguments ``more`` to the graph."""
@@ -155,12 +153,7 @@ def read(node: Node) -> Collective | None:
     if node.target not in _NAMES:
         return None
     named = arguments(node)
-    x = next(iter(named.values()))
-    results = [[node]]
-    if not isinstance(x, Node):
-        taken = [user for user in node.users if user.target is getitem]
-        results = [[user for user in taken if user.args[1] == i] for i in range(len(x))]
-    return Collective(node, _NAMES[node.target], results, named["group_name"], named.get("reduce_op", "").lower())
+    return Collective(node, _NAMES[node.target], named["group_name"], named.get("reduce_op", "").lower())
 
 
 def find(graph: Graph, op: str = "") -> list[Collective]:
@@ -171,13 +164,13 @@ def find(graph: Graph, op: str = "") -> list[Collective]:
 
 def sums_of_one(graph: Graph) -> list[Collective]:
     """Returns the all-reduces and reduce-scatters of a graph that are not coalesced, in the graph's order."""
-    return [total for total in find(graph) if total.reduction and total.results == [[total.node]]]
+    return [total for total in find(graph) if total.reduction and not total.is_coalesced]
 
 
 def ours(node: Node, op: Op) -> dict[str, Any]:
     """Returns the fields of the collective that a node of graphar's ``op`` is."""
     group = op.read(node.args)["communicator"] or process_group(None).group_name
-    return {"node": node, "op": op.name, "results": [[node]], "group": group, "reduction": ""}
+    return {"node": node, "op": op.name, "group": group, "reduction": ""}
 
 
 def path_behind(collective: Collective) -> list[Node]:

@@ -47,7 +47,7 @@ class FollowedSum(Collective):
         (x,) = self.inputs
         with graph.inserting_before(self.path[-1].next):
             result = self.call(graph, x, epilogue=self.text)
-            result.meta["val"], result.stack_trace = self.values()[0], self.node.stack_trace
+            result.meta["val"], result.stack_trace = self.node.meta["val"], self.node.stack_trace
             result = collectives.with_views(graph, self.path, result)
         self.nodes[-1].replace_all_uses_with(result)
         for node in reversed([*self.path, *self.nodes]):
