@@ -54,7 +54,7 @@ class Row:
 
 
 class Ranks(AbstractContextManager):
-    """The ranks that calls are made between, and those of this process; a context manager.
+    """The ranks of a measurement, and which of them this process has; a context manager.
 
     ``world_size`` is the number of ranks in this process; None: this process is a rank of torch's default group.
     """

@@ -71,7 +71,7 @@ def arguments(node: Node) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Collective:
-    """A collective of a graph. It is replaced with graphar's op; a subclass, with what is around it."""
+    """A collective of a graph, which graphar's op can replace. A subclass is replaced together with nodes around it."""
 
     node: Node  # the collective's node
     op: str  # the name of torch's op, without "_coalesced"

@@ -136,7 +136,7 @@ class Calls(NamedTuple):
 def why_no_splits(
     out: torch.Tensor, x: torch.Tensor, receives: Sequence[int], sends: Sequence[int], ranks: int
 ) -> str | None:
-    """Returns why the sizes of an all-to-all's parts do not fit its tensors: torch's own group says it."""
+    """Returns why the sizes of an all-to-all's parts do not fit its tensors. torch's own group raises the error."""
     if not out.ndim or not x.ndim:
         return "a tensor without dimensions has no parts"
     fit = all(

@@ -55,7 +55,7 @@ def _method_of_torch(name: str) -> Callable:
 
 
 def _options(kind: type, tensors: object, args: tuple, kwargs: dict) -> object | None:
-    """Returns a call's options object: None for overloads that take a tensor, or an operation in place of options."""
+    """Returns a call's options; None if its overload takes a bare tensor, or an operation in place of options."""
     (opts, *more) = (*args, *kwargs.values()) or (kind(),)
     is_known = not more and kwargs.keys() <= {"opts"} and isinstance(opts, kind)
     return opts if is_known and isinstance(tensors, list) else None
