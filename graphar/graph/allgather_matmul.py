@@ -117,19 +117,16 @@ def _choose(gathered: Gathered) -> tuple[Product, Reason | None]:
 
 
 def _why_not_one(gathered: Gathered, product: Product) -> Reason | None:
-    dtype, columns, bias = value(product.node).dtype, product.columns, product.bias
     if product.scales and (why := product.why_no_scales()):
         return why
     if product.scales and not _are_scales_gathered(gathered, product.a, product.scales[0]):
         return "the scales are not gathered like the rows"
     if not rows.are_all(product.a):
         return "only some of the gathered rows are multiplied"
-    if not isinstance(columns, int):
+    if not isinstance(product.columns, int):
         return "the weight's number of rows varies"
-    if (product.node.kwargs and not product.scales) or (
-        bias and (value(bias).dtype, *value(bias).shape) != (dtype, columns)
-    ):
-        return "something else than a bias is added to the product"
+    if why := product.why_no_bias():
+        return why
     if _late(gathered, product) is None:
         return "the weight is made after the rows are gathered"
     return None

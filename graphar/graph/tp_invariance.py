@@ -62,8 +62,9 @@ def rewrite(graph: Graph, places: Places, number: int) -> list[Break]:
             why = _why_not_added(first(node), places)
             rewrites += [] if why else [partial(_replace_bias_gradient, graph, node)]
         elif node.target in MATMULS and node.users:
-            why = _why_not_linear(Product(node), places)
-            rewrites += [] if why else [partial(_replace_matmul, graph, Product(node))]
+            product = Product(node)
+            why = product.why_no_bias() or _why_not_added(product.a, places)
+            rewrites += [] if why else [partial(_replace_matmul, graph, product)]
             why = why or (_OF_ONE_RANK if places.count == 1 else None)
         else:
             why = _why(node, places, divided)
@@ -75,14 +76,6 @@ def rewrite(graph: Graph, places: Places, number: int) -> list[Break]:
 
 
 # ---- what is rewritten ----------------------------------------------------------------------------------------------
-
-
-def _why_not_linear(matmul: Product, places: Places) -> Reason | None:
-    dtype, bias = value(matmul.a).dtype, matmul.bias
-    is_bias = bias is None or (value(bias).dtype, value(bias).ndim) == (dtype, 1)
-    if matmul.node.kwargs or not is_bias or value(matmul.weight).ndim != 2:
-        return "something else than a bias is added to the product"
-    return _why_not_added(matmul.a, places)
 
 
 def _why_not_added(a: Node, places: Places) -> Reason | None:
