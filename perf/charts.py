@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from html import escape
 
+from graphar.plan.sizes import format_nbytes
+
 WIDTH, HEIGHT = 6.4, 3.6  # inches
 ROW = 0.3  # the height of a row in charts of rows
 WRONG = "#c81e1e"
@@ -41,6 +43,11 @@ class Axis:
     label: str
     base: int = 0
     form: Callable[[float], str] = "{:g}".format
+
+
+SIZE = Axis("size of one rank's tensor", 2, lambda nbytes: format_nbytes(round(nbytes)))
+TIME = Axis("time (us)", 10)
+OF_BEST_PEER = Axis("time / best peer's time", form="{:.2f}".format)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from perf.between_ranks import BetweenRanks
-from perf.charts import Axis, Line, Plot
+from perf.charts import OF_BEST_PEER, Axis, Line, Plot
 from perf.choices import choice_table, choices
 from perf.harness import ranks as ranks_of
 from perf.harness import verify
@@ -27,7 +27,6 @@ from perf.peers import fp8_matmuls, gathered, matmuls
 from perf.peers.matmuls import FEATURES, HIDDEN, INT8, ROWS, FusedPlan, Layer, Variant
 from perf.ratios import best, best_peer, by_method, group, of_best_peer, ratio, words_for
 from perf.report import Choice, Glance, Section, Spread, Timing
-from perf.topics.allreduce import FAMILIES, OF_BEST_PEER
 
 CPU_ROWS, CPU_COLUMNS, CPU_FEATURES = (16, 256), 256, (256,)
 FLOORS = {*matmuls.FLOORS, *fp8_matmuls.FLOORS, *gathered.FLOORS}  # methods that run one of the two steps alone
@@ -280,7 +279,7 @@ class FusionReport(BetweenRanks):
 
     def glance(self) -> Glance:
         named = {self.in_words(case): value for case, value in of_best_peer(self.cases()).items()}
-        over = words_for([row.method for row in self.rows if row.is_peer], FAMILIES)
+        over = words_for([row.method for row in self.rows if row.is_peer])
         return Glance(f"graphar's time / the time of {over}, by number of rows", named)
 
 

@@ -18,7 +18,6 @@ from perf.charts import Figure
 from perf.machine import one_line
 from perf.md import NOT_SERVED, bullets, columns, table
 from perf.report import Report, StoredReport, markdown_of, read_all, topics
-from perf.topics.allreduce import AllReduce, ratios_by_world
 
 INDEX, NOTES, SUMMARY = "index.html", "notes.md", "report.md"
 README = "README.md"  # of all folders: the index as Markdown
@@ -103,7 +102,7 @@ def texts(folder: Path) -> dict[str, str]:
     first = summary(reports)
     documents = {stored.report.name: stored.report.document(stored.machine, stored.command) for stored in reports}
     notes = {"notes": [(folder / NOTES).read_text()]} if (folder / NOTES).exists() else {}
-    above = [first, ratios_by_world(sweep_of(reports).rows), *_others(folder)]
+    above = [first, *(stored.report.overview() for stored in reports), *_others(folder)]
     made = page(title_of(reports), {"report": above, **documents, **notes})
     return {INDEX: made, SUMMARY: first} | {f"{name}.md": markdown_of(parts) for name, parts in documents.items()}
 
@@ -115,9 +114,9 @@ def _others(folder: Path) -> list[str]:
     return [f"Also in this folder: {', '.join(f'[{name}]({name})' for name in names)}."] if names else []
 
 
-def sweep_of(reports: Sequence[StoredReport]) -> AllReduce:
-    """Returns the report of the all-reduce sweep; an empty report if there is none."""
-    return next((stored.report for stored in reports if stored.report.name == "allreduce"), AllReduce())
+def sweep_of(reports: Sequence[StoredReport]) -> Report | None:
+    """Returns the report of the all-reduce sweep; None if there is none, or it is empty."""
+    return next((stored.report for stored in reports if stored.report.name == "allreduce" and stored.report.rows), None)
 
 
 def is_on_gpus(reports: Sequence[StoredReport]) -> bool:
@@ -153,7 +152,7 @@ def missing(reports: Sequence[StoredReport]) -> list[str]:
     if not is_on_gpus(reports):
         kernels = "The kernels of collectives" if reports[0].machine["gpu_count"] else "graphar's kernels"
         lines.append(f"{kernels}, and NVLink traffic: at least 2 GPUs are needed.")
-    elif sweep.rows and not any("multimem" in str(row.algorithm) for row in sweep.rows):
+    elif sweep and not any("multimem" in str(row.algorithm) for row in sweep.rows):
         lines.append("The multimem algorithms: NVLink multicast is off unless the user turns it on.")
     return lines
 
@@ -163,7 +162,7 @@ def summary(reports: Sequence[StoredReport]) -> str:
     sweep, where = sweep_of(reports), ON_ONE_GPU if reports[0].machine["gpu_count"] else ON_CPU
     what = WHAT if is_on_gpus(reports) else f"{WHAT} {where}"
     parts = [f"# {title_of(reports)}", f"{one_line(reports[0].machine)}.", what]
-    if sweep.rows:
+    if sweep:
         parts += [f"## {sweep.title}", sweep.status(), bullets(sweep.findings())]
     lines = []
     for stored in reports:

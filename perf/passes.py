@@ -235,7 +235,7 @@ class Passes(Report):
 
     def glance(self) -> Glance:
         ratios = of_best_peer(self.cases_of(self.compared))
-        over = words_for([row.method for row in self.rows if row.is_peer], {})
+        over = words_for([row.method for row in self.rows if row.is_peer])
         named = {", ".join(words): value for words, value in ratios.items()}
         which = self.compared if self.compared == BOTH else f"the {self.compared} pass"
         return Glance(f"graphar's time of {which} / that of {over}, by shape", named, NOT_SERVED)

@@ -6,6 +6,14 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 NOISE = 1.03  # a ratio above this counts as slower
+LIBRARIES = {  # by the prefix of their methods
+    "nccl": "NCCL",
+    "symm": "torch symm_mem",
+    "vllm": "vLLM",
+    "flashinfer": "FlashInfer",
+    "sglang": "SGLang",
+    "gloo": "gloo",
+}
 
 
 def best(rows: Iterable) -> object | None:
@@ -51,8 +59,13 @@ def by_method(rows: Iterable, key: Callable) -> dict[object, dict[str, object]]:
     return {case: {row.method: row for row in mine} for case, mine in sorted(group(rows, key).items())}
 
 
-def words_for(peers: Sequence[str], known_as: Mapping[str, str]) -> str:
+def of_largest_world(rows: Sequence) -> list:
+    world_size = max(row.world_size for row in rows)
+    return [row for row in rows if row.world_size == world_size]
+
+
+def words_for(peers: Sequence[str]) -> str:
     names = list(dict.fromkeys(peers))
     if len(names) > 1:
         return f"the best of {len(names)} peers"
-    return known_as.get(names[0], names[0]) if names else "no peer"
+    return LIBRARIES.get(names[0], names[0]) if names else "no peer"

@@ -264,6 +264,10 @@ class Report:
     def glance(self) -> Glance:
         raise NotImplementedError
 
+    def overview(self) -> Figure | None:
+        """Returns the figure that a folder's page opens with, if this topic has it."""
+        return None
+
     def ratio_chart(self) -> Rows:
         """Charts the ratios of the glance: a row for the first words of a case, and a dot for each case."""
         glance = self.glance()

@@ -13,11 +13,11 @@ import torch
 import graphar
 from graphar.cli.bench_ranks import BACKENDS, Measured, Ranks, Row
 from graphar.cli.options import (
+    DTYPES,
     add_call,
     add_command,
     add_load,
     algorithm_named,
-    by_name,
     count,
     load,
     progress,
@@ -25,14 +25,12 @@ from graphar.cli.options import (
     size,
 )
 from graphar.errors import GrapharError
-from graphar.numerics.dtypes import TYPE_NAMES
 from graphar.plan.sizes import GB, KB, MB, format_nbytes
 from graphar.runtime.availability import is_available
 
 SIZES = (2 * KB, 64 * KB, MB, 16 * MB, 256 * MB)
 CPU_SIZES = (2 * KB, 64 * KB, MB)
 MAX_NBYTES = {"allreduce": 4 * GB, "reducescatter": 256 * MB, "allgather": 256 * MB}  # by op; some hold many results
-DTYPES = by_name(TYPE_NAMES)
 _COLUMNS = "{:>12} {:>13} {:>9} {:>6} {:>8}  {:>9} {:>7} {:>7} {:>6}  {:>9} {:>7} {:>7} {:>6}"
 
 
@@ -124,7 +122,6 @@ def run(options: argparse.Namespace) -> int:
 
 
 def lines(options: argparse.Namespace, rows: Sequence[Row], where: str) -> Iterator[str]:
-    """Yields the table."""
     codec = f", {options.codec} on the wire" if options.codec else ""
     yield (
         f"# {options.op}, {where}{codec}, graphar {graphar.__version__}, torch {torch.__version__}: {options.iters} "

@@ -6,6 +6,7 @@ import argparse
 import os
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -30,8 +31,6 @@ Calls = tuple[Call | None, Call | None]  # out of place and in place; None: the 
 
 @dataclass(frozen=True)
 class Measured:
-    """One call's time, bandwidths and check; in or out of place."""
-
     time_us: float  # microseconds of one call, of the slowest rank
     algbw: float  # GB/s (1e9 bytes), as nccl-tests defines it: the size over the time
     busbw: float  # GB/s, as nccl-tests defines it
@@ -54,8 +53,8 @@ class Row:
         return [measured for measured in (self.out_of_place, self.in_place) if measured]
 
 
-class Ranks:
-    """The ranks that calls are made between, and those of this process; a context manager.
+class Ranks(AbstractContextManager):
+    """The ranks of a measurement, and which of them this process has; a context manager.
 
     ``world_size`` is the number of ranks in this process; None: this process is a rank of torch's default group.
     """
@@ -80,9 +79,6 @@ class Ranks:
             if on_gpu:  # one thread launches for all ranks, and its time does not count
                 streams = [torch.cuda.current_stream(device) for device in self.devices]
                 self._stopwatch = Stopwatch(self._communicator, streams)
-
-    def __enter__(self) -> Ranks:
-        return self
 
     def __exit__(self, *_) -> None:
         if self._communicator:

@@ -9,9 +9,8 @@ from dataclasses import asdict, replace
 
 import torch
 
-from graphar.cli.options import add_call, add_command, add_load, by_name, load, ranks_here
-from graphar.numerics.codecs import Codec, codec
-from graphar.numerics.dtypes import TYPE_NAMES
+from graphar.cli.options import DTYPES, add_call, add_command, add_load, load, ranks_here
+from graphar.numerics.codecs import Codec
 from graphar.plan import select
 from graphar.plan.call import Call
 from graphar.plan.config import Explanation
@@ -24,7 +23,7 @@ from graphar.runtime.engine import compresses
 from graphar.runtime.user_tables import find_table
 
 ELSEWHERE = "NVIDIA H200"  # the shipped table that answers on machines without a GPU
-DTYPES = by_name((*TYPE_NAMES, torch.float64, torch.int32))
+KNOWN_DTYPES = DTYPES | {"float64": torch.float64, "int32": torch.int32}
 
 
 def add(commands) -> None:
@@ -37,7 +36,7 @@ def add(commands) -> None:
         " graph; with a codec also whether it is faster.",
         quiet="leave out the heading",
     )
-    add_call(command, DTYPES, count="+", what="one rank's tensor", ranks="this machine's GPUs")
+    add_call(command, KNOWN_DTYPES, count="+", what="one rank's tensor", ranks="this machine's GPUs")
     add_load(command)
     command.add_argument(
         "--device", metavar="NAME", help=f'name of the GPU, such as "NVIDIA H200" (default: this one, or {ELSEWHERE})'
@@ -47,12 +46,10 @@ def add(commands) -> None:
 def run(options: argparse.Namespace) -> int:
     load(options.load)
     device, assumed = device_of(options.device)
-    world_size = options.world_size or ranks_here()
-    table = find_table(device)
-    dtype = DTYPES[options.dtype]
+    world_size, table, dtype = options.world_size or ranks_here(), find_table(device), KNOWN_DTYPES[options.dtype]
+    wire = None
     if options.codec:
-        call_checks.check_quantized_call("allreduce", options.codec, "auto", torch.empty(0, dtype=dtype))
-    wire = codec(options.codec) if options.codec else None
+        wire = call_checks.check_quantized_call("allreduce", options.codec, "auto", torch.empty(0, dtype=dtype))
     answers = list(explanations(table, world_size, options.sizes, dtype, wire))
     if table.name == DEFAULT:
         without = f"without a table of {device}, "

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from graphar.numerics.codecs import NAMES
+from graphar.numerics.dtypes import TYPE_NAMES
 from graphar.plan.algorithms import NAMED
 from graphar.plan.scratch import MAX_RANKS, WORLD_SIZES
 from graphar.plan.sizes import parse_nbytes
@@ -73,14 +74,12 @@ SHORT_NAMES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32":
 SHORT_NAMES |= {"f16": "float16", "f32": "float32", "fp64": "float64", "double": "float64"}
 
 
+DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in TYPE_NAMES}
+
+
 def dtype_name(text: str) -> str:
     """Returns torch's name of a dtype for a short form such as "bf16", and other text as it is; an argparse type."""
     return SHORT_NAMES.get(text.lower(), text.removeprefix("torch."))
-
-
-def by_name(dtypes: Iterable[torch.dtype]) -> dict[str, torch.dtype]:
-    """Returns the dtypes by the names that --dtype takes."""
-    return {str(dtype).removeprefix("torch."): dtype for dtype in dtypes}
 
 
 def add_call(command: argparse.ArgumentParser, dtypes: Iterable[str], *, count: str, what: str, ranks: str) -> None:

@@ -7,15 +7,12 @@ import json
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from graphar.cli.options import add_command, by_name, count, dtype_name, load, progress, python_file, world_size
-from graphar.numerics.dtypes import TYPE_NAMES
+from graphar.cli.options import DTYPES, add_command, count, dtype_name, load, progress, python_file, world_size
 from graphar.plan.algorithms import NAMED, is_from_outside
 from graphar.plan.scratch import MAX_RANKS, WORLD_SIZES
 from graphar.simulator import ALGORITHMS, SANITIZERS, Report
 from graphar.simulator import run as simulate
 from graphar.simulator.check import NUMELS
-
-DTYPES = by_name(TYPE_NAMES)
 
 
 def add(commands) -> None:

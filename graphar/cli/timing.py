@@ -36,7 +36,6 @@ Tensors = Sequence[torch.Tensor]  # one of each rank
 
 
 def launches_of(nbytes: int) -> int:
-    """Returns how many operations one graph holds."""
     return 50 if nbytes <= MB else 20 if nbytes <= 64 * MB else 5
 
 
@@ -69,7 +68,7 @@ class Stopwatch:
                 function()
 
 
-class Timer(Stopwatch):
+class Timer(Stopwatch, contextlib.AbstractContextManager):
     """Times calls between the first ``world_size`` GPUs, which ``auto`` may compress; a context manager."""
 
     def __init__(self, world_size: int) -> None:
@@ -83,9 +82,6 @@ class Timer(Stopwatch):
         except GrapharError:
             self.communicator.close()
             raise
-
-    def __enter__(self) -> Timer:
-        return self
 
     def __exit__(self, *_) -> None:
         self.communicator.close()

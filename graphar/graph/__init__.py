@@ -141,8 +141,7 @@ def enable(
     """
     from graphar.graph import passes
 
-    how = {"batch_invariant": batch_invariant, "constant_weights": constant_weights, "tp_invariant": tp_invariant}
-    made = compile_pass(on=on, off=off, **how)
+    made = passes.CompilePass(off, on, batch_invariant, constant_weights, tp_invariant)
     passes.install(made)
     return made
 

@@ -66,7 +66,7 @@ class Gathered(Collective):
             return why or why_no_kernel(x, self.group, places)
         return why or _why_not_faster(self, places, is_plain=not product.scales)
 
-    def replace(self, graph: Graph, places: Places) -> None:
+    def replace(self, graph: Graph) -> None:
         node, (product, _) = self.node, _choose(self)
         matmul, x, bias = product.node, product.a, product.bias
         path, others, before = rows.path(x), _has_others(product), _place(self, product)
@@ -110,26 +110,23 @@ def _is_gather(node: Node) -> bool:
 
 def _choose(gathered: Gathered) -> tuple[Product, Reason | None]:
     """Returns the matmul of the largest weight that can be fused; if none can, the largest, and why it cannot."""
-    matmuls = sorted(gathered.matmuls, key=lambda one: -one.columns if isinstance(one.columns, int) else 0)
+    matmuls = sorted(gathered.matmuls, key=lambda product: -product.columns if isinstance(product.columns, int) else 0)
     reasons = [_why_not_one(gathered, product) for product in matmuls]
     chosen = reasons.index(None) if None in reasons else 0
     return matmuls[chosen], reasons[chosen]
 
 
 def _why_not_one(gathered: Gathered, product: Product) -> Reason | None:
-    dtype, columns, bias = value(product.node).dtype, product.columns, product.bias
     if product.scales and (why := product.why_no_scales()):
         return why
-    if product.scales and not _are_scales_gathered(gathered, product):
+    if product.scales and not _are_scales_gathered(gathered, product.a, product.scales[0]):
         return "the scales are not gathered like the rows"
     if not rows.are_all(product.a):
         return "only some of the gathered rows are multiplied"
-    if not isinstance(columns, int):
+    if not isinstance(product.columns, int):
         return "the weight's number of rows varies"
-    if (product.node.kwargs and not product.scales) or (
-        bias and (value(bias).dtype, *value(bias).shape) != (dtype, columns)
-    ):
-        return "something else than a bias is added to the product"
+    if why := product.why_no_bias():
+        return why
     if _late(gathered, product) is None:
         return "the weight is made after the rows are gathered"
     return None
@@ -144,15 +141,14 @@ def _share_scales(graph: Graph, gather: Node, results: Node) -> None:
         graph.erase_node(gather)
 
 
-def _are_scales_gathered(gathered: Gathered, product: Product) -> bool:
+def _are_scales_gathered(gathered: Gathered, a: Node, scale: Node) -> bool:
     """Whether the scales of a product's rows are gathered like the rows: from the same rows of the same ranks."""
-    of_rows, of_scales = product.a, product.scales[0] if product.scales else product.a
-    gather = rows.origin(of_scales)
-    if not (_is_gather(gather) and all(map(rows.are_in_order, (of_rows, of_scales)))):
+    gather = rows.origin(scale)
+    if not (_is_gather(gather) and rows.are_in_order(a) and rows.are_in_order(scale)):
         return False
-    these, others = [allgather.OP.read(node.args) for node in (gather, gathered.node)]
-    sizes = [[value(size) if isinstance(size, Node) else size for size in of["sizes"]] for of in (these, others)]
-    return all(these[name] == others[name] for name in ("communicator", "axis")) and are_same(*sizes)
+    of_scales, of_rows = [allgather.OP.read(node.args) for node in (gather, gathered.node)]
+    sizes = [[value(size) if isinstance(size, Node) else size for size in of["sizes"]] for of in (of_scales, of_rows)]
+    return all(of_scales[name] == of_rows[name] for name in ("communicator", "axis")) and are_same(*sizes)
 
 
 def _why_not_faster(gathered: Gathered, places: Places, is_plain: bool) -> Reason | None:
@@ -176,7 +172,7 @@ def _place(gathered: Gathered, product: Product) -> Node:
 
 
 def _late(gathered: Gathered, product: Product) -> list[Node] | None:
-    """Returns the nodes that make the weight and the bias too late, in order; None if they cannot be made earlier."""
+    """Returns the nodes after the op's place that its weight, bias and scales need, in order; None if one must stay."""
     place = _place(gathered, product)
 
     def late(nodes: Iterable[Node | None]) -> list[Node]:

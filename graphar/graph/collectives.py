@@ -17,6 +17,7 @@ from operator import floordiv, getitem
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.fx.node import map_arg
@@ -70,12 +71,10 @@ def arguments(node: Node) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Collective:
-    """A collective of a graph. It is replaced with graphar's op; a subclass, with what is around it."""
+    """A collective of a graph, which graphar's op can replace. A subclass is replaced together with nodes around it."""
 
     node: Node  # the collective's node
     op: str  # the name of torch's op, without "_coalesced"
-    # For each input, the nodes that hold its result; an empty list if the graph does not use it.
-    results: list[list[Node]]
     group: Any  # the name of the process group
     reduction: str  # "sum" or another; an empty string for an all-gather
 
@@ -87,14 +86,13 @@ class Collective:
         """The nodes of the input tensors. A rewrite of an earlier collective may replace them."""
         return sources(self.node)
 
+    @property
+    def is_coalesced(self) -> bool:
+        return isinstance(self.node.meta["val"], (list, tuple))
+
     def tensors(self) -> list[torch.Tensor]:
         """The fake tensors of the inputs: they have shape and dtype, and no memory."""
         return [x.meta["val"] for x in self.inputs]
-
-    def values(self) -> list[torch.Tensor]:
-        """The fake tensors of the results: they have shape and dtype, and no memory."""
-        value = self.node.meta["val"]
-        return list(value) if isinstance(value, (list, tuple)) else [value]
 
     def why_not_served(self, places: Places) -> Reason | None:
         """Returns why no op of graphar's can replace the collective."""
@@ -103,7 +101,6 @@ class Collective:
         return places.why_not(self.group, self.tensors()[0].device.type)
 
     def why_no_sum(self) -> Reason | None:
-        """Returns why graphar cannot sum the collective's tensors."""
         for x in self.tensors():
             summed: Container[torch.dtype] = TYPE_NAMES if x.is_cuda else ACCUMULATION_DTYPES
             if x.dtype not in summed:
@@ -111,38 +108,40 @@ class Collective:
         return None
 
     def why_not(self, places: Places) -> Reason | None:
-        """Returns why the collective cannot be replaced."""
         if self.op != ALLGATHER:
             return self.why_not_served(places) or self.why_no_sum()
         if any(x.ndim == 0 for x in self.tensors()):
             return "graphar joins tensors along an axis, and this one has none"
         return self.why_not_served(places)
 
-    def replace(self, graph: Graph, places: Places) -> None:
+    def replace(self, graph: Graph) -> None:
         """Replaces the collective and its waits with a call of graphar's op for each input."""
-        for x, results, value in zip(self.inputs, self.results, self.values(), strict=True):
-            with graph.inserting_before(self.node):
-                new = self.call(graph, x, places)
-            new.meta["val"], new.stack_trace = value, self.node.stack_trace
-            for result in results:
-                _take_over(graph, result, new)
+        node, value = self.node, self.node.meta["val"]
+        for at, (x, result) in enumerate(zip(self.inputs, value if self.is_coalesced else [value], strict=True)):
+            with graph.inserting_before(node):
+                new = self.call(graph, x)
+            new.meta["val"], new.stack_trace = result, node.stack_trace
+            for old in [user for user in node.users if user.args[1] == at] if self.is_coalesced else [node]:
+                _take_over(graph, old, new)
             if not new.users:
                 # Inductor drops unused ops but not waits. If another rank used its result, it would wait for this rank.
                 with graph.inserting_after(new):
                     call(graph, _wait, (new,))
-        if self.results != [[self.node]]:
-            graph.erase_node(self.node)
+        if self.is_coalesced:
+            graph.erase_node(node)
 
-    def call(self, graph: Graph, x: Node, places: Places, **more) -> Node:
+    def call(self, graph: Graph, x: Node, **more) -> Node:
         """Adds a call of graphar's op with ``x`` and the arguments ``more`` to the graph."""
         op = _OPS[self.op]
-        return graph.call_function(op.one, op.write({"x": x} | self.place(graph, x, places) | more))
+        return graph.call_function(op.one, op.write({"x": x} | self.place(graph, x) | more))
 
-    def place(self, graph: Graph, x: Node, places: Places) -> dict[str, object]:
+    def place(self, graph: Graph, x: Node) -> dict[str, object]:
         """Returns the arguments that tell graphar's op for ``x`` the group, and each rank's part along axis 0."""
-        arguments: dict[str, object] = {"communicator": places.communicator_name(self.group)}
+        group = resolve(self.group)
+        # "" names the default group, as in eager calls.
+        arguments: dict[str, object] = {"communicator": "" if group is dist.group.WORLD else self.group}
         if self.op != ALLREDUCE:
-            group, part = resolve(self.group), first_size(graph, x)
+            part = first_size(graph, x)
             if self.op == REDUCESCATTER:
                 part = part // group.size() if isinstance(part, int) else call(graph, floordiv, (part, group.size()))
             arguments |= {"rank": group.rank(), "sizes": [part] * group.size()}
@@ -154,12 +153,7 @@ def read(node: Node) -> Collective | None:
     if node.target not in _NAMES:
         return None
     named = arguments(node)
-    x = next(iter(named.values()))
-    results = [[node]]
-    if not isinstance(x, Node):
-        taken = [user for user in node.users if user.target is getitem]
-        results = [[user for user in taken if user.args[1] == i] for i in range(len(x))]
-    return Collective(node, _NAMES[node.target], results, named["group_name"], named.get("reduce_op", "").lower())
+    return Collective(node, _NAMES[node.target], named["group_name"], named.get("reduce_op", "").lower())
 
 
 def find(graph: Graph, op: str = "") -> list[Collective]:
@@ -170,13 +164,13 @@ def find(graph: Graph, op: str = "") -> list[Collective]:
 
 def sums_of_one(graph: Graph) -> list[Collective]:
     """Returns the all-reduces and reduce-scatters of a graph that are not coalesced, in the graph's order."""
-    return [total for total in find(graph) if total.reduction and total.results == [[total.node]]]
+    return [total for total in find(graph) if total.reduction and not total.is_coalesced]
 
 
 def ours(node: Node, op: Op) -> dict[str, Any]:
     """Returns the fields of the collective that a node of graphar's ``op`` is."""
     group = op.read(node.args)["communicator"] or process_group(None).group_name
-    return {"node": node, "op": op.name, "results": [[node]], "group": group, "reduction": ""}
+    return {"node": node, "op": op.name, "group": group, "reduction": ""}
 
 
 def path_behind(collective: Collective) -> list[Node]:

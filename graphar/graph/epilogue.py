@@ -43,11 +43,11 @@ class FollowedSum(Collective):
             return why
         return None if self.nodes else "the sum, or what is computed of it, has further uses"
 
-    def replace(self, graph: Graph, places: Places) -> None:
+    def replace(self, graph: Graph) -> None:
         (x,) = self.inputs
         with graph.inserting_before(self.path[-1].next):
-            result = self.call(graph, x, places, epilogue=self.text)
-            result.meta["val"], result.stack_trace = self.values()[0], self.node.stack_trace
+            result = self.call(graph, x, epilogue=self.text)
+            result.meta["val"], result.stack_trace = self.node.meta["val"], self.node.stack_trace
             result = collectives.with_views(graph, self.path, result)
         self.nodes[-1].replace_all_uses_with(result)
         for node in reversed([*self.path, *self.nodes]):

@@ -27,7 +27,7 @@ from torch.fx.node import map_arg
 
 from graphar.errors import Reason
 from graphar.graph import products, rows
-from graphar.graph.collectives import VIEWS, Collective, are_same, first, ours, value
+from graphar.graph.collectives import VIEWS, Collective, first, ours, value
 from graphar.graph.places import Places, resolve
 from graphar.graph.products import Product, is_constant
 from graphar.numerics.dtypes import TYPE_NAMES
@@ -102,12 +102,12 @@ class Summed(Collective):
             return why
         return None if needs_own else _why_not_faster(self, product, places)
 
-    def replace(self, graph: Graph, places: Places) -> None:
+    def replace(self, graph: Graph) -> None:
         node, op, path, product = self.node, _FUSED[self.of], rows.path(self.inputs[0]), self.matmul
         assert product
         with graph.inserting_before(path[-1].next):
-            a = _moved(graph, path[-1], product.a)
-            scaling = product.scaling(graph, lambda x: x if products.is_number(x) else _moved(graph, path[-1], x))
+            a = rows.move(graph, path[-1], product.a)
+            scaling = product.scaling(graph, lambda x: x if products.is_number(x) else rows.move(graph, path[-1], x))
         for length in _lengths(self):
             length.replace_input_with(path[-1], a)
         with graph.inserting_before(node):
@@ -119,13 +119,11 @@ class Summed(Collective):
                 arguments["bias"] = [first(product.bias)]
             if self.constant_weights and op.takes("constant_weight") and is_constant(w):
                 arguments["constant_weight"] = True
-            new = graph.call_function(op.one, op.write(arguments))
-        new.meta = node.meta
-        node.replace_all_uses_with(new)
-        for erased in reversed([*path, node]):
+        node.target, node.args = op.one, op.write(arguments)
+        for erased in reversed(path):
             graph.erase_node(erased)
         if self.partition == TP_INVARIANT:
-            _take_bias(graph, new, op)
+            _take_bias(graph, node, op)
 
 
 def find(graph: Graph, partition: str, constant_weights: bool) -> list[Summed]:
@@ -219,20 +217,3 @@ def _lengths(summed: Summed) -> list[Node]:
     """Returns the users that read only the length of the summed tensor's first axis, such as a reduce-scatter's."""
     (x,) = summed.inputs
     return [user for user in x.users if user.target is _aten.sym_size.int and user.args[1] == 0]
-
-
-def _moved(graph: Graph, node: Node, a: Node) -> Node:
-    """Returns ``a``, or the scales of its rows, with the rows and the leading shape of ``node``."""
-    return _seen_as(a, node) or rows.move(graph, node, a)
-
-
-def _seen_as(a: Node, node: Node) -> Node | None:
-    """Returns the matmul's first operand ``a`` with the leading shape of ``node``; None if no view has it."""
-    if not rows.are_in_order(node):
-        return None
-    leading = node.meta["val"].shape[:-1]
-    while not are_same(a.meta["val"].shape[:-1], leading):
-        if a.target not in VIEWS or not are_same(value(first(a)).shape[-1:], value(a).shape[-1:]):
-            return None
-        a = first(a)
-    return a

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.fx import Graph, Node
@@ -31,17 +32,6 @@ from graphar.plan.select import has_norm_kernel
 _aten = torch.ops.aten
 _ADDS = (_aten.add.Tensor, _aten.add.Scalar)
 _OPS = {ALLREDUCE: norms.NORM, REDUCESCATTER: norms.SCATTERED_NORM}
-
-
-@dataclass(frozen=True)
-class Norm:
-    """The arguments of the op, and the nodes from the square to the normed tensor."""
-
-    residual: Node
-    weight: Node
-    eps: float
-    weight_offset: float
-    nodes: list[Node]
 
 
 class _OtherForm(Exception):
@@ -78,23 +68,20 @@ class NormedSum(Collective):
             return f"no kernel norms rows of {columns} columns"
         return None
 
-    def replace(self, graph: Graph, places: Places) -> None:
-        norm, (*path, add), op = _read(self), self.path, _OPS[self.op]
-        arguments = {"weight": norm.weight, "eps": norm.eps, "weight_offset": norm.weight_offset}
+    def replace(self, graph: Graph) -> None:
+        (named, norm), (*path, add), (x,), op = _read(self), self.path, self.inputs, _OPS[self.op]
         with graph.inserting_before(add):
-            x, residual = self.inputs[0], norm.residual
             if self.op == REDUCESCATTER:  # its first axis is divided between ranks, so its input stays as it is
-                residual = rows.reshape(graph, residual, self.node.meta["val"].shape[:-1])
+                named["residual"] = rows.reshape(graph, named["residual"], self.node.meta["val"].shape[:-1])
             else:
                 x = collectives.with_views(graph, path, x)
-            arguments |= {"x": x, "residual": residual} | self.place(graph, x, places)
-            pair = call(graph, op.one, op.write(arguments))
+            pair = call(graph, op.one, op.write(named | {"x": x} | self.place(graph, x)))
             results = [call(graph, operator.getitem, (pair, i)) for i in range(2)]
             normed, summed = [rows.reshape(graph, result, add.meta["val"].shape[:-1]) for result in results]
         pair.stack_trace = self.node.stack_trace
-        norm.nodes[-1].replace_all_uses_with(normed)
+        norm[-1].replace_all_uses_with(normed)
         add.replace_all_uses_with(summed)
-        for node in reversed([*self.path, *norm.nodes]):
+        for node in reversed([*self.path, *norm]):
             graph.erase_node(node)
 
     def _why_other_rows(self) -> Reason | None:
@@ -139,7 +126,8 @@ def _is_widened(node: Node) -> bool:
     return of is not None and (value(node).dtype, value(node).device) == (torch.float32, of.device)
 
 
-def _read(collective: NormedSum) -> Norm:
+def _read(collective: NormedSum) -> tuple[dict[str, Any], list[Node]]:
+    """Returns the arguments of the op, and the nodes from the square to the normed tensor."""
     (*_, total, add), (wide, square, mean) = collective.path, collective.start
     x = add.meta["val"]
     residual = _residual(total, add)
@@ -162,7 +150,8 @@ def _read(collective: NormedSum) -> Norm:
     _expect(is_a_column, f"the norm's weight is not one {x.dtype} a column")
     _expect(not add < weight, "the norm's weight is made after the sum")
     cast = [] if wide is add else [wide]
-    return Norm(residual, weight, float(eps), weight_offset, [*cast, square, mean, shifted, inverse, normal, *rest])
+    named = {"residual": residual, "weight": weight, "eps": float(eps), "weight_offset": weight_offset}
+    return named, [*cast, square, mean, shifted, inverse, normal, *rest]
 
 
 def _residual(total: Node, add: Node) -> Node:

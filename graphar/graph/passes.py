@@ -43,8 +43,6 @@ _Aware: Any = getattr(custom_graph_pass, "CustomInferenceAwareGraphPass", Custom
 
 
 class PassChain(_Aware):
-    """Passes that run one after another."""
-
     def __init__(self, passes: list) -> None:
         self.passes = passes
 
@@ -87,12 +85,7 @@ class CompilePass(CustomGraphPass):
     """
 
     def __init__(
-        self,
-        off: Iterable[str] = (),
-        on: Iterable[str] = (),
-        batch_invariant: bool = False,
-        constant_weights: bool = False,
-        tp_invariant: bool = False,
+        self, off: Iterable[str], on: Iterable[str], batch_invariant: bool, constant_weights: bool, tp_invariant: bool
     ) -> None:
         self._optional = _OPTIONAL_IN_TREES if tp_invariant else OPTIONAL
         self.off = _check_names("off", off, (*REWRITES, "matmul"))
@@ -124,7 +117,7 @@ class CompilePass(CustomGraphPass):
                     where = (self.report.graphs, name, str(collective), str(collective.group))
                     self.report.entries.append(Entry(*where, shape, x.dtype, x.device.type, why_left or ""))
                 if not why_left:
-                    collective.replace(graph, self._places)
+                    collective.replace(graph)
         if self.report.breaks is not None:
             self.report.breaks += tp_invariance.rewrite(graph, self._places, self.report.graphs)
         collectives.keep_order(graph)
@@ -183,7 +176,6 @@ def remove(removed: CompilePass) -> None:
 
 
 def remove_all() -> None:
-    """Removes every pass of graphar's."""
     _install(_of_others(_installed()))
 
 

@@ -106,10 +106,6 @@ class Places:
         others = [rank for rank in ranks if self._places[rank].arch != MATMUL_ARCH]
         return f"rank {others[0]} has no GPU of {MATMUL_ARCH}" if others else None
 
-    def communicator_name(self, group: Any) -> str:
-        """Returns the name of ``group`` in graphar's ops: "" for the default group, as in eager calls."""
-        return "" if resolve(group) is dist.group.WORLD else group
-
     def describe(self) -> str:
         """Returns, as text, every fact outside a graph that decides on rewrites: groups, ranks, GPUs and the table."""
         names = dist.distributed_c10d._world.pg_names

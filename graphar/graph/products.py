@@ -89,8 +89,15 @@ class Product:
         """Returns the weight as torch.nn.Linear stores it; adds a transpose to the graph if there is none."""
         return self.weight if self.node.target is _aten.linear.default else stored(graph, self.weight)
 
+    def why_no_bias(self) -> Reason | None:
+        """Returns why what is added to the product is not a bias of its columns; None if it is, or nothing is added."""
+        bias, dtype, sizes = self.bias, value(self.node).dtype, (self.columns,)
+        is_bias = bias is None or (value(bias).dtype == dtype and are_same(value(bias).shape, sizes))
+        has_factors = self.node.kwargs and not self.scales  # as addmm has
+        fits = is_bias and not has_factors and value(self.weight).ndim == 2
+        return None if fits else "something else than a bias is added to the product"
+
     def why_no_scales(self) -> Reason | None:
-        """Returns why graphar has no such scaled product."""
         named, dtypes = arguments(self.node), [value(operand).dtype for operand in (self.a, self.weight)]
         if self.node.target is _V2:
             recipes = list(named["recipe_a"]), list(named["recipe_b"])
@@ -140,7 +147,6 @@ def read(node: Node) -> Product | None:
 
 
 def is_number(scale: Node) -> bool:
-    """Whether a scale is one number, for all rows."""
     return statically_known_true(value(scale).numel() == 1)
 
 

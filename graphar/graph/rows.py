@@ -71,12 +71,14 @@ def can_reshape(sizes: torch.Size) -> bool:
 
 
 def reshape(graph: Graph, x: Node, sizes: torch.Size) -> Node:
-    """Returns ``x``, if it has the leading ``sizes``, or adds a reshape to them to the graph."""
-    *leading, columns = x.meta["val"].shape
-    if are_same(leading, sizes):
-        return x
-    known = [size if isinstance(size, int) else -1 for size in sizes]
-    return call(graph, _aten.reshape.default, (x, [*known, columns]))
+    """Returns ``x`` with the leading ``sizes``: itself, what it is a view of, or a new view."""
+    columns, seen = value(x).shape[-1], x
+    while not are_same(value(seen).shape, (*sizes, columns)):
+        if seen.target not in VIEWS:
+            known = [size if isinstance(size, int) else -1 for size in sizes]
+            return call(graph, _aten.reshape.default, (x, [*known, columns]))
+        seen = first(seen)
+    return seen
 
 
 def _first(node: Node) -> int | torch.SymInt | None:

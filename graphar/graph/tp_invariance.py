@@ -62,8 +62,9 @@ def rewrite(graph: Graph, places: Places, number: int) -> list[Break]:
             why = _why_not_added(first(node), places)
             rewrites += [] if why else [partial(_replace_bias_gradient, graph, node)]
         elif node.target in MATMULS and node.users:
-            why = _why_not_linear(Product(node), places)
-            rewrites += [] if why else [partial(_replace_matmul, graph, Product(node))]
+            product = Product(node)
+            why = product.why_no_bias() or _why_not_added(product.a, places)
+            rewrites += [] if why else [partial(_replace_matmul, graph, product)]
             why = why or (_OF_ONE_RANK if places.count == 1 else None)
         else:
             why = _why(node, places, divided)
@@ -75,15 +76,6 @@ def rewrite(graph: Graph, places: Places, number: int) -> list[Break]:
 
 
 # ---- what is rewritten ----------------------------------------------------------------------------------------------
-
-
-def _why_not_linear(matmul: Product, places: Places) -> Reason | None:
-    """Returns why a matmul cannot become graphar::linear."""
-    dtype, bias = value(matmul.a).dtype, matmul.bias
-    is_bias = bias is None or (value(bias).dtype, value(bias).ndim) == (dtype, 1)
-    if matmul.node.kwargs or not is_bias or value(matmul.weight).ndim != 2:
-        return "something else than a bias is added to the product"
-    return _why_not_added(matmul.a, places)
 
 
 def _why_not_added(a: Node, places: Places) -> Reason | None:
@@ -130,11 +122,9 @@ def _origin(node: Node) -> Node:
 def _replace_matmul(graph: Graph, matmul: Product) -> None:
     node = matmul.node
     with graph.inserting_before(node):
-        new = graph.call_function(_LINEAR, (matmul.a, matmul.stored_weight(graph), matmul.bias))
-    new.meta = node.meta
-    new.meta.pop("eager_input_vals", None)
-    node.replace_all_uses_with(new)
-    graph.erase_node(node)
+        operands = (matmul.a, matmul.stored_weight(graph), matmul.bias)
+    node.target, node.args = _LINEAR, operands
+    node.meta.pop("eager_input_vals", None)
 
 
 def _replace_bias_gradient(graph: Graph, total: Node) -> None:

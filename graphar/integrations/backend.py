@@ -25,7 +25,6 @@ _OF_EQUAL_SIZE = ("allreduce", "broadcast", "reduce", "gather", "scatter")  # ca
 
 
 def register() -> None:
-    """Makes the backend known to torch.distributed."""
     if dist.is_available() and NAME not in dist.Backend.backend_list:
         dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
 
@@ -113,11 +112,7 @@ class GrapharProcessGroup(Routing, dist.ProcessGroup):
         device = torch.device(device)
         return self._torch.serving(device)._get_backend(device)
 
-    def _start_coalescing(self, device: torch.device) -> None:
-        self.start_coalescing()
-
-    def _end_coalescing(self, device: torch.device) -> dist.Work:
-        return self.end_coalescing()
+    _start_coalescing, _end_coalescing = Routing.start_coalescing, Routing.end_coalescing
 
 
 def _words(op: str, arguments: Sequence[Any]) -> str:

@@ -11,7 +11,8 @@ from typing import NamedTuple
 import torch
 
 from graphar.communicator import Communicator
-from graphar.ops import options, sums
+from graphar.numerics.epilogues.epilogue import Pointwise
+from graphar.ops import sums
 from graphar.plan.call import Call, Operands
 from graphar.plan.work import Exchange, Parts
 
@@ -21,8 +22,6 @@ Tensors = list[torch.Tensor]
 
 
 class Calls(NamedTuple):
-    """Calls with a communicator."""
-
     communicator: Communicator
     timeout_s: float | None = None  # the deadline of waits
     average: bool = False  # whether a sum is divided by the number of ranks
@@ -36,11 +35,9 @@ class Calls(NamedTuple):
 
     def _allreduce_one(self, _: torch.Tensor, x: torch.Tensor) -> None:
         x = x.detach() if x.requires_grad else x
-        if not self.average:
-            sums.allreduce(x, self.communicator, out=x, timeout_s=self.timeout_s)
-            return
-        name, epilogue = self.communicator.engine.name, self._division(x)
-        sums.SUM.into(x, [], x, plain=True, communicator=name, timeout_s=self.timeout_s, epilogue=epilogue)
+        # An average divides the fp32 sum before it is rounded.
+        epilogue = f"v / {self.ranks}" if self.average else None
+        sums.allreduce(x, self.communicator, out=x, epilogue=epilogue, timeout_s=self.timeout_s)
 
     def reducescatter(self, outputs: Tensors, inputs: Tensors) -> None:
         self._check_lengths("reduce_scatter", "input", inputs, "output", outputs)
@@ -53,12 +50,8 @@ class Calls(NamedTuple):
 
     def _reducescatter_one(self, out: torch.Tensor, x: torch.Tensor, counts: tuple[int, ...] = ()) -> None:
         counts = counts or (out.numel(),) * self.ranks
-        if not self.average:
-            self._run(Parts("reducescatter", counts), out, x)
-            return
-        how = {"communicator": self.communicator.engine.name, "rank": self.communicator.engine.rank, "sizes": counts}
-        how |= {"timeout_s": self.timeout_s, "epilogue": self._division(x)}
-        _run_into(out, x, lambda out, x: sums.SCATTER.into(x, [], out, plain=True, **how))
+        division = Pointwise(f"v / {self.ranks}", (), max(1, *counts)) if self.average else None
+        self._run(Parts("reducescatter", counts, epilogue=division), out, x)
 
     def allgather(self, outputs: Tensors, inputs: Tensors) -> None:
         self._check_lengths("all_gather", "output", outputs, "input", inputs)
@@ -69,7 +62,7 @@ class Calls(NamedTuple):
             counts = self._counts("all_gather", parts, x)
             gathered = x.new_empty(sum(counts))
             self._run(Parts("allgather", counts), gathered, x)
-            _divide(gathered, parts)
+            _unpack(gathered[None], parts)
 
     def _allgather_one(self, out: torch.Tensor, x: torch.Tensor) -> None:
         place = out.data_ptr() + (self.communicator.rank or 0) * x.nbytes
@@ -88,7 +81,7 @@ class Calls(NamedTuple):
         x, (sends, receives) = _joined(inputs), (tuple([x.numel() for x in xs]) for xs in (inputs, outputs))
         received = x.new_empty(sum(receives))
         self._exchange(received, x, sends, receives, known=False)
-        _divide(received, outputs)
+        _unpack(received[None], outputs)
 
     def _exchange(self, out: torch.Tensor, x: torch.Tensor, sends: tuple, receives: tuple, known: bool) -> None:
         self._run(Exchange(self.communicator.rank or 0, (1,), (sends,), (receives,), known=known), out, x)
@@ -139,15 +132,11 @@ class Calls(NamedTuple):
             )
         return counts
 
-    def _division(self, x: torch.Tensor) -> str:
-        """Returns the epilogue of an average, which divides the fp32 sum before it is rounded."""
-        return options.epilogue_option("average", f"v / {self.ranks}", x, None)["epilogue"]
-
 
 def why_no_splits(
     out: torch.Tensor, x: torch.Tensor, receives: Sequence[int], sends: Sequence[int], ranks: int
 ) -> str | None:
-    """Returns why the sizes of an all-to-all's parts do not fit its tensors: torch's own group says it."""
+    """Returns why the sizes of an all-to-all's parts do not fit its tensors. torch's own group raises the error."""
     if not out.ndim or not x.ndim:
         return "a tensor without dimensions has no parts"
     fit = all(
@@ -178,11 +167,6 @@ def _contiguous(out: torch.Tensor) -> torch.Tensor:
 
 def _joined(tensors: Tensors) -> torch.Tensor:
     return torch.cat([x.detach().reshape(-1) for x in tensors])
-
-
-def _divide(x: torch.Tensor, outputs: Tensors) -> None:
-    for out, part in zip(outputs, x.split([out.numel() for out in outputs]), strict=True):
-        out.detach().copy_(part.view(out.shape))
 
 
 def _packs(tensors: Sequence[torch.Tensor]) -> Iterator[slice]:

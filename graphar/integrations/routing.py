@@ -17,13 +17,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import AllgatherOptions, Store
+from torch._C._distributed_c10d import AllgatherOptions, PrefixStore, Store
 from torch.distributed import distributed_c10d as c10d
 
 from graphar.communicator import Communicator
-from graphar.errors import GrapharError, Reason
+from graphar.errors import GrapharError, Reason, UnsupportedError
 from graphar.integrations.collectives import Calls, why_no_splits
-from graphar.integrations.torch_group import TorchGroup
 from graphar.integrations.works import Arguments, GrapharWork, combined, untraced
 from graphar.numerics.dtypes import TYPE_NAMES
 from graphar.plan.work import MOVING
@@ -56,7 +55,7 @@ def _method_of_torch(name: str) -> Callable:
 
 
 def _options(kind: type, tensors: object, args: tuple, kwargs: dict) -> object | None:
-    """Returns a call's options object: None for overloads that take a tensor, or an operation in place of options."""
+    """Returns a call's options; None if its overload takes a bare tensor, or an operation in place of options."""
     (opts, *more) = (*args, *kwargs.values()) or (kind(),)
     is_known = not more and kwargs.keys() <= {"opts"} and isinstance(opts, kind)
     return opts if is_known and isinstance(tensors, list) else None
@@ -144,9 +143,7 @@ class Routing(_OfTorch):
 
     def reduce_scatter_single_coalesced(self, outputs, inputs, opts=None):
         opts = opts or c10d.ReduceScatterOptions()
-        if why := self._why_not("reducescatter", opts, [*outputs, *inputs]):
-            return self._one_by_one("_reduce_scatter_base", why, outputs, inputs, opts)
-        return self._queue("reducescatter", opts, outputs, [*outputs, *inputs], outputs, inputs)
+        return self._singles("reducescatter", "_reduce_scatter_base", outputs, inputs, opts)
 
     def reduce_scatter_single(self, output, input, opts=None):
         return self.reduce_scatter_single_coalesced([output], [input], opts)
@@ -167,13 +164,17 @@ class Routing(_OfTorch):
         return self._allgather([list(of_tensor) for of_tensor in zip(*outputs, strict=True)], inputs, opts)
 
     def all_gather_single_coalesced(self, outputs, inputs, opts=None):
-        opts = opts or AllgatherOptions()
-        if why := self._why_not("allgather", opts, [*outputs, *inputs]):
-            return self._one_by_one("_allgather_base", why, outputs, inputs, opts)
-        return self._queue("allgather", opts, outputs, [*outputs, *inputs], outputs, inputs)
+        return self._singles("allgather", "_allgather_base", outputs, inputs, opts or AllgatherOptions())
 
     def all_gather_single(self, output, input, opts=None):
         return self.all_gather_single_coalesced([output], [input], opts)
+
+    def _singles(self, op: str, name: str, outputs: list, inputs: list, opts: object) -> dist.Work:
+        """Makes a call for each output and its input, by torch's own group one after another."""
+        if why := self._why_not(op, opts, [*outputs, *inputs]):
+            pairs = zip(outputs, inputs, strict=True)
+            return combined([self._by_torch(name, why, output, input, opts) for output, input in pairs])
+        return self._queue(op, opts, outputs, [*outputs, *inputs], outputs, inputs)
 
     def alltoall(self, outputs, inputs, *args, **kwargs):
         opts, all_tensors = _options(c10d.AllToAllOptions, inputs, args, kwargs), [*outputs, *inputs]
@@ -257,14 +258,10 @@ class Routing(_OfTorch):
         more = max((sum(x.nbytes for x in tensors_in(argument)) for argument in args), default=0)
         self._passed_on[key] = calls + 1, nbytes + more
 
-    def _one_by_one(self, name: str, why: str, outputs: list, inputs: list, opts: object) -> dist.Work:
-        pairs = zip(outputs, inputs, strict=True)
-        return combined([self._by_torch(name, why, output, input, opts) for output, input in pairs])
-
-    def start_coalescing(self) -> None:
+    def start_coalescing(self, *_) -> None:
         self._window, self._window_device, self._batched = [], None, []
 
-    def end_coalescing(self) -> dist.Work:
+    def end_coalescing(self, *_) -> dist.Work:
         works, device, self._window, self._window_device = self._window or [], self._window_device, None, None
         if device is not None:
             work, self._batched, batched = self._torch.group._end_coalescing(device), [], self._batched
@@ -332,7 +329,6 @@ class Routing(_OfTorch):
         return [*own, Stats(tuple(calls), 0, {}, 0.0, "")]
 
     def _begin(self, op: str, arguments: Sequence[object]) -> None:
-        """Counts a collective call."""
         self._collectives += 1
 
     def _queue(self, op: str, opts, outputs: list, all_tensors: Sequence[torch.Tensor], *args) -> dist.Work:
@@ -382,3 +378,67 @@ class Routing(_OfTorch):
         """Ends calls of torch's own group. The communicator's memory, which other ranks may use, is not freed."""
         _open_groups.discard(self)
         self._torch.end("abort")
+
+
+class TorchGroup:
+    """The same ranks, by their numbers in the default group, in a process group of torch's own: NCCL and gloo.
+
+    A backend is made at the first call that needs it, without meeting other ranks: calls between two ranks work while
+    the others make none.
+    """
+
+    def __init__(self, store: Store, rank: int, ranks: list[int], name: str, timeout: timedelta) -> None:
+        self._store, self._rank, self._ranks, self._name, self._timeout = store, rank, ranks, name, timeout
+        self._made: set[str] = set()
+        self.group = dist.ProcessGroup(store, rank, len(ranks))
+        has_nccl = torch.cuda.is_available() and dist.is_nccl_available()
+        self._device_types = ("cpu", "cuda") if has_nccl else ("cpu",)
+        backend = dist.Backend("cpu:gloo,cuda:nccl" if has_nccl else "cpu:gloo")
+        # What torch.distributed is asked about the group of a communicator.
+        world = c10d._world
+        world.pg_map[self.group] = backend, store
+        world.pg_group_ranks[self.group] = {process: place for place, process in enumerate(ranks)}
+        world.pg_backend_config[self.group] = str(c10d.BackendConfig(backend))
+
+    def serving(self, device: torch.device) -> dist.ProcessGroup:
+        """Returns the group, with a backend for ``device``; UnsupportedError if torch has none.
+
+        It is a RuntimeError, by which torch finds out whether a group has a backend for CUDA.
+        """
+        if device.type not in self._device_types:
+            raise UnsupportedError(f"the process group {self._name} has no backend for {device.type} tensors")
+        if device.type not in self._made:
+            kind = dist.ProcessGroup.BackendType
+            made = (kind.NCCL, self._nccl()) if device.type == "cuda" else (kind.GLOO, self._gloo())
+            self.group._register_backend(torch.device(device.type), *made)
+            self.group._set_group_name(self._name)  # torch keeps it in the backends
+            self._made.add(device.type)
+        return self.group
+
+    def _gloo(self) -> dist.ProcessGroupGloo:
+        options = dist.ProcessGroupGloo._Options()
+        options._devices = [dist.ProcessGroupGloo.create_default_device(lazy_init=True)]  # connects two ranks at a time
+        options._timeout = self._timeout
+        return dist.ProcessGroupGloo(PrefixStore("graphar/gloo", self._store), self._rank, len(self._ranks), options)
+
+    def _nccl(self) -> dist.ProcessGroupNCCL:
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout, options.global_ranks_in_group = self._timeout, self._ranks
+        options.group_name = f"{self._name}/graphar"
+        store = PrefixStore("graphar/nccl", self._store)
+        backend = dist.ProcessGroupNCCL(store, self._rank, len(self._ranks), options)
+        backend._set_sequence_number_for_group()
+        return backend
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._timeout = timeout
+        if self._made:
+            self.group.set_timeout(timeout)
+
+    def end(self, how: str) -> None:
+        """Ends the backends: ``how`` is "shutdown" or "abort"."""
+        if self._made:
+            getattr(self.group, how)()
+        world = c10d._world
+        for known in (world.pg_map, world.pg_group_ranks, world.pg_backend_config):
+            known.pop(self.group, None)

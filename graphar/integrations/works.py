@@ -138,7 +138,6 @@ class CombinedWork(dist.Work):
 
 
 def combined(works: list[dist.Work]) -> dist.Work:
-    """Returns several calls' works as one."""
     return works[0] if len(works) == 1 else CombinedWork(works)
 
 

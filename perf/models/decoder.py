@@ -20,8 +20,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from perf.topics.norms import add_and_norm
-
 EPS = 1e-6  # added to the mean square in RMSNorm
 CONTEXT = 1024  # tokens of each sequence in decoding, including the new one
 DECODE, PREFILL = "decode", "prefill"
@@ -212,6 +210,11 @@ def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
     return functional.rms_norm(x, weight.shape, weight, EPS)
 
 
+def add_and_norm(total: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    summed = total + residual
+    return torch.nn.functional.rms_norm(summed, weight.shape, weight, EPS), summed
+
+
 def rope_cos_sin(case: Case, head_size: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Returns cosine and sine of RoPE's angles at the positions of the new tokens."""
     positions = torch.arange(case.context - case.new, case.context, device=device)
@@ -246,6 +249,22 @@ class Elementwise:
 
 
 PLAIN = Elementwise()
+
+
+def compiled(function: Callable, dynamic: bool | None = None) -> Callable:
+    """Returns ``function`` compiled by Inductor, with the same kernels on every rank.
+
+    Inductor has several kernels for the sum of a row of more than 2048 elements. By default each rank times them in its
+    first call and takes the fastest, so ranks may choose different kernels. Inductor's option ``deterministic`` chooses
+    the kernel by size and GPU alone.
+
+    Args:
+        dynamic: False: each size has its own kernels. None: kernels take any size from the second size on.
+    """
+    from torch._inductor import config
+
+    config.compile_threads = 1  # starting a pool of processes takes longer than compiling one function
+    return torch.compile(function, dynamic=dynamic, options={"deterministic": True})
 
 
 # ---- weights and caches ---------------------------------------------------------------------------------------------

@@ -36,7 +36,6 @@ from perf.models import decoder as decoding
 from perf.models.bench import BenchPlan, BenchRow, ModelBench, error_cell, whole_columns, worst_of
 from perf.ratios import best_peer, ratio
 from perf.report import Spread
-from perf.topics.norms import compiled
 
 TRAINING = "training"
 COTANGENT = 3  # the seed for the gradient of the output; the other seeds are in perf.models.decoder
@@ -349,7 +348,7 @@ def run_rank(plan: SequencePlan, rank: int, port: int) -> Iterator[SequenceRow |
     on_gpu = plan.device == "cuda"
     methods, elementwise = [], decoding.PLAIN
     if on_gpu:
-        elementwise = elementwise.mapped(partial(compiled, dynamic=False))
+        elementwise = elementwise.mapped(partial(decoding.compiled, dynamic=False))
     for name in CUDA_METHODS if on_gpu else CPU_METHODS:
         method, reason = agreed(ranks, partial(make_method, name))
         if reason:

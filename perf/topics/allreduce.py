@@ -7,19 +7,19 @@ import itertools
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from graphar.cli.options import size
 from graphar.plan.sizes import format_nbytes
-from perf.charts import Axis, Line, Plot
+from perf.charts import OF_BEST_PEER, SIZE, TIME, Line, Plot
 from perf.choices import choice_table, choices
 from perf.harness import cases, sweep
 from perf.harness.cases import ITEMSIZES, SIZES, LinkCeiling, Plan, Row, SizesPlan
 from perf.machine import check_world_sizes
 from perf.md import NOT_SERVED, columns, method_table, name_cell, rate, ratio_cell, time_cell, time_table
 from perf.peers.catalogue import CPU_METHODS, CUDA_METHODS, FIXED_ALGORITHM, LIST_METHODS, why_no_method
-from perf.ratios import NOISE, best_peer, by_method, extent, group, of_best_peer, ratio, words_for
+from perf.ratios import LIBRARIES, NOISE, best, best_peer, by_method, extent, group, of_best_peer, ratio, words_for
 from perf.report import Arguments, Choice, Glance, Report, Section
 from perf.traffic import NVLINK_NOTES, traffic_table
 
@@ -34,17 +34,6 @@ MODES = {
     "cpu": "on the CPU",
 }
 FORMS = {"process": "one process per rank", "list": "one process, one tensor per rank"}
-FAMILIES = {  # the library, by the prefix of its methods
-    "nccl": "NCCL",
-    "symm": "torch symm_mem",
-    "vllm": "vLLM",
-    "flashinfer": "FlashInfer",
-    "sglang": "SGLang",
-    "gloo": "gloo",
-}
-SIZE = Axis("size of one rank's tensor", 2, lambda nbytes: format_nbytes(round(nbytes)))
-TIME = Axis("time (us)", 10)
-OF_BEST_PEER = Axis("time / best peer's time", form="{:.2f}".format)
 
 
 @dataclass(frozen=True)
@@ -188,8 +177,32 @@ class AllReduce(Report):
         key = main_first(self.rows)[0]
         rows = members(self.rows, key)
         ratios = {format_nbytes(nbytes): value for nbytes, value in of_best_peer(by_method(rows, _nbytes)).items()}
-        over = words_for([row.method for row in rows if row.is_peer], FAMILIES)
+        over = words_for([row.method for row in rows if row.is_peer])
         return Glance(f"graphar's time / the time of {over}, by size, {key.world_size} ranks", ratios)
+
+    def overview(self) -> Plot | None:
+        """Plots graphar's time / the best peer's time for every world size, in the main result's mode."""
+        if not self.rows:
+            return None
+        main = main_first(self.rows)[0]
+        keys = [key for key in groups(self.rows) if replace(key, world_size=main.world_size) == main]
+        return ratio_plot({f"{key.world_size} ranks": members(self.rows, key) for key in reversed(keys)})
+
+    def figure_of_times(self) -> Plot:
+        """Plots graphar, NCCL and the best peer. NCCL is the faster of with and without registered memory."""
+        cases = by_method(members(self.rows, main_first(self.rows)[0]), _nbytes)
+        picks = {
+            "graphar": lambda rows: rows.get("graphar"),
+            "NCCL": lambda rows: best(row for name, row in rows.items() if name.startswith("nccl")),
+            "best peer": lambda rows: best_peer(rows.values()),
+        }
+        lines = []
+        for name, pick in picks.items():
+            mine = [row for rows in cases.values() if (row := pick(rows))]
+            lines.append(line_of(name, mine, lambda row: row.median))
+        note = "In CUDA graphs, bf16. Best peer: at each size the fastest of NCCL, torch's symmetric memory, vLLM,"
+        note += " FlashInfer and SGLang. graphar's line covers most of it."
+        return Plot("Time of an all-reduce by size", lines, SIZE, TIME, note=note)
 
 
 def add_sizes(parser: argparse.ArgumentParser) -> None:
@@ -374,7 +387,7 @@ def families(rows: Sequence[Row]) -> dict[str, list[Row]]:
     A wrong row is drawn only if the library has no correct row at that size.
     """
     drawn = {"graphar": [row for row in rows if row.method == "graphar"]}
-    for prefix, name in FAMILIES.items():
+    for prefix, name in LIBRARIES.items():
         mine = [row for row in rows if row.method.startswith(prefix) and row.is_peer]
         at_sizes = by_method(mine, _nbytes).values()
         drawn[name] = [min(of_size.values(), key=lambda row: (bool(row.wrong), row.median)) for of_size in at_sizes]
@@ -400,15 +413,6 @@ def latency(rows: Sequence[Row]) -> Plot:
     ]
     note = f"Lines are medians, bands are the 10th to 99th percentile. {FASTEST}"
     return Plot("Time by size", lines, SIZE, TIME, note=note)
-
-
-def ratios_by_world(rows: Sequence[Row]) -> Plot | None:
-    """Plots graphar's time / the best peer's time for every world size, in the main result's mode."""
-    if not rows:
-        return None
-    main = main_first(rows)[0]
-    keys = [key for key in groups(rows) if (key.mode, key.form, key.dtype) == (main.mode, main.form, main.dtype)]
-    return ratio_plot({f"{key.world_size} ranks": members(rows, key) for key in reversed(keys)})
 
 
 def ratio_plot(named: Mapping[str, Sequence[Row]]) -> Plot | None:

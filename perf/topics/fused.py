@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from perf import fusion
+from perf.charts import Plot
 from perf.fusion import Cases, FusionRow, Trial
 from perf.harness import verify
 from perf.harness.ranks import Ranks
 from perf.md import columns, plural, ratio_cell, time_cell
 from perf.peers import matmuls as peers
 from perf.products import sentence
-from perf.ratios import ratio
+from perf.ratios import by_method, ratio
 from perf.report import Arguments
 
 
@@ -52,6 +53,13 @@ class Fused(fusion.RowParallelReport):
 
     def tables_of(self, cases: Cases) -> list[str]:
         return [*super().tables_of(cases), *invariance_table(cases)]
+
+    def figure_of_ratios(self) -> Plot:
+        """Plots the largest layer of the most ranks."""
+        world_size, n, k = max((row.world_size, row.n, row.k) for row in self.rows)
+        mine = [row for row in self.rows if (row.world_size, row.n, row.k) == (world_size, n, k)]
+        drawn = self.ratios_plot(by_method(mine, lambda row: row.m))
+        return replace(drawn, title=f"Matmul + all-reduce: time / best peer's time, N = {n}, K = {k}")
 
     def findings(self) -> list[str]:
         sentences, cases = super().findings(), self.cases()

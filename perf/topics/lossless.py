@@ -28,17 +28,16 @@ from graphar.plan.policy import LosslessPolicy
 from graphar.plan.sizes import MB, format_nbytes
 from graphar.plan.work import Parts, Sum
 from perf.between_ranks import BetweenRanks
-from perf.charts import Axis, Line, Plot
+from perf.charts import SIZE, Axis, Line, Plot
 from perf.harness import collectives
 from perf.harness import ranks as ranks_of
 from perf.harness.ranks import ProcessRanks
 from perf.md import NOT_SERVED, ratio_cell, table, time_table
 from perf.models.tasks import ByteTransformer, load_bytes
 from perf.peers import catalogue
-from perf.ratios import group, ratio
+from perf.ratios import group, of_largest_world, ratio
 from perf.report import Arguments, Glance, Result, Section
 from perf.topics import quantized
-from perf.topics.allreduce import SIZE
 from perf.training_steps import Trainer, loss_of
 
 OPS = {"allreduce": "All-reduce", "reducescatter": "Reduce-scatter", "allgather": "All-gather"}
@@ -325,6 +324,10 @@ class Lossless(BetweenRanks):
             figure = f"{min(bits):.3g} to {max(bits):.3g} bits" if bits else ""
             return Glance("per element, by kind of data; times need GPUs", figure=figure)
         return Glance("time with compression / time without it, by size and kind of data", ratios)
+
+    def figure_of_ratios(self) -> Plot | None:
+        """Plots all-reduces of the largest number of ranks."""
+        return ratio_plot(of_largest_world([row for row in self.rows if row.op == "allreduce"]))
 
 
 def ratio_table(rows: Sequence[LosslessRow], method: str) -> str:

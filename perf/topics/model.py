@@ -18,6 +18,7 @@ from torch import Tensor
 
 import graphar
 from perf.between_ranks import BetweenRanks
+from perf.charts import Axis, Mark, Rows
 from perf.harness import ranks as ranks_of
 from perf.harness.cases import Plan
 from perf.harness.ranks import Ranks, case_by_case, timed_in_turn
@@ -34,8 +35,6 @@ from perf.peers.matmuls import Variant, after_matmul, torch_mm
 from perf.peers.methods import Method
 from perf.ratios import best, best_peer, ratio, words_for
 from perf.report import Arguments, Glance, Section, Spread, Timing
-from perf.topics.allreduce import FAMILIES
-from perf.topics.norms import compiled
 
 SIZE, LAYERS, DECODED, PREFILLED = "llama-3-70b", 4, (1, 8, 64), (2048, 8192)
 GENERATING_SIZE, GENERATED = "llama-3-8b", 64
@@ -126,7 +125,7 @@ class ModelRow(BenchRow):
 
 def run_rank(plan: ModelPlan, rank: int, port: int) -> Iterator[ModelRow | str]:
     ranks = ranks_of.join(rank, plan.world_size, plan.device, port)
-    elementwise = decoding.PLAIN.mapped(compiled) if plan.device == "cuda" else decoding.PLAIN
+    elementwise = decoding.PLAIN.mapped(decoding.compiled) if plan.device == "cuda" else decoding.PLAIN
     variants, skipped = make_variants(plan, ranks, elementwise.add_and_norm)
     yield from skipped
     ranks.warm_up()
@@ -286,10 +285,21 @@ class Model(BetweenRanks):
     def glance(self) -> Glance:
         measured = by_title([*self.rows, *self.generations, *self.sequences])
         ratios = {title: ratio(best_own(rows), best_peer(rows.values())) for title, rows in measured.items()}
-        over = words_for([row.method for rows in measured.values() for row in rows.values() if row.is_peer], FAMILIES)
+        over = words_for([row.method for rows in measured.values() for row in rows.values() if row.is_peer])
         timed = "a step or of generation" if self.generations else "a step"
         known = {title: value for title, value in ratios.items() if value}
         return Glance(f"time of {timed} with graphar's fastest exact method / with {over}", known)
+
+    def figure_of_speedups(self) -> Rows:
+        """Plots the speedup of each step over the same step with NCCL's all-reduces."""
+        picks = {"graphar, fastest exact method": best_own, "best peer": lambda rows: best_peer(rows.values())}
+        marks = [
+            Mark(step.split(": ")[1], name, rows["nccl"].median / pick(rows).median)
+            for step, rows in by_title(self.rows).items()
+            for name, pick in picks.items()
+        ]
+        title = f"Layers of {self.rows[0].size}: speed of a step relative to NCCL"
+        return Rows(title, marks, Axis("times as fast as with NCCL"), 1.0)
 
 
 def shape_of(options: argparse.Namespace, default: str, world_size: int) -> tuple[str, int]:

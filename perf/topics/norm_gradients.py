@@ -17,9 +17,10 @@ from graphar.runtime.availability import missing_software
 from graphar.runtime.bind import residual_norm
 from perf import passes
 from perf.harness.verify import count_differing, count_far
+from perf.models.decoder import EPS, add_and_norm
 from perf.passes import BOTH, COMPILED, ITEMSIZE, OWN, TORCH, PassesPlan, Shape, compiled
 from perf.report import Arguments
-from perf.topics.norms import EPS, OFFSET, add_and_norm
+from perf.topics.norms import OFFSET
 
 # rows, columns
 SHAPES: tuple[Shape, ...] = ((16, 8192), (128, 8192), (512, 2048), (2048, 5120), (2048, 16384), (4096, 8192))

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import graphar
 from perf.between_ranks import BetweenRanks
-from perf.charts import Axis, Line, Plot
+from perf.charts import TIME, Axis, Line, Plot
 from perf.choices import choices
 from perf.harness import ranks as ranks_of
 from perf.harness import verify
@@ -21,15 +21,15 @@ from perf.harness.cases import Plan
 from perf.harness.ranks import ProcessRanks, Ranks, agreed, timed_in_turn
 from perf.harness.timing import Repeated, deciles
 from perf.md import method_table, plural
+from perf.models.decoder import EPS, add_and_norm, compiled
 from perf.peers import catalogue
 from perf.peers.flashinfer import load_trtllm
-from perf.ratios import by_method, group, of_best_peer, words_for
+from perf.ratios import by_method, group, of_best_peer, of_largest_world, words_for
 from perf.report import Choice, Deciles, Glance, Section, Timing
-from perf.topics.allreduce import FAMILIES, TIME
 
 HIDDEN, TOKENS = 8192, (1, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 CPU_HIDDEN, CPU_TOKENS = 1024, (1, 16, 256)
-EPS, OFFSET = 1e-6, 0.0
+OFFSET = 0.0
 CALLS, REPEATS = 20, {"cuda": 15, "cpu": 4}
 SMALL = 2.0**-30  # scale of the timed input: CALLS consecutive sums in place must stay finite
 OWN, OWN_FP8, NORM = "graphar", "graphar fp8", " + norm"
@@ -97,27 +97,6 @@ def make_methods(plan: NormPlan, ranks: ProcessRanks) -> tuple[dict[str, Call], 
             calls |= theirs or {}
         skipped += [f"flashinfer: {reason}"] if reason else []
     return calls, skipped
-
-
-def compiled(function: Callable, dynamic: bool | None = None) -> Callable:
-    """Returns ``function`` compiled by Inductor, with the same kernels on every rank.
-
-    Inductor has several kernels for the sum of a row of more than 2048 elements. By default each rank times them in its
-    first call and takes the fastest, so ranks may choose different kernels. Inductor's option ``deterministic`` chooses
-    the kernel by size and GPU alone.
-
-    Args:
-        dynamic: False: each size has its own kernels. None: kernels take any size from the second size on.
-    """
-    from torch._inductor import config
-
-    config.compile_threads = 1  # starting a pool of processes takes longer than compiling one function
-    return torch.compile(function, dynamic=dynamic, options={"deterministic": True})
-
-
-def add_and_norm(total: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    summed = total + residual
-    return torch.nn.functional.rms_norm(summed, weight.shape, weight, EPS), summed
 
 
 def after_sum(call: Callable[[Tensor], Tensor], norm: Call, x: Tensor, residual: Tensor, weight: Tensor):
@@ -282,8 +261,11 @@ class Norms(BetweenRanks):
     def glance(self) -> Glance:
         ratios = of_best_peer(by_method(self.rows, case_of))
         named = {in_words(case): value for case, value in ratios.items()}
-        over = words_for([row.method for row in self.rows if row.is_peer], FAMILIES)
+        over = words_for([row.method for row in self.rows if row.is_peer])
         return Glance(f"graphar's time / the time of {over}, by number of tokens", named)
+
+    def figure_of_times(self) -> Plot:
+        return times(of_largest_world(self.rows))
 
 
 def case_of(row: NormRow) -> tuple[int, int]:

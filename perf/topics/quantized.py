@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import ClassVar
@@ -18,20 +18,20 @@ from graphar.cli.options import size
 from graphar.numerics.codecs import NAMES, Codec, codec
 from graphar.plan.sizes import GB, KB, MB, format_nbytes
 from perf.between_ranks import BetweenRanks
-from perf.charts import Axis, Line, Plot
+from perf.charts import SIZE, Axis, Line, Plot
 from perf.harness import sweep
 from perf.harness.cases import SIZES, LinkCeiling, Row, SizesPlan
 from perf.md import columns, ratio_cell, table, time_table
 from perf.peers.catalogue import CODEC_METHODS
 from perf.ratios import best_peer, by_method, geometric_mean, group, ratio, words_for
 from perf.report import Arguments, Glance, Section
-from perf.topics.allreduce import FAMILIES, add_sizes, named_sizes
+from perf.topics.allreduce import add_sizes, named_sizes
 
 MIN_NBYTES = 256 * KB
 LARGE_NBYTES = 16 * MB  # from this size on, the time is limited by bandwidth and not by latency
 CODEC_PREFIX = "graphar_"
 PEER = "flashinfer_fp8"
-DRAWN = ("graphar", "graphar_int8", "graphar_int6", "graphar_int4", "graphar_int2", PEER)
+DRAWN = ("graphar_int8", "graphar_int6", "graphar_int4", "graphar_int2", PEER)
 
 DTYPE = torch.bfloat16
 TOKENS, HIDDEN, HEADS, FFN = 256, 1024, 16, 2816  # the shapes of the data for the errors
@@ -214,12 +214,26 @@ class Quantized(BetweenRanks):
         ratios.pop("exact", None)
         if not ratios:
             return Glance(f"{of_errors or 'no errors'}; times need GPUs", figure="errors only")
-        over = words_for([row.method for row in self.times if row.is_peer], FAMILIES)
+        over = words_for([row.method for row in self.times if row.is_peer])
         words = f"time with a codec / the time of {over}, from 16 MB up, by codec, {world_size} ranks; {of_errors}"
         return Glance(words.removesuffix("; "), ratios)
 
     def timed(self) -> Sequence[Row]:
         return self.times
+
+    def figure_of_errors(self) -> Plot:
+        """Plots error against bits."""
+        return error_plot(replace(self, times=[]))
+
+    def figure_of_times(self) -> Plot:
+        """Plots the time with each codec / the time of the exact all-reduce."""
+        cases, lines = by_method(self.times, lambda row: row.nbytes), []
+        for name in DRAWN:
+            ratios = {nbytes: ratio(rows.get(name), rows.get("graphar")) for nbytes, rows in cases.items()}
+            points = [(nbytes, value) for nbytes, value in ratios.items() if value]
+            lines.append(Line(name.removeprefix(CODEC_PREFIX), points))
+        axis = Axis("time / exact time", form="{:.2f}".format)
+        return Plot("Time / exact all-reduce's time, by codec", lines, SIZE, axis, 1.0)
 
 
 def ratio_table(cases: Mapping[str, Mapping[str, Row]]) -> str:

@@ -25,9 +25,8 @@ from perf.harness import ranks as ranks_of
 from perf.harness.ranks import ProcessRanks, Ranks, agreed
 from perf.md import NOT_SERVED, columns, table
 from perf.models.workloads import TINY, WORKLOADS, Workload
-from perf.ratios import group
+from perf.ratios import LIBRARIES, group
 from perf.report import Arguments, Glance, Section
-from perf.topics.allreduce import FAMILIES
 from perf.training_steps import Batch, Trainer, data_parallel
 
 BITS, BUCKET_SIZE = (8, 6, 5, 4, 2), 128
@@ -363,7 +362,7 @@ class Throughput(training_steps.TrainingReport):
         for rows in group(self.rows, lambda row: row.model).values():
             exact = next((row for row in rows if str(row.way) == "exact" and row.same_bits), None)
             if exact and (step_ms := training_steps.baseline_ms(rows)):
-                base = next(f"DistributedDataParallel over {FAMILIES[row.method]}" for row in rows if row.is_baseline)
+                base = next(f"DistributedDataParallel over {LIBRARIES[row.method]}" for row in rows if row.is_baseline)
                 ratios[exact.model] = exact.step_ms / step_ms
         return Glance(f"time of a training step with graphar's exact hook / with {base}, by model", ratios)
 

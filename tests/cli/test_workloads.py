@@ -37,13 +37,11 @@ def test_what_the_call_gives_is_right_and_anything_else_is_refused(cpus, workloa
         results = prepared.run(at)
         prepared.check(at, results)
 
-    rank = 1
-    results[rank][0][-1] = 7
-    with pytest.raises(graphar.GrapharError, match="rank 1 has a wrong result"):
-        prepared.check(4, results)
-    results[rank][0].fill_(torch.nan)
-    with pytest.raises(graphar.GrapharError, match="rank 1 has a wrong result"):
-        prepared.check(4, results)
+    whole = results[1][0]
+    for part, number in ((whole[-1], 7), (whole, torch.nan)):
+        part.fill_(number)
+        with pytest.raises(graphar.GrapharError, match="rank 1 has a wrong result"):
+            prepared.check(4, results)
 
 
 @pytest.mark.parametrize(("n", "k", "count"), [(64, 128, 12), (2048, 4096, 12), (4096, 4096, 4), (2816, 4096, 6)])

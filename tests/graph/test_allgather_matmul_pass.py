@@ -1,6 +1,5 @@
 """The pass's rewrite of an all-gather and the matmuls of its rows: the forms it takes, what it leaves, and numbers."""
 
-import functools
 import operator
 from dataclasses import replace
 
@@ -13,7 +12,6 @@ from graphar.graph import places
 from graphar.ops import allgather, allgather_matmul
 from tests.graph.graphs import DEFAULT, PAYS, RANKS, Drawing, Traced, gathered, given, inputs_of, of_matmul, rewritten
 from tests.parallel_models import HIDDEN, Block, FunctionalBlock, compiled, sequence_parallel
-from tests.processes import run_ranks
 
 ops, aten, functional = torch.ops.graphar, torch.ops.aten, torch.nn.functional
 torch_ops = torch.ops._c10d_functional
@@ -302,19 +300,16 @@ def run_models(rank, world_size):
     return {model: run_model(*model, rank, world_size) for model in MODELS}
 
 
-@functools.cache
-def results_of_models():
-    return run_ranks(run_models, 2, timeout_s=400)
-
-
 @pytest.mark.parametrize(("layout", "kind", "gated"), MODELS)
-def test_matmuls_around_collectives_are_fused_forward_and_backward_with_the_models_numbers(layout, kind, gated):
+def test_matmuls_around_collectives_are_fused_forward_and_backward_with_the_models_numbers(
+    results_of, layout, kind, gated
+):
     of_backward = "several products are added before the sum" if gated is True else ""
     one = [(0, "reducescatter", ""), (0, "allgather", ""), (1, "reducescatter", of_backward), (1, "allgather", "")]
     # A further number of tokens gives a graph for any number of them.
     others = [(graph + 2, op, why) for graph, op, why in one] if (layout, kind, gated) in WITH_ANY_NUMBER else []
 
-    for numbers, entries in (rank[layout, kind, gated] for rank in results_of_models()):
+    for numbers, entries in (rank[layout, kind, gated] for rank in results_of(run_models)):
         assert entries == one + others
         for mine, expected in numbers:
             for one_of_mine, other in zip(mine, expected, strict=True):

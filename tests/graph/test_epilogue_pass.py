@@ -1,7 +1,5 @@
 """The pass's rewrite of a sum over ranks and the pointwise operations that follow: what it takes, and what it gives."""
 
-import functools
-
 import pytest
 import torch
 from torch.nn import functional
@@ -13,7 +11,6 @@ from tests.cases import same_bits
 from tests.graph.graphs import RANKS, Traced, given, rewritten, scattered, summed, torchs
 from tests.graph.test_norm_pass import traced
 from tests.parallel_models import compiled
-from tests.processes import run_ranks
 
 torch_ops, ops, aten = torch.ops._c10d_functional, torch.ops.graphar, torch.ops.aten
 SHAPE = (8, 64)
@@ -223,21 +220,16 @@ def run_layer(rank, world_size):
     return found, [entry.rewrite for entry in compile_pass.report.rewritten]
 
 
-@functools.cache
-def results_of_layers():
-    return run_ranks(run_layer, 2, timeout_s=180)
-
-
-def test_a_compiled_layer_gives_the_epilogue_of_the_exact_sums():
-    for found, rewrites in results_of_layers():
+def test_a_compiled_layer_gives_the_epilogue_of_the_exact_sums(results_of):
+    for found, rewrites in results_of(run_layer):
         assert rewrites == ["epilogue"] * 4  # the second graph is for any number of tokens
         for whole, part, expected, expected_part in found:
             torch.testing.assert_close(whole, expected)
             torch.testing.assert_close(part, expected_part)
 
 
-def test_ranks_have_the_same_bits_and_parts_those_of_the_whole():
-    results = [found for found, _ in results_of_layers()]
+def test_ranks_have_the_same_bits_and_parts_those_of_the_whole(results_of):
+    results = [found for found, _ in results_of(run_layer)]
 
     for (mine, first, *_), (theirs, second, *_) in zip(*results, strict=True):
         assert same_bits(mine, theirs) == 0

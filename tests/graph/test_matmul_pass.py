@@ -1,7 +1,5 @@
 """The pass's rewrite of a matmul and the sum of its result: the forms it takes, what it leaves, and the bits."""
 
-import functools
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -27,7 +25,6 @@ from tests.graph.graphs import (
     summed,
 )
 from tests.parallel_models import MLP, TOKENS, SequenceParallelMLP, compiled, tokens
-from tests.processes import run_ranks
 
 ops, functional = torch.ops.graphar, torch.nn.functional
 ROWS, COLUMNS, K = 8, 16, 24
@@ -223,15 +220,10 @@ def run_model(model):
     return found, of_matmul(fused.report)
 
 
-@functools.cache
-def results_of_models():
-    return run_ranks(run_compiled, 2, timeout_s=180)
-
-
 @pytest.mark.promise("Models under `graphar.enable()` and layers of `graphar.nn` have the bits of eager calls.")
 @pytest.mark.parametrize("name", MODELS)
-def test_a_compiled_model_has_the_bits_that_it_has_without(name):
-    for found, entries in (rank[name] for rank in results_of_models()):
+def test_a_compiled_model_has_the_bits_that_it_has_without(results_of, name):
+    for found, entries in (rank[name] for rank in results_of(run_compiled)):
         assert [same_bits(fused, apart) for fused, apart in found] == [0] * len(TOKENS)
         assert {entry.why_left for entry in entries} == {""}
         assert isinstance(entries[-1].shape[0], str)  # a graph for any number of tokens

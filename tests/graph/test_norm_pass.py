@@ -1,6 +1,5 @@
 """The pass's rewrite of an all-reduce, residual and norm: the forms it knows, what it leaves, and the bits it gives."""
 
-import functools
 import operator
 
 import pytest
@@ -13,7 +12,6 @@ from graphar.ops.norms import NORM as OP
 from tests.cases import same_bits
 from tests.graph.graphs import EPS, NORMS, RANKS, Traced, given, llamas, rewritten, scattered, summed, torchs
 from tests.parallel_models import compiled
-from tests.processes import run_ranks
 
 torch_ops, ops, aten = torch.ops._c10d_functional, torch.ops.graphar, torch.ops.aten
 COLUMNS, TOKENS = 64, (5, 9, 12)
@@ -328,15 +326,10 @@ def run_layers(rank, world_size):
         return found | {name: run_plan(rank, world_size, "sequence" in name) for name in PLANS}
 
 
-@functools.cache
-def results_of_layers():
-    return run_ranks(run_layers, 2, timeout_s=180)
-
-
 @pytest.mark.promise("Models under `graphar.enable()` and layers of `graphar.nn` have the bits of eager calls.")
 @every_norm
-def test_a_compiled_layer_has_the_bits_of_eager_graphar_and_is_close_to_the_model(name):
-    for results, rewrites, graphs in (rank[name] for rank in results_of_layers()):
+def test_a_compiled_layer_has_the_bits_of_eager_graphar_and_is_close_to_the_model(results_of, name):
+    for results, rewrites, graphs in (rank[name] for rank in results_of(run_layers)):
         assert rewrites == ["norm"] * graphs
         for mine, graphars, models in results:
             assert [same_bits(one, other) for one, other in zip(mine, graphars, strict=True)] == [0, 0]
@@ -345,8 +338,8 @@ def test_a_compiled_layer_has_the_bits_of_eager_graphar_and_is_close_to_the_mode
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_an_unmodified_plan_of_torch_gets_the_fused_norm(name):
-    of_ranks = [rank[name] for rank in results_of_layers()]
+def test_an_unmodified_plan_of_torch_gets_the_fused_norm(results_of, name):
+    of_ranks = [rank[name] for rank in results_of(run_layers)]
 
     for results, rewrites, graphs in of_ranks:
         assert rewrites == PLANS[name] * graphs

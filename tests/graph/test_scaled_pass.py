@@ -27,7 +27,6 @@ from tests.graph.graphs import (
     summed,
 )
 from tests.parallel_models import compiled
-from tests.processes import run_ranks
 
 ops, aten, torch_ops = torch.ops.graphar, torch.ops.aten, torch.ops._c10d_functional
 FP8, FP32, BF16 = torch.float8_e4m3fn, torch.float32, torch.bfloat16
@@ -404,14 +403,9 @@ def run_layers(rank, world_size):
     return found
 
 
-@functools.cache
-def results_of_layers():
-    return run_ranks(run_layers, 2, timeout_s=180)
-
-
 @pytest.mark.parametrize("name", LAYERS)
-def test_a_compiled_layer_has_the_bits_of_the_fused_op_and_about_the_values_of_torchs(name):
-    for found, entries in (rank[name] for rank in results_of_layers()):
+def test_a_compiled_layer_has_the_bits_of_the_fused_op_and_about_the_values_of_torchs(results_of, name):
+    for found, entries in (rank[name] for rank in results_of(run_layers)):
         assert entries
         assert {entry.why_left for entry in entries} == {""}
         for mine, expected, theirs in found:

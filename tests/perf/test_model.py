@@ -24,6 +24,7 @@ from perf.models.decoder import (
     Case,
     Layer,
     Shard,
+    add_and_norm,
     make_decoder,
     make_head,
     make_inputs,
@@ -32,7 +33,6 @@ from perf.models.decoder import (
 from perf.peers.matmuls import Variant
 from perf.topics import model
 from perf.topics.model import ALONE, NORM, UNSHARDED, Model, ModelPlan
-from perf.topics.norms import add_and_norm
 from tests.perf.samples import model_row as row
 
 CPU = torch.device("cpu")

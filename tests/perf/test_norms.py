@@ -12,9 +12,10 @@ from perf import __main__ as program
 from perf.harness import verify
 from perf.harness.ranks import InProcessRanks
 from perf.harness.verify import count_differing, count_far
+from perf.models.decoder import EPS, add_and_norm, compiled
 from perf.report import read
 from perf.topics import norms
-from perf.topics.norms import Norms, add_and_norm, bounds, compiled
+from perf.topics.norms import Norms, bounds
 from tests.perf.samples import norm_row as row
 
 
@@ -44,7 +45,7 @@ def data(world_size, seed=0, tokens=64, hidden=256):
 
 def test_graphar_is_held_to_the_bit_and_peers_to_their_rounding():
     xs, residual, weight = data(2)
-    expected = graphar.reference.allreduce_residual_rmsnorm(xs, residual, weight, norms.EPS, 0.0)
+    expected = graphar.reference.allreduce_residual_rmsnorm(xs, residual, weight, EPS, 0.0)
     limits = bounds(xs, residual, weight, expected)
     results = expected[0].clone(), expected[1].clone()
     results[1].view(torch.int16)[2, 3] ^= 1
@@ -66,7 +67,7 @@ def test_a_ring_that_rounds_at_every_hop_is_right_between_any_ranks_and_one_that
     world_size, in_place
 ):
     xs, residual, weight = data(world_size)
-    expected = graphar.reference.allreduce_residual_rmsnorm(xs, residual, weight, norms.EPS, 0.0)
+    expected = graphar.reference.allreduce_residual_rmsnorm(xs, residual, weight, EPS, 0.0)
     limits = bounds(xs, residual, weight, expected)
     parts, dropped = xs, [*xs[:-1], torch.zeros_like(xs[-1])]
     if in_place:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ast
+from pathlib import Path
+
 import pytest
 
 from perf.md import method_table, number
@@ -10,6 +13,14 @@ from perf.report import ENDED, Glance, Timing, read
 from perf.topics.fused import Fused
 from perf.topics.quantized import ErrorRow, Quantized
 from tests.perf.samples import MACHINE, REPORTS, fused_row, row
+from tests.test_layers import names_imported_in
+
+
+def test_only_the_registry_and_topics_import_topics():
+    below = [path for path in (Path(__file__).parents[2] / "perf").rglob("*.py") if path.parent.name != "topics"]
+    imported = {path.name: list(names_imported_in(ast.parse(path.read_text()))) for path in below}
+
+    assert [path for path, names in imported.items() if "'perf.topics" in str(names)] == ["report.py"]
 
 
 def test_a_row_goes_to_the_list_of_its_kind_and_a_string_to_what_was_skipped(capsys):

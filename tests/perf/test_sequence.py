@@ -11,7 +11,7 @@ import torch.distributed as dist
 from perf import __main__ as program
 from perf.harness.ranks import ProcessRanks
 from perf.models import sequence
-from perf.models.decoder import PLAIN, PREFILL, SIZES, TINY, Case, Shard, make_decoder, make_inputs
+from perf.models.decoder import PLAIN, PREFILL, SIZES, TINY, Case, Shard, add_and_norm, make_decoder, make_inputs
 from perf.models.sequence import (
     ASYNC,
     CPU_METHODS,
@@ -24,7 +24,6 @@ from perf.models.sequence import (
     Trial,
 )
 from perf.topics.model import Model
-from perf.topics.norms import add_and_norm
 from tests.perf.samples import MACHINE
 from tests.perf.samples import sequence_row as row
 from tests.processes import run_ranks

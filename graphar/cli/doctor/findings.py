@@ -20,8 +20,6 @@ _NARROWEST, _WIDEST = 60, 100  # columns of the text
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of a report."""
-
     name: str  # the name of the examined item
     found: str  # what was found
     status: str = OK  # OK; NOTE: good to know, needs no action; PROBLEM
@@ -43,8 +41,6 @@ def note(name: str, found: str) -> Finding:
 
 @dataclass(frozen=True)
 class Section:
-    """A section of a report."""
-
     title: str  # the heading
     findings: tuple[Finding, ...]  # the lines
     hung: bool = False  # whether it missed its deadline, so that a thread still waits

@@ -90,7 +90,6 @@ def _is_gpu(device: Path) -> bool:
 
 
 def gpu_count() -> int:
-    """Returns how many GPUs torch can use."""
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 

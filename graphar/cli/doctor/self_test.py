@@ -83,12 +83,10 @@ def self_test(algorithm: Algorithm) -> Iterator[Finding]:
 
 
 def _devices(on_gpus: bool) -> list[int] | list[str]:
-    """Returns the ranks' devices: all GPUs, at most MAX_RANKS, or the CPU for several ranks."""
     return list(range(min(torch.cuda.device_count(), MAX_RANKS))) if on_gpus else ["cpu"] * _CPU_RANKS
 
 
 def _why_not(algorithm: Algorithm, devices: Sequence[int | str], calls: Sequence[SelfTestCall]) -> str:
-    """Returns why ``algorithm`` cannot be tested on this machine, or an empty string."""
     if algorithm.row.across_hosts:
         return "it adds host by host, and there is one"
     if not calls:
@@ -160,8 +158,6 @@ def _count_wrong(op: _Op, size: Any, algorithm: Algorithm, ranks: Communicator) 
 
 
 class _Op(NamedTuple):
-    """An op, and how its calls are made."""
-
     function: str  # the name of graphar's function
     sizes: tuple  # of its calls: elements of a tensor, or rows and columns
     takes_codec: bool = False
