@@ -195,16 +195,15 @@ class Matrices(NamedTuple):
         arguments.a_scale += from_row * arguments.a_scale_row * torch.float32.itemsize
         return arguments
 
+    def weight_map(self, tile: MatmulTile) -> TensorMap:
+        """Returns the tensor map of W for the boxes that the kernels load."""
+        w_rows = tile.columns if self.layout == "by_rows" else BOX_COLUMNS
+        return tensor_map(self.w, w_rows // tile.cluster)
+
 
 def rows_map(tile: MatmulTile, a: Matrix) -> TensorMap:
     """Returns the tensor map of rows of A for the boxes that the kernels load: no higher than the rows need."""
     return tensor_map(a, min(tile.rows, -(-a.rows // 8) * 8))
-
-
-def weight_map(tile: MatmulTile, layout: str, w: Matrix) -> TensorMap:
-    """Returns the tensor map of W for the boxes that the kernels load; ``w`` is as it lies in memory."""
-    w_rows = tile.columns if layout == "by_rows" else BOX_COLUMNS
-    return tensor_map(w, w_rows // tile.cluster)
 
 
 @functools.cache
@@ -231,9 +230,9 @@ def _grid(tile: MatmulTile, clusters: int) -> Grid:
 
 @functools.lru_cache(maxsize=1024)
 def _bind(device: int, tile: MatmulTile, sms: int, matrices: Matrices) -> Callable[[int], None]:
-    a, c, layout = matrices.a, matrices.out, matrices.layout
+    a, c = matrices.a, matrices.out
     rows, columns = -(-a.rows // (tile.rows * tile.cluster)), -(-c.columns // tile.columns)
-    maps = [rows_map(tile, a), weight_map(tile, layout, matrices.w), tensor_map(c, STORE_ROWS)]
+    maps = [rows_map(tile, a), matrices.weight_map(tile), tensor_map(c, STORE_ROWS)]
 
     def launch_of(tile: MatmulTile, first: int, end: int) -> Launch:
         """Returns the launch of some of the tiles, numbered in their order."""
@@ -241,7 +240,7 @@ def _bind(device: int, tile: MatmulTile, sms: int, matrices: Matrices) -> Callab
         if not matrices.scales:
             fields.c, fields.c_leading, fields.first_tile, fields.end_tile = c.pointer, c.leading, first, end
         clusters = min(max(sms // tile.blocks, 1), end - first)
-        kernel = a.dtype, tile, layout, c.dtype, matrices.scale_format
+        kernel = a.dtype, tile, matrices.layout, c.dtype, matrices.scale_format
         if tile.split > 1:
             # Clusters that find no room begin when others end, and would then compute all their tiles.
             clusters = min(clusters, _clusters_at_once(device, *kernel))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -87,6 +87,10 @@ class MatmulOperands:
             return (whole,)
         to, of_a = self.gathered_scales, self.scales.a
         return whole, of_a.new_empty(len(self.out), of_a.shape[1]) if to is None else to
+
+    def placed(self, **fields: Any) -> MatmulOperands:
+        """Returns operands with other ``fields``: the same ones, if they have these already."""
+        return self if all(getattr(self, name) is field for name, field in fields.items()) else replace(self, **fields)
 
     def with_columns(self) -> MatmulOperands:
         """Returns operands with columns that a kernel can load: columns of zeros if there are none."""

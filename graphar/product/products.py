@@ -20,7 +20,7 @@ from graphar.plan.matmuls import fused_algorithm, may_take_one_kernel, takes_one
 from graphar.plan.select import has_norm_kernel
 from graphar.plan.slices import gathered_rows_a_launch
 from graphar.plan.work import ALLGATHER_MATMUL, Parts, Product, TensorTuple
-from graphar.product.fused import FusedMatmul
+from graphar.product.fused import fused_launches
 from graphar.product.gathered_chunks import GatheredChunks
 from graphar.product.multiply import choose, multiply
 from graphar.product.operands import flat, operands_of
@@ -66,7 +66,7 @@ def takes_tiles(engine: Engine, call: Call[Product], out: torch.Tensor) -> bool:
 
 def _fused(engine: Engine, call: Call[Product]) -> Plan:
     work, algorithm = call.work, fused_algorithm(engine.table, call.work, engine.world_size)
-    launches = FusedMatmul(engine, call, algorithm)
+    launches = fused_launches(engine, call, algorithm)
     as_tree = f" in {work.leaves(engine.world_size)} leaves a rank", " as a tree"
     leaves, order = as_tree if work.factors.as_tree else ("", "")
     early = ", which loads its constant weight early" if work.constant_weight and algorithm.row.is_skinny else ""
@@ -98,7 +98,7 @@ def _bind_gathered(engine: Engine, call: Call[Product], ranks: Sequence[Operands
     method = gathering_method(engine, call, ranks[0].inputs[0])
     algorithm = fused_algorithm(engine.table, call.work, engine.world_size)
     if method == "tiles":
-        launches = FusedMatmul(engine, call, algorithm)
+        launches = fused_launches(engine, call, algorithm)
         return launches.plan("gathered and multiplied in one kernel")
     if method == "chunks":
         run = GatheredChunks(engine, call, algorithm).run

@@ -16,7 +16,7 @@ from graphar.plan.scratch import PACK_NBYTES, SIGNAL_PAD_NBYTES, gathered_flags
 from graphar.plan.slices import gathered_rows_a_launch
 from graphar.plan.tables import shipped_table
 from graphar.plan.work import ALLGATHER_MATMUL, Factors, Product
-from graphar.product.fused import FusedMatmul
+from graphar.product.fused import fused_launches
 from graphar.product.gemm import layout_of
 from graphar.product.operands import MatmulOperands
 from graphar.product.products import gathering_method
@@ -96,7 +96,7 @@ ROWS = torch.randn(6, 16).bfloat16()
 def place(own):
     """Returns one rank's operands as the kernel takes them."""
     call = Call(Product(ALLGATHER_MATMUL, (3,) * 4, own.a.shape[1]), torch.bfloat16, 0)
-    return FusedMatmul(engine(), call, Algorithm.ALLGATHER_MATMUL)._place(own)
+    return fused_launches(engine(), call, Algorithm.ALLGATHER_MATMUL)._place(own)
 
 
 def placed(a, w=None):

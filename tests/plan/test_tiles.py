@@ -16,7 +16,7 @@ from graphar.plan.tables import Table, shipped_table
 from graphar.plan.tiles import SKINNY_TILES, skinny_tile, travels_in_tiles
 from graphar.plan.work import ALLGATHER_MATMUL, MATMUL_ALLREDUCE, MATMUL_REDUCESCATTER, Factors, Product
 from graphar.product import fused
-from graphar.product.fused import FusedMatmul, box_rows
+from graphar.product.fused import box_rows
 from graphar.product.gemm import layout_of
 from graphar.product.operands import MatmulOperands
 from graphar.product.products import takes_tiles
@@ -202,7 +202,7 @@ def bound(op, rows, columns, codec="", ranks=None):
     work = Product(op, (rows, 8, 8, 8), columns, codec=codec)
     ranks = ranks or Ranks()
     call = Call(work, torch.bfloat16, 0)
-    return FusedMatmul(ranks, call, matmuls.fused_algorithm(H200, work, ranks.world_size))
+    return fused.fused_launches(ranks, call, matmuls.fused_algorithm(H200, work, ranks.world_size))
 
 
 def test_ranks_whose_codecs_differ_in_their_seeds_meet_for_the_same_kernel():

@@ -13,7 +13,7 @@ from graphar.plan.slices import Slice
 from graphar.plan.tiles import LAYOUTS, skinny_tile
 from graphar.plan.work import MATMUL_ALLREDUCE, MATMUL_REDUCESCATTER, Factors, Product
 from graphar.product import fused
-from graphar.product.fused import FusedMatmul, load_tile
+from graphar.product.fused import fused_launches, load_tile
 from graphar.product.operands import operands_of
 from graphar.product.products import takes_tiles
 from graphar.ranks import agreement
@@ -109,7 +109,7 @@ def launches_of(monkeypatch):
     engine.deadline, engine.runner.arguments = lambda call: 1.0, lambda *given: None
 
     def launches(work):
-        return FusedMatmul(engine, Call(work, torch.bfloat16, 0), Algorithm.MATMUL_ONE_SHOT)
+        return fused_launches(engine, Call(work, torch.bfloat16, 0), Algorithm.MATMUL_ONE_SHOT)
 
     return launches
 
