@@ -16,7 +16,7 @@ from graphar.numerics.norms import ALLREDUCE_NORM, NORM_OUTPUTS, REDUCESCATTER_N
 from graphar.plan import grids
 from graphar.plan import scratch as layouts
 from graphar.plan.policy import Policies
-from graphar.plan.row import MAX_THREADS, Grid, Row, Slicing
+from graphar.plan.row import MAX_THREADS, Grid, Row
 from graphar.plan.scratch import PACK_NBYTES, Sizes, packs_a_part
 from graphar.plan.sizes import KB, MB
 from graphar.plan.tiles import GATHERED_TILES, SKINNY_TILES, SUMMED_TILES
@@ -160,7 +160,7 @@ _NORM_VARIANTS = tuple(f"{cluster}, {output}" for cluster in grids.CLUSTERS for 
 _NARROW_TO_WIDE = grids.each_of((128, 0), (256, 0), (512, 0))
 
 _allreduce = partial(Row, "allreduce", "allreduce", half_sm_threads=MAX_THREADS)
-_moved = partial(Row, folder="scatter_gather", dtypes=(BYTE,), slicing=Slicing.BYTES, half_sm_threads=MAX_THREADS)
+_moved = partial(Row, folder="scatter_gather", dtypes=(BYTE,), half_sm_threads=MAX_THREADS)
 _quantized_allreduce = partial(Row, "allreduce", "quantized", takes_codec=True, half_sm_threads=MAX_THREADS // 2)
 _norm = partial(Row, folder="norm", variants=_NORM_VARIANTS, half_sm_threads=MAX_THREADS, adds_tree=True)
 
@@ -275,7 +275,7 @@ def _two_shot_rows(sizes: Sizes) -> dict[Algorithm, Row]:
     }
 
 
-def _lossless(sizes: Sizes, op: str, folder: str, depth: int, slicing: Slicing = Slicing.WHOLE) -> Row:
+def _lossless(sizes: Sizes, op: str, folder: str, depth: int) -> Row:
     """Returns the row of an algorithm that compresses, with ``depth`` slots for every block and rank."""
     slot = sizes.lossless_chunk * layouts.LOSSLESS_TILE_NBYTES // PACK_NBYTES
     return Row(
@@ -285,7 +285,6 @@ def _lossless(sizes: Sizes, op: str, folder: str, depth: int, slicing: Slicing =
         dtypes=(torch.bfloat16,),
         max_blocks=sizes.pipeline_blocks,
         chunked=True,
-        slicing=slicing,
         compresses=True,
         default_grid=lambda world_size, nbytes: Grid(sizes.pipeline_blocks, 512, sizes.lossless_chunk),
         packs_a_block=lambda world_size, threads, chunk: chunk * world_size * 2 * TILE_NUMEL // PACK_NBYTES,
@@ -294,7 +293,7 @@ def _lossless(sizes: Sizes, op: str, folder: str, depth: int, slicing: Slicing =
 
 def _scatter_gather_rows(sizes: Sizes) -> dict[Algorithm, Row]:
     def lossless(op: str) -> Row:
-        return _lossless(sizes, op, "scatter_gather", layouts.PUSH_DEPTH, Slicing.PARTS)
+        return _lossless(sizes, op, "scatter_gather", layouts.PUSH_DEPTH)
 
     def flagged(op: str) -> Row:
         return _moved(
@@ -322,7 +321,7 @@ def _scatter_gather_rows(sizes: Sizes) -> dict[Algorithm, Row]:
             "reducescatter",
             "scatter_gather",
             layouts.rotating(_a_shard(sizes.reducescatter_nbytes), 2),
-            slicing=Slicing.CAPACITY,
+            fills_slots=True,
             half_sm_threads=MAX_THREADS,
             takes_epilogue=True,
             adds_tree=True,
@@ -377,7 +376,6 @@ def _quantized_rows(sizes: Sizes) -> dict[Algorithm, Row]:
             layouts.pipelined(slot, layouts.PUSH_DEPTH * sizes.quantized_blocks),
             max_blocks=sizes.quantized_blocks,
             chunked=True,
-            slicing=Slicing.PARTS,
             takes_codec=True,
             policy_grid=grids.steps_of_tiles,
         ),
@@ -387,7 +385,7 @@ def _quantized_rows(sizes: Sizes) -> dict[Algorithm, Row]:
 def _matmul_rows(sizes: Sizes) -> dict[Algorithm, Row]:
     limit = _up_to(sizes.skinny_nbytes)
     row = partial(Row, folder="matmul", dtypes=MATMUL_TYPES, only_arch=MATMUL_ARCH)
-    in_slices = partial(row, slicing=Slicing.ROWS, takes_epilogue=True)
+    tiled = partial(row, takes_epilogue=True)
     skinny = partial(row, MATMUL_ALLREDUCE, layout=layouts.rotating(limit, 2), limit=limit, tiles=SKINNY_TILES)
 
     def in_one_shot(policies: Policies, world_size: int, nbytes: int) -> bool:
@@ -395,20 +393,20 @@ def _matmul_rows(sizes: Sizes) -> dict[Algorithm, Row]:
         return nbytes <= policy.one_shot_nbytes.get(world_size, policy.one_shot_nbytes_beyond)
 
     return {
-        Algorithm.MATMUL_REDUCESCATTER: in_slices(
+        Algorithm.MATMUL_REDUCESCATTER: tiled(
             MATMUL_REDUCESCATTER,
             layout=layouts.matmul_boxes(1),
             tiles=tuple(tile for tile in SUMMED_TILES if not tile.alternating),
         ),
         # The largest tiles leave too few registers to gather.
-        Algorithm.MATMUL_ALLREDUCE: in_slices(
+        Algorithm.MATMUL_ALLREDUCE: tiled(
             MATMUL_ALLREDUCE,
             layout=layouts.matmul_boxes(2),
             tiles=tuple(tile for tile in SUMMED_TILES if tile.rows == 64 or tile.columns < 256),
         ),
         Algorithm.MATMUL_ONE_SHOT: skinny(suits=in_one_shot),
         Algorithm.MATMUL_TWO_SHOT: skinny(),
-        Algorithm.ALLGATHER_MATMUL: in_slices(
+        Algorithm.ALLGATHER_MATMUL: tiled(
             ALLGATHER_MATMUL, layout=layouts.gathered_rows(layouts.GATHERED_NBYTES), tiles=GATHERED_TILES
         ),
     }
@@ -440,7 +438,7 @@ def _norm_rows(sizes: Sizes) -> dict[Algorithm, Row]:
         Algorithm.REDUCESCATTER_RMSNORM: _norm(
             REDUCESCATTER_NORM,
             layout=layouts.rotating(_a_shard(sizes.reducescatter_nbytes), 2, layouts.NORM_SHARED_NBYTES),
-            slicing=Slicing.CAPACITY_IN_ROWS,
+            fills_slots=True,
             policy_grid=grids.teams_of_rows,
         ),
     }

@@ -14,7 +14,7 @@ import torch
 from graphar.numerics.dtypes import BYTE
 from graphar.plan import grids
 from graphar.plan.algorithms import Algorithm, add
-from graphar.plan.row import FLOATS, Grid, Limit, Row, Slicing, Specification
+from graphar.plan.row import FLOATS, Grid, Limit, Row, Specification
 from graphar.plan.scratch import FLAGGED_PACKS, MAX_BLOCKS, PACK_NBYTES, SENTINEL, WARP, WORLD_SIZES, Layout, Scratch
 from graphar.plan.sources import contents, digest_of, files_of, hashed, includes
 from graphar.plan.tables import inside, require
@@ -123,7 +123,6 @@ def load_algorithm(
         only_threads=threads,
         max_blocks=MAX_BLOCKS if callable(blocks) else blocks,
         chunked=chunk > 0,
-        slicing=Slicing.WHOLE if op == "allreduce" else Slicing.BYTES if elements == (BYTE,) else Slicing.PARTS,
         candidates=grids.each_of((threads, chunk)) if specification is None else None,
         default_grid=_grid(where, blocks, threads, chunk),
         packs_a_block=(lambda *_: 1) if callable(blocks) else lambda world_size, threads, chunk: threads,
