@@ -16,7 +16,7 @@ from graphar.numerics.codecs import codec as codec_of_text
 from graphar.numerics.partitions import BATCH_INVARIANT, TP_INVARIANT, split
 from graphar.plan.algorithms import MATMUL_ARCH, MATMUL_TYPES, Algorithm, kernels_that, with_kernels
 from graphar.plan.policy import Chip, MatmulPolicy, MeasuredMatmul, TileCost
-from graphar.plan.scratch import MATMUL_BOX_ROWS
+from graphar.plan.scratch import MATMUL_BOX_ROWS, MATMUL_PARTIAL_PLACES
 from graphar.plan.slices import rows_a_launch
 from graphar.plan.tables import Table
 from graphar.plan.tiles import (
@@ -168,7 +168,7 @@ def why_not_columns(work: Product, chip: Chip, world_size: int) -> Reason | None
 
 def summed_rows_a_launch(work: Product, world_size: int) -> int:
     """Returns how many rows of each rank's part one launch sums. Partials take several places in the scratch."""
-    return rows_a_launch(world_size, work.columns, work.factors.sent_places)
+    return rows_a_launch(world_size, work.columns, MATMUL_PARTIAL_PLACES if work.factors.as_tree else 1)
 
 
 # ---- estimates: which tile multiplies a shape in the least time, of any kind of tiles --------------------------------

@@ -35,7 +35,7 @@ from graphar.numerics.leaf_tree import LEAVES
 from graphar.numerics.norms import ALLREDUCE_NORM, REDUCESCATTER_NORM
 from graphar.numerics.partitions import BATCH_INVARIANT, TP_INVARIANT, Panel, length
 from graphar.numerics.softmax import Terms
-from graphar.plan.scratch import MATMUL_PARTIAL_PLACES, PACK_NBYTES
+from graphar.plan.scratch import PACK_NBYTES
 from graphar.plan.tiles import LAYOUTS
 
 MATMUL_ALLREDUCE, MATMUL_REDUCESCATTER = "fused_matmul_allreduce", "fused_matmul_reducescatter"
@@ -285,16 +285,6 @@ class Factors(NamedTuple):
         return 4 if self.format else 2
 
     @property
-    def words(self) -> str:
-        """What must be the same on all ranks, in words; empty if operands have the dtype of the result."""
-        return f"products of e4m3 operands with scales of {self.format}" if self.format else ""
-
-    @property
-    def multiplied_by(self) -> str:
-        """What multiplies operands of 8 bits, in words."""
-        return f"graphar's scaled matmul of e4m3 operands with scales of {self.format}"
-
-    @property
     def is_plain(self) -> bool:
         """Whether operands have the dtype of results, and no scales."""
         return not self.format
@@ -338,11 +328,6 @@ class Factors(NamedTuple):
         """The bytes of an element that a rank sends to be summed in a product of 16-bit elements."""
         return 4 if self.as_tree else 2
 
-    @property
-    def sent_places(self) -> int:
-        """How many places in the scratch a box of elements takes."""
-        return MATMUL_PARTIAL_PLACES if self.as_tree else 1
-
 
 PLAIN = Factors()
 
@@ -379,7 +364,7 @@ class Product(NamedTuple):
     @property
     def beside(self) -> str:
         """What every rank does beside its sum, in words, or an empty string."""
-        return self.factors.words
+        return f"products of e4m3 operands with scales of {self.format}" if self.format else ""
 
     @property
     def summing_op(self) -> str:

@@ -224,7 +224,7 @@ class Summed(Fused):
         given_k = None if a.shape[1] == operands.a.shape[1] else operands.a.shape[1]
         if not self._call.work.scattered and out.data_ptr() % PACK_NBYTES:
             out = torch.empty_like(out)
-        w = w if layout_of(w) in operands.layouts else aligned_copy(w)
+        w = w if layout_of(w) in self._call.work.factors.layouts else aligned_copy(w)
         placed = whole.placed(
             a=a if matrix_of(a) else aligned_copy(a),
             w=w,
@@ -290,7 +290,7 @@ class Gathered(Fused):
         whole = in_packs and a.is_contiguous() and a.data_ptr() % PACK_NBYTES == 0
         return operands.placed(
             a=a if whole else aligned_copy(a),
-            w=w if layout_of(w) in operands.layouts else aligned_copy(w),
+            w=w if layout_of(w) in self._call.work.factors.layouts else aligned_copy(w),
             out=operands.out if len(w) % STORE_COLUMNS == 0 else aligned_like(operands.out),
             gathered=rows if rows is None or in_packs else aligned_like(rows),
         )

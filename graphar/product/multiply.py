@@ -250,7 +250,8 @@ def choose(engine: Engine, work: Product, matmul: MatmulOperands, panels: int = 
     if factors.as_tree:
         return Chosen(Leaves(work.op, work.leaves(engine.world_size)))
     if not factors.is_plain:
-        return Chosen(Scaled(work.is_invariant), factors.multiplied_by)
+        of = f"graphar's scaled matmul of e4m3 operands with scales of {factors.format}"
+        return Chosen(Scaled(work.is_invariant), of)
     if work.is_invariant:
         return Chosen(Own(cost, True), "graphar's matmul, which is batch invariant")
     if work.op == ALLGATHER_MATMUL or not matmul.a.is_cuda:

@@ -15,7 +15,6 @@ from graphar.numerics.fp8_products import Scales, known_scales
 from graphar.numerics.partitions import Panel, length
 from graphar.plan.call import Operands
 from graphar.plan.scratch import PACK_NBYTES
-from graphar.plan.tiles import LAYOUTS
 from graphar.plan.work import Product
 
 
@@ -70,11 +69,6 @@ class MatmulOperands:
     def step(self) -> Step:
         """The matmul of this rank, whole."""
         return Step(self.a, self.w, self.out, self.scales, self.bias)
-
-    @property
-    def layouts(self) -> tuple[str, ...]:
-        """The layouts of ``w`` that kernels load: tensor cores transpose no e4m3."""
-        return LAYOUTS[:1] if self.scales else LAYOUTS
 
     @property
     def rows(self) -> tuple[torch.Tensor, ...]:

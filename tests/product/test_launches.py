@@ -178,7 +178,7 @@ def test_calls_whose_scales_have_other_addresses_share_no_launch(engine):
 
 
 def place(engine, own):
-    call = Call(Product(Algorithm.ALLGATHER_MATMUL.op, (32, 32), own.a.shape[1]), torch.bfloat16, -1)
+    call = Call(Product(Algorithm.ALLGATHER_MATMUL.op, (32, 32), own.a.shape[1], format="blocks"), torch.bfloat16, -1)
     return fused.fused_launches(engine, call, Algorithm.ALLGATHER_MATMUL, FP8_TILES[0])._place(own)
 
 
