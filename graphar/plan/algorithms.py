@@ -242,7 +242,6 @@ def _two_shot_rows(sizes: Sizes) -> dict[Algorithm, Row]:
         Algorithm.TWO_SHOT_PIPELINED: _allreduce(
             layouts.pipelined(sizes.pipeline_chunk, slots),
             max_blocks=sizes.pipeline_blocks,
-            chunked=True,
             direct="output",
             takes_epilogue=True,
             adds_tree=True,
@@ -258,13 +257,12 @@ def _two_shot_rows(sizes: Sizes) -> dict[Algorithm, Row]:
             half_sm_threads=0,
             only_threads=layouts.TMA_THREADS,
             max_blocks=layouts.TMA_BLOCKS,
-            chunked=True,
             candidates=lambda world_size, nbytes: [(layouts.TMA_THREADS, pieces(world_size).capacity)],
             smallest_nbytes=4 * MB,
             default_grid=lambda world_size, nbytes: Grid(16, layouts.TMA_THREADS, pieces(world_size).capacity),
             packs_a_block=lambda world_size, threads, chunk: sizes.tma_channels * chunk * world_size,
         ),
-        Algorithm.TWO_SHOT_LOSSLESS: _lossless(sizes, "allreduce", "allreduce", 2 * layouts.PIPELINE_DEPTH),
+        Algorithm.TWO_SHOT_LOSSLESS: _lossless(sizes, "allreduce"),
         Algorithm.MULTIMEM_TWO_SHOT: _allreduce(
             layouts.signalled(sizes.two_shot_nbytes // PACK_NBYTES, 1),
             limit,
@@ -275,16 +273,18 @@ def _two_shot_rows(sizes: Sizes) -> dict[Algorithm, Row]:
     }
 
 
-def _lossless(sizes: Sizes, op: str, folder: str, depth: int) -> Row:
-    """Returns the row of an algorithm that compresses, with ``depth`` slots for every block and rank."""
+def _lossless(sizes: Sizes, op: str) -> Row:
+    """Returns the row of an algorithm that compresses."""
     slot = sizes.lossless_chunk * layouts.LOSSLESS_TILE_NBYTES // PACK_NBYTES
+    folder, depth = (
+        ("allreduce", 2 * layouts.PIPELINE_DEPTH) if op == "allreduce" else ("scatter_gather", layouts.PUSH_DEPTH)
+    )
     return Row(
         op,
         folder,
         layouts.pipelined(slot, depth * sizes.pipeline_blocks),
         dtypes=(torch.bfloat16,),
         max_blocks=sizes.pipeline_blocks,
-        chunked=True,
         compresses=True,
         default_grid=lambda world_size, nbytes: Grid(sizes.pipeline_blocks, 512, sizes.lossless_chunk),
         packs_a_block=lambda world_size, threads, chunk: chunk * world_size * 2 * TILE_NUMEL // PACK_NBYTES,
@@ -292,9 +292,6 @@ def _lossless(sizes: Sizes, op: str, folder: str, depth: int) -> Row:
 
 
 def _scatter_gather_rows(sizes: Sizes) -> dict[Algorithm, Row]:
-    def lossless(op: str) -> Row:
-        return _lossless(sizes, op, "scatter_gather", layouts.PUSH_DEPTH)
-
     def flagged(op: str) -> Row:
         return _moved(
             op,
@@ -310,7 +307,6 @@ def _scatter_gather_rows(sizes: Sizes) -> dict[Algorithm, Row]:
             op,
             layout=layouts.pipelined(slot, layouts.PUSH_DEPTH * sizes.allgather_blocks),
             max_blocks=sizes.allgather_blocks,
-            chunked=True,
             candidates=grids.each_of((512, 512), (512, 1024), (512, 2048)),
             default_grid=lambda world_size, nbytes: Grid(128, 256, 512),
             packs_a_block=lambda world_size, threads, chunk: chunk,
@@ -328,8 +324,8 @@ def _scatter_gather_rows(sizes: Sizes) -> dict[Algorithm, Row]:
             candidates=_NARROW_TO_WIDE,
             tells=True,
         ),
-        Algorithm.REDUCESCATTER_LOSSLESS: lossless("reducescatter"),
-        Algorithm.ALLGATHER_LOSSLESS: lossless("allgather"),
+        Algorithm.REDUCESCATTER_LOSSLESS: _lossless(sizes, "reducescatter"),
+        Algorithm.ALLGATHER_LOSSLESS: _lossless(sizes, "allgather"),
         Algorithm.ALLGATHER_FLAGGED: replace(flagged("allgather"), variants=(None, TUPLE_VARIANT)),
         Algorithm.ALLGATHER_PUSH: replace(pushed("allgather"), variants=(None, TUPLE_VARIANT)),
         Algorithm.ALLTOALL_FLAGGED: flagged("alltoall"),
@@ -367,7 +363,6 @@ def _quantized_rows(sizes: Sizes) -> dict[Algorithm, Row]:
         Algorithm.QUANTIZED_TWO_SHOT_PIPELINED: _quantized_allreduce(
             layouts.pipelined(slot, 2 * layouts.PIPELINE_DEPTH * sizes.quantized_blocks),
             max_blocks=sizes.quantized_blocks,
-            chunked=True,
             policy_grid=grids.chunks_of_tiles,
         ),
         Algorithm.QUANTIZED_REDUCESCATTER: Row(
@@ -375,7 +370,6 @@ def _quantized_rows(sizes: Sizes) -> dict[Algorithm, Row]:
             "quantized",
             layouts.pipelined(slot, layouts.PUSH_DEPTH * sizes.quantized_blocks),
             max_blocks=sizes.quantized_blocks,
-            chunked=True,
             takes_codec=True,
             policy_grid=grids.steps_of_tiles,
         ),

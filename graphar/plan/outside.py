@@ -122,7 +122,6 @@ def load_algorithm(
         max_threads=threads,
         only_threads=threads,
         max_blocks=MAX_BLOCKS if callable(blocks) else blocks,
-        chunked=chunk > 0,
         candidates=grids.each_of((threads, chunk)) if specification is None else None,
         default_grid=_grid(where, blocks, threads, chunk),
         packs_a_block=(lambda *_: 1) if callable(blocks) else lambda world_size, threads, chunk: threads,

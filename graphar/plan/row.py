@@ -63,7 +63,6 @@ class Row:
     half_sm_threads: int = 0
     only_threads: int | None = None  # the threads of a block, if its warps have fixed roles
     max_blocks: int = MAX_BLOCKS  # the most blocks of a grid, by the size of the signal pad and the slots
-    chunked: bool = False  # whether its grid has a chunk
     fills_slots: bool = False  # whether a call has a launch for each slot that the largest part fills; else one
     # The operand, "input" or "output", that the kernel's direct variant accesses in symmetric memory on every rank; an
     # empty string without such a variant.
@@ -117,6 +116,11 @@ class Row:
     def takes_half(self, threads: int) -> bool:
         """Returns whether a block of ``threads`` takes half an SM at most, so that two of them fit on one."""
         return threads <= self.half_sm_threads
+
+    @property
+    def chunked(self) -> bool:
+        """Whether its grid has a chunk, where a tuning table may name it."""
+        return self.default_grid(2, 1 << 20).chunk > 0
 
     @property
     def exact(self) -> bool:

@@ -1,12 +1,4 @@
-"""The scratch memory that each algorithm needs on every rank. The kernels' files draw its layout.
-
-The main layouts:
-
-rotating     Two or more copies of the slots. A call never writes slots that the previous call may still read. A
-             sentinel in a slot says that its data has not arrived.
-signalled    A signal pad, with a word for each block and peer, and then the slots.
-pipelined    A signal pad, and slots for a few chunks of each block, whatever the size of the tensor.
-"""
+"""The scratch memory that each algorithm needs on every rank. The kernels' files draw its layout."""
 
 from __future__ import annotations
 

@@ -84,16 +84,8 @@ class MatmulTile:
 
     def __str__(self) -> str:
         flags = [str(flag).lower() for flag in (self.whole, self.alternating)]
-        arguments = [
-            self.rows,
-            self.columns,
-            self.stages,
-            self.cluster,
-            *flags,
-            self.leaves,
-            *([self.split] if self.split > 1 or self.partials else []),
-            *(["true"] if self.partials else []),
-        ]
+        more = [self.split, "true"] if self.partials else [self.split] if self.split > 1 else []
+        arguments = [self.rows, self.columns, self.stages, self.cluster, *flags, self.leaves, *more]
         return f"MatmulTile<{', '.join(map(str, arguments))}>"
 
 

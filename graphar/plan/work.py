@@ -1,14 +1,6 @@
 """Work: what a call computes, as one value of a type for each kind of work.
 
-    Sum          an all-reduce of one tensor
-    Parts        a reduce-scatter, or an all-gather of one tensor
-    Norm         an all-reduce or a reduce-scatter, with residual addition and RMSNorm
-    TensorTuple  an all-gather of several tensors
-    Exchange     an all-to-all of one tensor
-    Product      a matmul with the sum of its products, or with the all-gather of its rows
-    Loss         cross-entropy losses, or log-probabilities, over a vocabulary that ranks divide
-
-All have these attributes. They are tuples, so that a call is hashed and compared without Python code.
+The types are tuples, so that a call is hashed and compared without Python code. All have these attributes:
 
     op        the public op that the work is of
     unit      what ``parts`` count: "elements", "bytes" or "rows"

@@ -1,10 +1,4 @@
-"""What multiplies one rank's factors: four kinds of :class:`Multiply`, and which of them a call takes.
-
-ByTorch     torch's matmul; on the CPU the specification
-Own         graphar's matmul of 16-bit operands
-Scaled      that of e4m3 operands
-Leaves      that in an order that depends on nothing but K: in the order of K, or in leaves
-"""
+"""What multiplies one rank's factors: four kinds of :class:`Multiply`, and which of them a call takes."""
 
 from __future__ import annotations
 
@@ -104,7 +98,7 @@ class Multiply(ABC):
 
 
 class ByTorch(Multiply):
-    """Has no kernel of graphar's, and makes every step. Its bits may depend on the shape of a step."""
+    """Makes every step by torch's matmul, on the CPU by the specification. Bits may depend on the shape of a step."""
 
     def why_not(self, step: Step) -> Reason | None:
         return None
