@@ -6,6 +6,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -123,7 +124,7 @@ def load_algorithm(
         only_threads=threads,
         max_blocks=MAX_BLOCKS if callable(blocks) else blocks,
         candidates=grids.each_of((threads, chunk)) if specification is None else None,
-        default_grid=_grid(where, blocks, threads, chunk),
+        default_grid=partial(_grid, where, blocks, threads, chunk),
         packs_a_block=(lambda *_: 1) if callable(blocks) else lambda world_size, threads, chunk: threads,
     )
     grid_at_sizes = [row.default_grid(2, nbytes) for nbytes in _SAMPLES]
@@ -186,13 +187,12 @@ def _check_room(op: str, world_size: int, scratch: Scratch, limit: Any, exact: b
     require(enough, f"scratch of {world_size} ranks has {scratch.nbytes} bytes, and peers push {pushed} or more")
 
 
-def _grid(where: str, blocks: int | Callable[[int], int], threads: int, chunk: int) -> Callable[[int, int], Grid]:
-    def grid(world_size: int, nbytes: int) -> Grid:
-        if not callable(blocks):
-            return Grid(blocks, threads, chunk)
-        count = blocks(nbytes)
-        with inside(where):
-            _check_count(f"blocks for {nbytes} bytes", count, MAX_BLOCKS)
-        return Grid(count, threads, chunk)
-
-    return grid
+def _grid(
+    where: str, blocks: int | Callable[[int], int], threads: int, chunk: int, world_size: int, nbytes: int
+) -> Grid:
+    if not callable(blocks):
+        return Grid(blocks, threads, chunk)
+    count = blocks(nbytes)
+    with inside(where):
+        _check_count(f"blocks for {nbytes} bytes", count, MAX_BLOCKS)
+    return Grid(count, threads, chunk)

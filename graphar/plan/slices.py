@@ -37,7 +37,7 @@ def slices(
     """
     row = algorithm.row
     if len(counts) == 1:
-        return [Slice(*counts)]
+        return [Slice(counts[0])]
     if BYTE in row.dtypes:
         counts = [count * itemsize for count in counts]
     step = max(counts)

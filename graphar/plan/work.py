@@ -56,7 +56,7 @@ def _wire_and_epilogue(work: Sum | Parts | Product) -> list[str]:
     return codec + ([f"epilogue {work.epilogue.words}"] if work.epilogue else [])
 
 
-def _beside(work: Sum | Parts | Norm | TensorTuple | Exchange | Product | Loss) -> list[str]:
+def _beside(work: Sum | Parts | Norm | TensorTuple | Product) -> list[str]:
     return [work.beside] if work.beside else []
 
 
@@ -209,7 +209,6 @@ class Exchange(NamedTuple):
     scatter_dim: int = 0  # the dimension that is divided
     gather_dim: int = 0  # the dimension along which parts are joined
     known: bool = True  # whether every rank knows the lengths of all parts, also of those between other ranks
-    beside: str = ""  # what every rank does beside it, in words, or an empty string
 
     op = "alltoall"
     unit = "elements"
@@ -251,7 +250,7 @@ class Exchange(NamedTuple):
         moved = self.scatter_dim != self.gather_dim or self.scatter_dim
         along = [f"scatter_dim {self.scatter_dim}, gather_dim {self.gather_dim}"] if moved else []
         both = f"sizes {list(self.sends[0])}, {list(self.receives[0])}" if self.known else "sizes of each rank"
-        return along + ([] if self.is_even else [both]) + _beside(self)
+        return along + ([] if self.is_even else [both])
 
 
 FORMATS = ("rows", "blocks")  # what each scale of e4m3 operands is for
@@ -430,7 +429,6 @@ class Loss(NamedTuple):
     rows: int
     columns: int  # of each rank's logits
     terms: Terms  # what is computed of a row
-    beside: str = ""  # what every rank does beside it, in words, or an empty string
 
     unit = "elements"
     codec = ""
@@ -453,7 +451,7 @@ class Loss(NamedTuple):
     def options(self) -> list[str]:
         unused = Terms(self.terms.vocab_size)._asdict()
         others = [f"{name} {value}" for name, value in self.terms._asdict().items() if value != unused[name]]
-        return [f"vocabulary of {self.terms.vocab_size}", *others, *_beside(self)]
+        return [f"vocabulary of {self.terms.vocab_size}", *others]
 
 
 Work: TypeAlias = Sum | Parts | Norm | TensorTuple | Exchange | Product | Loss
