@@ -65,6 +65,15 @@ def _order(work: Sum | Parts | Norm) -> list[str]:
     return ["added as a tree", *result] if work.order == "tree" else []
 
 
+def _is_plain(work: Sum | Parts) -> bool:
+    """Whether no option changes the result: sums are in rank order, in the dtype of the tensor."""
+    return not (work.codec or work.epilogue or work.out_dtype) and work.order == "rank"
+
+
+def _options(work: Sum | Parts) -> list[str]:
+    return _wire_and_epilogue(work) + _order(work) + _beside(work)
+
+
 class Sum(NamedTuple):
     """An all-reduce: the sum over all ranks of one tensor."""
 
@@ -78,22 +87,15 @@ class Sum(NamedTuple):
 
     op = "allreduce"
     unit = "elements"
+    is_plain = property(_is_plain)
+    options = property(_options)
 
     @property
     def parts(self) -> tuple[int, ...]:
         return (self.numel,)
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether no option changes the result: it is the sum in rank order, in the dtype of the tensor."""
-        return self._replace(shape=(), beside="") == type(self)(self.numel)
-
     def amount(self, dtype: torch.dtype) -> str:
         return f"{list(self.shape)} {dtype}" if self.shape else f"{self.numel} elements of {dtype}"
-
-    @property
-    def options(self) -> list[str]:
-        return _wire_and_epilogue(self) + _order(self) + _beside(self)
 
 
 class Parts(NamedTuple):
@@ -110,19 +112,12 @@ class Parts(NamedTuple):
     out_dtype: torch.dtype | None = None  # the dtype of the result; None: that of the tensor
 
     unit = "elements"
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether no option changes the result: sums are in rank order, in the dtype of the tensor."""
-        return self._replace(axis=0, beside="", row=()) == type(self)(self.op, self.parts)
+    is_plain = property(_is_plain)
+    options = property(_options)
 
     def amount(self, dtype: torch.dtype) -> str:
         axis = f" along axis {self.axis}" if self.axis else ""
         return f"parts of {list(self.parts)} elements of {dtype}{_in_rows(self.row)}{axis}"
-
-    @property
-    def options(self) -> list[str]:
-        return _wire_and_epilogue(self) + _order(self) + _beside(self)
 
 
 class Norm(NamedTuple):
