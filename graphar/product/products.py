@@ -86,7 +86,7 @@ def _of_one_rank(engine: Engine, work: Product) -> Plan:
     def run(ranks: Sequence[Operands]) -> None:
         for operands in ranks:
             matmul = operands_of(work, operands)
-            choose(engine, work, matmul).multiply.make(matmul.step)
+            choose(engine, work, matmul).make(matmul.step)
 
     return Plan(run, FALLBACK, f"a single rank multiplies in {LEAVES} leaves")
 
@@ -154,10 +154,10 @@ def _gathered_then_multiplied(engine: Engine, call: Call[Product], ranks: Sequen
         scales = matmul.scales and replace(matmul.scales, a=made[1])
         step = matmul.step._replace(a=made[0], scales=scales)
         if not work.epilogue:
-            chosen.multiply.make(step)
+            chosen.make(step)
             return
         product = torch.empty_like(matmul.out, dtype=torch.float32)
-        chosen.multiply.make(step._replace(out=product, bias=None))
+        chosen.make(step._replace(out=product, bias=None))
         form = replace(work.epilogue, columns=max(1, len(matmul.w)))
         inputs_of_form = EpilogueInputs([*matmul.tensors], [*numbers])
         matmul.out.copy_(reference.rounded_after(form, inputs_of_form, product, matmul.out.dtype))

@@ -113,7 +113,7 @@ class Then:
 
     def _bind(self, matmul: MatmulOperands, products: Sequence[torch.Tensor]) -> Callable[[int], object]:
         """Returns a function of a panel's number that multiplies a rank's panel, on the current stream."""
-        multiply, _ = choose(self._engine, self._work, matmul, len(products))
+        multiply = choose(self._engine, self._work, matmul, len(products))
         whole, pairs = matmul.step, list(zip(self._panels, products, strict=True))
         if not matmul.a.is_cuda:  # smaller matmuls would give other bits
             if len(pairs) == 1:
@@ -186,7 +186,7 @@ class Then:
         launch, corner = self._engine.plan(self._alone[0], [example]).launch_like(example), example.corner
         if launch is None:
             return None
-        multiply, _ = choose(self._engine, work, matmul)
+        multiply = choose(self._engine, work, matmul)
         repeated = multiply.repeating(work, matmul.step._replace(out=product))
 
         def multiply_and_take(inputs: Tensors, outputs: Tensors, numbers: tuple[float, ...], _=None) -> None:
