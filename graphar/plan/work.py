@@ -249,73 +249,50 @@ class Exchange(NamedTuple):
 
 
 FORMATS = ("rows", "blocks")  # what each scale of e4m3 operands is for
-_TEMPLATES = {"rows": "RowScales", "blocks": "BlockScales"}  # classes of cuda_src/device/matmul/scaled_products.cuh
 
 
 class Factors(NamedTuple):
-    """What a product multiplies, and in which order it adds. ``str()`` is the C++ class of the format, or empty.
+    """What a product multiplies, and what depends on the format of its operands: no other module knows the formats.
 
-    The words on which ranks agree contain this class, and so do the names of kernels. Whatever depends on the format of
-    the operands or on the order asks here, so that no other module needs to know the formats.
+    ``str()`` is in the names of kernels, and in the words on which ranks agree.
     """
 
     format: str = ""  # one of FORMATS: operands are e4m3, results have 16 bits; an empty string: both have one dtype
-    order: str = "rank"  # "rank": products are rounded, and added in the order of ranks; "tree": leaves of K, in fp32
+    template: str = ""  # the format's class in cuda_src/device/matmul/scaled_products.cuh
+    inputs: int = 2  # the tensors of a rank's factors
+    itemsize: int = 2  # the bytes of an element
+    layouts: tuple[str, ...] = LAYOUTS  # of W that kernels load: tensor cores cannot transpose e4m3
+    # The most rows that a skinny kernel multiplies fast; None: as many as it takes. With scales of blocks it has
+    # registers for the sums of one block of 64 rows only, and adds them while nothing is multiplied: 74 us for
+    # 64 x 8192 x 14336 between two H200s, and 34 with scales of rows.
+    most_skinny_rows: int | None = None
+    clustered: float | None = None  # the cost of clusters of a matmul alone, as TileCost has it; None: that of 16 bits
 
     def __str__(self) -> str:
-        return _TEMPLATES[self.format] if self.format else ""
-
-    @property
-    def inputs(self) -> int:
-        """How many tensors a rank's factors have."""
-        return 4 if self.format else 2
+        return self.template
 
     @property
     def is_plain(self) -> bool:
         """Whether operands have the dtype of results, and no scales."""
         return not self.format
 
-    @property
-    def layouts(self) -> tuple[str, ...]:
-        """The layouts of W that kernels load. Tensor cores cannot transpose e4m3."""
-        return LAYOUTS[:1] if self.format else LAYOUTS
-
-    @property
-    def most_skinny_rows(self) -> int | None:
-        """The most rows that a skinny kernel multiplies fast; None: as many as it takes.
-
-        It has registers for the sums of one block of 64 rows only, and adds them while nothing is multiplied: 74 us for
-        64 x 8192 x 14336 between two H200s, and 34 with scales of rows.
-        """
-        return 32 if self.format == "blocks" else None
-
-    @property
-    def clustered(self) -> float | None:
-        """The cost of clusters of a matmul alone, as TileCost has it; None: the cost measured with 16 bits."""
-        return 0.92 if self.format == "blocks" else None  # H100
-
     def k_of_16_bits(self, k: int) -> int:
         """Returns the columns of 16-bit operands that take as long: 128 of e4m3 have the bytes of 64."""
-        return max(k // 2, 1) if self.format else k
+        return max(k * self.itemsize // 2, 1) if self.format else k
 
     def row_nbytes(self, k: int) -> int:
         """Returns the bytes of a row of A with ``k`` columns on its way to another rank, in whole packs."""
-        packs = -(-k * (1 if self.format else 2) // PACK_NBYTES)
+        packs = -(-k * self.itemsize // PACK_NBYTES)
         of_row = {"": 0, "rows": 1, "blocks": -(-k // BLOCK)}[self.format]  # `of_row` in scaled_products.cuh
         return packs * PACK_NBYTES + 4 * of_row
 
-    @property
-    def as_tree(self) -> bool:
-        """Whether leaves of K are added in fp32 as a tree; else rounded products, in the order of ranks."""
-        return self.order == "tree"
-
-    @property
-    def sent_itemsize(self) -> int:
-        """The bytes of an element that a rank sends to be summed in a product of 16-bit elements."""
-        return 4 if self.as_tree else 2
-
 
 PLAIN = Factors()
+FACTORS = {  # by format; what was measured of blocks is of an H100
+    "": PLAIN,
+    "rows": Factors("rows", "RowScales", 4, 1, LAYOUTS[:1]),
+    "blocks": Factors("blocks", "BlockScales", 4, 1, LAYOUTS[:1], most_skinny_rows=32, clustered=0.92),
+}
 
 
 class Product(NamedTuple):
@@ -339,8 +316,8 @@ class Product(NamedTuple):
 
     @property
     def factors(self) -> Factors:
-        """What is multiplied, and in which order it is added."""
-        return Factors(self.format, self.order)
+        """What is multiplied."""
+        return FACTORS[self.format]
 
     @property
     def is_invariant(self) -> bool:
@@ -367,9 +344,19 @@ class Product(NamedTuple):
         """Whether each rank gets its own rows of the sum only."""
         return self.summing_op == MATMUL_REDUCESCATTER
 
+    @property
+    def as_tree(self) -> bool:
+        """Whether leaves of K are added in fp32 as a tree; else rounded products, in the order of ranks."""
+        return self.partition == TP_INVARIANT
+
+    @property
+    def sent_itemsize(self) -> int:
+        """The bytes of an element that a rank sends to be summed in a product of 16-bit elements."""
+        return 4 if self.as_tree else 2
+
     def leaves(self, world_size: int) -> int:
         """The number of leaves into which each rank cuts its K. They are added in the order of K, or as a tree."""
-        return LEAVES // world_size if self.order == "tree" and self.op != ALLGATHER_MATMUL else 1
+        return LEAVES // world_size if self.as_tree and self.op != ALLGATHER_MATMUL else 1
 
     def with_bias_in_epilogue(self, dtype: torch.dtype) -> Product:
         """Returns the product whose bias is an epilogue of the sum, where sums of ``dtype`` take one.
@@ -388,7 +375,6 @@ class Product(NamedTuple):
 
     def then(self, k: int, dtype: torch.dtype) -> Sum | Parts | Norm:
         """Returns the work that sums the ranks' products of ``k`` columns, with results of ``dtype``."""
-        as_tree = self.order == "tree"
         counts = tuple([rows * self.columns for rows in self.parts])
         counts = counts if self.scattered else (sum(counts),)
         if self.norm:
@@ -398,13 +384,12 @@ class Product(NamedTuple):
             work = Parts("reducescatter", counts, self.codec, self.epilogue)
         else:
             work = Sum(counts[0], self.codec, self.epilogue)
-        beside = f"after products of {k} columns" if as_tree else self.beside
-        return work._replace(order=self.order, out_dtype=dtype if as_tree else None, beside=beside)
+        beside = f"after products of {k} columns" if self.as_tree else self.beside
+        return work._replace(order=self.order, out_dtype=dtype if self.as_tree else None, beside=beside)
 
     @property
     def order(self) -> str:
-        """The order in which the ranks' products are added: "rank", or "tree" for leaves of K in fp32."""
-        return "tree" if self.partition == TP_INVARIANT else "rank"
+        return "tree" if self.as_tree else "rank"
 
     def amount(self, dtype: torch.dtype) -> str:
         bias = " with a bias" if self.bias else ""
@@ -412,7 +397,7 @@ class Product(NamedTuple):
 
     @property
     def options(self) -> list[str]:
-        tree = ["added as a tree"] if self.order == "tree" else []
+        tree = ["added as a tree"] if self.as_tree else []
         norm = [_numbers_of_norm(*self.norm)] if self.norm else []
         return _wire_and_epilogue(self) + tree + norm + _beside(self)
 

@@ -175,7 +175,7 @@ class Fused(ABC):
         if (launch := self._launches.get(key)) is not None:
             return launch
         k = operands.a.shape[1] if operands.given_k is None else operands.given_k
-        told = k if self._call.work.factors.as_tree and self._call.op != ALLGATHER_MATMUL else None
+        told = k if self._call.work.as_tree and self._call.op != ALLGATHER_MATMUL else None
         words = agreement.words_of_matmul_launch(self._call, self.algorithm, piece, told)
         seconds = self._engine.deadline(self._call)
         arguments = self._runner.arguments(member, self.algorithm, piece, seconds, words)

@@ -19,7 +19,7 @@ from graphar.plan.algorithms import MATMUL_ARCH, MATMUL_TYPES
 from graphar.plan.matmuls import Shape, Sms, alone, best_tile
 from graphar.plan.policy import TileCost
 from graphar.plan.tiles import LEAF_COUNTS, LEAF_TILES, MatmulTile
-from graphar.plan.work import PLAIN, Factors
+from graphar.plan.work import FACTORS, PLAIN, Factors
 from graphar.product.operands import Step
 from graphar.product.tensor_maps import BOX_COLUMNS, Matrix, TensorMap, loaded, matrix_of, tensor_map
 from graphar.runtime import launcher
@@ -92,7 +92,7 @@ def bind(step: Step, sms: int | None = None, tile: MatmulTile | None = None, lea
     """
     device, matrices, (m, n), k = step.a.device.index, Matrices.of(step), step.out.shape, step.a.shape[1]
     sms = sms or launcher.sm_count(device)
-    factors = Factors(step.scales.format) if step.scales else PLAIN
+    factors = FACTORS[step.scales.format] if step.scales else PLAIN
     tile = tile or default_tile(device, m, n, k, sms, matrices.layout, leaves, factors)
     with torch.cuda.device(device):
         return _bind(device, tile, sms, matrices)
@@ -184,7 +184,7 @@ class Matrices(NamedTuple):
             return matrices
         of_a, of_w, to = (0 if x is None else x.data_ptr() for x in (scales.a, scales.w, gathered_scales))
         beside = of_a, of_w, *scales.a.stride(), *scales.w.stride(), to
-        return matrices._replace(scale_format=str(Factors(scales.format)), scales=beside)
+        return matrices._replace(scale_format=FACTORS[scales.format].template, scales=beside)
 
     def arguments(self, rows: int, *, from_row: int = 0, **more: int) -> MatmulArguments:
         """Returns the arguments of a launch on rows of A that begin at ``from_row``; the result has ``rows``."""

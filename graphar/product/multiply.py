@@ -239,7 +239,7 @@ def in_whole_loads(x: torch.Tensor, leaves: int) -> torch.Tensor:
 def choose(engine: Engine, work: Product, matmul: MatmulOperands, panels: int = 1) -> Multiply:
     """Returns what multiplies one rank's operands, cut into this number of panels. Ranks may choose differently."""
     cost, factors = engine.table.matmul.cost, work.factors
-    if factors.as_tree:
+    if work.as_tree:
         return Leaves(work.op, work.leaves(engine.world_size))
     if not factors.is_plain:
         reason = f"graphar's scaled matmul of e4m3 operands with scales of {factors.format}"

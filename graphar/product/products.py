@@ -36,7 +36,7 @@ def bind(engine: Engine, call: Call[Product], ranks: Sequence[Operands]) -> Plan
     work = call.work
     if work.op == ALLGATHER_MATMUL:
         return _bind_gathered(engine, call, ranks)
-    is_ordered = not work.factors.as_tree
+    is_ordered = not work.as_tree
     if engine.world_size == 1 and not (is_ordered or work.epilogue or work.norm):
         return _of_one_rank(engine, work)
     row_nbytes, summed = work.columns * call.dtype.itemsize, call._replace(work=work.without_norm)
@@ -68,7 +68,7 @@ def _fused(engine: Engine, call: Call[Product]) -> Plan:
     work, algorithm = call.work, fused_algorithm(engine.table, call.work, engine.world_size)
     launches = fused_launches(engine, call, algorithm)
     as_tree = f" in {work.leaves(engine.world_size)} leaves a rank", " as a tree"
-    leaves, order = as_tree if work.factors.as_tree else ("", "")
+    leaves, order = as_tree if work.as_tree else ("", "")
     early = ", which loads its constant weight early" if work.constant_weight and algorithm.row.is_skinny else ""
     return launches.plan(f"multiplied{leaves} and summed{order} in one kernel{early}")
 
@@ -124,7 +124,7 @@ def gathering_method(engine: Engine, call: Call[Product], a: torch.Tensor) -> st
         return "none"
     by_table = engine.table.allgather_matmul.faster(engine.world_size, rows, runner_of(engine).chip, is_plain)
     method = by_table if work.partition == "auto" else work.partition
-    if work.factors.as_tree or (work.epilogue and work.partition == "auto"):
+    if work.as_tree or (work.epilogue and work.partition == "auto"):
         method = "tiles"  # elsewhere an epilogue is some twenty kernels of torch
     if method == "chunks" and not is_plain:
         method = "tiles"  # torch multiplies plain chunks only
@@ -135,7 +135,7 @@ def gathering_method(engine: Engine, call: Call[Product], a: torch.Tensor) -> st
 def _gathered_then_multiplied(engine: Engine, call: Call[Product], ranks: Sequence[Operands]) -> Plan:
     work = call.work
     of, is_plain = functools.partial(operands_of, work), work.factors.is_plain
-    as_linear = is_plain and not (work.epilogue or work.factors.as_tree)
+    as_linear = is_plain and not (work.epilogue or work.as_tree)
     shape = sum(work.parts), work.columns
     chosen = choose(engine, work, of(ranks[0]))
 

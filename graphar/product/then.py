@@ -48,7 +48,7 @@ class Then:
         self._panels = partitions.panels(work.op, work.partition, work.num_partitions, parts, work.columns)
         self._blocks = call.blocks or engine.table.beside.blocks
         # Partials stay in fp32. Sums are made where the products lie, unless a result has another shape or dtype.
-        self._as_tree = work.factors.as_tree
+        self._as_tree = work.as_tree
         self._dtype = torch.float32 if self._as_tree else call.dtype
         self._in_place = not (work.scattered or work.norm or self._as_tree)
         k = operands.inputs[1].shape[1]
