@@ -77,7 +77,7 @@ def matmul(
         return out.zero_() if bias is None else out.copy_(bias.expand_as(out))
     if reason := why_not(a, w, out, leaves):
         raise UnsupportedError(f"{op}: {reason}")
-    if tile and (layout := weight_of(w)[0]) not in tile.layouts:
+    if tile and (layout := layout_of(w)) not in tile.layouts:
         raise ValueError(f"{op}: {tile} serves weights {' or '.join(tile.layouts)}, got one {layout}")
     enqueue = bind(Step(a, w, out, scales, bias), sms, tile, leaves)
     with torch.cuda.device(a.device):
@@ -107,7 +107,7 @@ def why_not(a: torch.Tensor, w: torch.Tensor, out: torch.Tensor, leaves: int = 1
             return f"the rows of {name} must be contiguous and begin at multiples of 16 bytes"
     if out.shape[1] % STORE_COLUMNS:
         return f"the columns of out must be a multiple of {STORE_COLUMNS}, got {out.shape[1]}"
-    if a.dtype != FP8 and layout_of(w) is None:
+    if a.dtype != FP8 and not layout_of(w):
         return "the rows or the columns of w must be contiguous and begin at multiples of 16 bytes"
     if leaves > 1 and a.shape[1] % (leaves * LEAF_UNIT):
         return f"the columns of a must be a multiple of {leaves * LEAF_UNIT} for {leaves} leaves, got {a.shape[1]}"
@@ -145,17 +145,11 @@ def cost_on(device: int) -> TileCost:
     return find_table(torch.cuda.get_device_name(device)).matmul.cost
 
 
-def layout_of(w: torch.Tensor) -> str | None:
-    """Returns which of LAYOUTS the weight has; None if its rows and columns are both misaligned or not contiguous."""
+def layout_of(w: torch.Tensor) -> str:
+    """Returns which of LAYOUTS the weight has; an empty string if neither its rows nor its columns can be loaded."""
     if matrix_of(w) is not None:
         return "by_rows"
-    return "by_columns" if matrix_of(w.t()) is not None else None
-
-
-def weight_of(w: torch.Tensor) -> tuple[str, Matrix]:
-    """Returns the layout of a weight that kernels load, and the weight as it lies in memory."""
-    by_rows = matrix_of(w)
-    return ("by_rows", by_rows) if by_rows else ("by_columns", loaded(w.t()))
+    return "by_columns" if matrix_of(w.t()) is not None else ""
 
 
 _OF_SCALES = [field[0] for field in ScaledMatmulArguments._fields_]
@@ -177,7 +171,8 @@ class Matrices(NamedTuple):
     def of(cls, step: Step, constant_weight: bool = False, gathered_scales: torch.Tensor | None = None) -> Matrices:
         """Returns where a step's tensors lie, and the scales of gathered rows, if they are wanted."""
         a, w, out, scales, bias = step
-        layout, weights = weight_of(w)
+        layout = layout_of(w)
+        weights = loaded(w if layout == "by_rows" else w.t())
         pointer = 0 if bias is None else bias.contiguous().data_ptr()
         matrices = cls(loaded(a), weights, layout, loaded(out), pointer, constant_weight)
         if scales is None:

@@ -157,7 +157,7 @@ class Own(Multiply):
         return "" if self.is_invariant else "torch's matmul"
 
     def bind(self, step: Step, sms: int) -> Enqueue:
-        (m, n), k, layout = step.out.shape, step.a.shape[1], gemm.weight_of(step.w)[0]
+        (m, n), k, layout = step.out.shape, step.a.shape[1], gemm.layout_of(step.w)
         return gemm.bind(step, sms, best_tile(alone(), Shape((m,), n, k, layout), self.cost, Sms(sms)))
 
     def instead(self, step: Step, sms: int, why_not: Reason) -> Enqueue:

@@ -149,7 +149,7 @@ def gemm(monkeypatch):
         return lambda stream: out.copy_(a @ w.t())
 
     fake = SimpleNamespace(bind=bind, why_not=lambda *step: "", sm_count=lambda device: 132, made=made, tiles=tiles)
-    fake.weight_of = lambda w: ("by_rows", None)
+    fake.layout_of = lambda w: "by_rows"
     monkeypatch.setattr(multiplying, "gemm", fake)
     monkeypatch.setattr(multiplying, "lacks_software", lambda: None)
     monkeypatch.setattr(launcher, "sm_count", lambda device: fake.sm_count(device))
