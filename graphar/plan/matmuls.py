@@ -331,7 +331,8 @@ def tiles_to_load(
             # With a codec fewer bytes travel, so the tensor cores are the limit for every K.
             alternates = policy.alternating_tile in kind.tiles and not work.codec
             return (policy.alternating_tile, tile) if alternates else (tile,)
-        if alike := [candidate for candidate in kind.tiles if candidate.size == tile.size]:
+        shape = tile.rows, tile.columns, tile.cluster
+        if alike := [other for other in kind.tiles if (other.rows, other.columns, other.cluster) == shape]:
             return (alike[0],)
     if work.factors.is_plain:  # for small results, not those that were measured on large results
         kind = Kind(tuple(tile for tile in kind.tiles if tile not in (policy.large_tile, policy.alternating_tile)))

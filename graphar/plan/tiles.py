@@ -36,11 +36,6 @@ class MatmulTile:
     partials: bool = field(default=False, metadata={"measured": False})
 
     @property
-    def size(self) -> tuple[int, int, int]:
-        """Rows and columns, and the thread blocks that load W together."""
-        return self.rows, self.columns, self.cluster
-
-    @property
     def of_tail(self) -> MatmulTile | None:
         """The tile of the last round, as large as this tile; None if the last round is like the others."""
         return split_tile(self.rows, self.columns, self.leaves, self.tail_split) if self.tail_split > 1 else None
