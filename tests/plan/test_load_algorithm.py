@@ -238,9 +238,7 @@ def test_the_row_is_what_was_given():
 def test_an_all_gather_moves_bytes_unless_it_has_dtypes(op, dtypes, expected):
     algorithm, counts = load(op=op, dtypes=dtypes), (8,) if op == "allreduce" else (4, 4)
 
-    (launch,) = slices(algorithm, 2, counts, itemsize=2)
-
-    assert (algorithm.row.dtypes, launch) == expected
+    assert (algorithm.row.dtypes, *slices(algorithm, 2, counts, itemsize=2)) == expected
 
 
 def test_blocks_may_be_a_function_of_the_size():

@@ -169,9 +169,7 @@ def test_auto_takes_few_rows_with_scales_of_blocks_up_to_32(rows, scales, taken)
     assert matmuls.prefers_tiles(POLICY, CHIP, 4, rows, 8192, factors=FACTORS[scales]) == taken
 
 
-@pytest.mark.parametrize(
-    "how", [*({"factors": factors} for factors in FACTORS.values()), {"sent_itemsize": 4}], ids=repr
-)
+@pytest.mark.parametrize("how", [{"sent_itemsize": 4}, *({"factors": FACTORS[name]} for name in FACTORS)], ids=repr)
 def test_auto_takes_tiles_from_the_same_number_of_elements_for_all_products(how):
     least = POLICY.tiles_from(4, False) // 1024
 

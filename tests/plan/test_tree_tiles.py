@@ -83,9 +83,7 @@ def test_a_skinny_result_of_partials_has_half_of_the_scratch():
 def test_a_skinny_call_loads_a_tile_with_the_leaves_of_a_rank(world_size, monkeypatch):
     monkeypatch.setattr(fused, "load_tile", lambda *given: [{}])
 
-    launches = fused.fused_launches(
-        Ranks(world_size), call_of(rows=17, world_size=world_size), Algorithm.MATMUL_ONE_SHOT
-    )
+    launches = fused.Skinny(Ranks(world_size), call_of(rows=17, world_size=world_size), Algorithm.MATMUL_ONE_SHOT)
 
     assert launches.tiles == (SkinnyTile(32, 16, 2, leaves=LEAVES // world_size, partials=True),)
 

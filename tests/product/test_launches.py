@@ -165,11 +165,15 @@ def test_each_launch_has_the_scales_of_its_rows(monkeypatch):
     assert {(sizes.a_scale_row, sizes.a_scale_block, sizes.w_scale_row) for sizes in of_launches} == {(2, 1, 2)}
 
 
+def scaled_launches(engine):
+    call = Call(Product(Algorithm.ALLGATHER_MATMUL.op, (32, 32), 256, format="blocks"), torch.bfloat16, -1)
+    return fused.fused_launches(engine, call, Algorithm.ALLGATHER_MATMUL, FP8_TILES[0])
+
+
 def test_calls_whose_scales_have_other_addresses_share_no_launch(engine):
     own, (one,) = scaled(), row_slices((32, 32), 32)
     others = [replace(own, scales=replace(own.scales, **{of: getattr(own.scales, of).clone()})) for of in "aw"]
-    call = Call(Product(Algorithm.ALLGATHER_MATMUL.op, (32, 32), 256, format="blocks"), torch.bfloat16, -1)
-    launches = fused.fused_launches(engine, call, Algorithm.ALLGATHER_MATMUL, FP8_TILES[0])
+    launches = scaled_launches(engine)
 
     bound = [launches._launch(MEMBER, given, one) for given in (own, *others, own)]
 
@@ -177,27 +181,22 @@ def test_calls_whose_scales_have_other_addresses_share_no_launch(engine):
     assert len({id(launch) for launch in bound}) == 3
 
 
-def place(engine, own):
-    call = Call(Product(Algorithm.ALLGATHER_MATMUL.op, (32, 32), own.a.shape[1], format="blocks"), torch.bfloat16, -1)
-    return fused.fused_launches(engine, call, Algorithm.ALLGATHER_MATMUL, FP8_TILES[0])._place(own)
-
-
 def test_a_transposed_weight_in_e4m3_is_copied(engine):
     own = scaled()
     transposed = replace(own, w=own.w.t().contiguous().t())
 
-    placed_there = place(engine, transposed)
+    placed_there = scaled_launches(engine)._place(transposed)
 
     assert layout_of(transposed.w) == "by_columns"
     assert layout_of(placed_there.w) == "by_rows"
-    assert place(engine, own).w is own.w
+    assert scaled_launches(engine)._place(own).w is own.w
 
 
 @pytest.mark.parametrize(("k", "copied"), [(256, False), (264, True)])
 def test_rows_in_e4m3_are_sent_in_whole_packs(engine, k, copied):
     a, w, out = torch.zeros(32, k, dtype=FP8), torch.zeros(384, k, dtype=FP8), torch.zeros(64, 384)
 
-    found = place(engine, MatmulOperands(a, w, None, out)).a
+    found = scaled_launches(engine)._place(MatmulOperands(a, w, None, out)).a
 
     assert (found is not a) == copied
     assert found.stride() == (-(-k // 16) * 16, 1)
