@@ -27,7 +27,7 @@ from graphar.plan.slices import slices
 from graphar.plan.tables import by_entries, measured_config, shipped_table
 from graphar.plan.tiles import MatmulTile, SkinnyTile
 from graphar.plan.work import ALLGATHER_MATMUL, MATMUL_ALLREDUCE, Norm, Parts, Product, Sum, TensorTuple, Work
-from graphar.product.fused import FusedMatmul
+from graphar.product.fused import fused_launches
 from graphar.product.operands import operands_of
 from graphar.ranks.rendezvous import Alone
 from graphar.runtime.bind import collective
@@ -247,7 +247,7 @@ class RanksOfOneGpu:
     ) -> None:
         """Makes a call, and waits for it; results that kernels cannot write in place are copied there."""
         call = Call.of(work, ranks[0].outputs[0], timeout_s=_TIMEOUT_S)  # its dtype is that of the result
-        made = FusedMatmul(self._engine, call, algorithm, tile)
+        made = fused_launches(self._engine, call, algorithm, tile)
         given = [operands_of(work, own) for own in ranks]
         placed = [made._place(own) for own in given]
         launches = [

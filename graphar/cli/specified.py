@@ -164,7 +164,7 @@ def _matmul(
         pairs = zip(xs, weights[at % count], strict=True)
         members = [MatmulOperands(x, w, None, out=x.new_empty(m, n)) for x, w in pairs]
         for operands in members:
-            choose(engine, work, operands).multiply.make(operands.step)
+            choose(engine, work, operands).make(operands.step)
         return [(operands.out,) for operands in members]
 
     first = [x.to(devices[0]) for x in xs]

@@ -37,7 +37,7 @@ from graphar.ops import matmul_sums, norms, sums
 from graphar.ops.register import Op, op_of
 from graphar.plan.algorithms import MATMUL_TYPES
 from graphar.plan.matmuls import COLUMNS, prefers_tiles
-from graphar.plan.work import Factors
+from graphar.plan.work import FACTORS
 
 _aten = torch.ops.aten
 _FUSED = {  # by op: the op with the matmul, whose arguments have the same names
@@ -150,7 +150,7 @@ def _why_not_faster(summed: Summed, product: Product, places: Places) -> Reason 
     count = count if isinstance(count, int) else MANY_ROWS
     scattered = summed.of in _SCATTERED or bool(summed.named.get("epilogue"))
     world_size, policy = resolve(summed.group).size(), places.table.matmul
-    factors = Factors(product.format())
+    factors = FACTORS[product.format()]
     if not prefers_tiles(policy, places.chip, world_size, count, columns, scattered, factors=factors):
         return "not known to be faster as one op"
     return None

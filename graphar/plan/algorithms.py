@@ -16,7 +16,7 @@ from graphar.numerics.norms import ALLREDUCE_NORM, NORM_OUTPUTS, REDUCESCATTER_N
 from graphar.plan import grids
 from graphar.plan import scratch as layouts
 from graphar.plan.policy import Policies
-from graphar.plan.row import MAX_THREADS, Grid, Row, Slicing
+from graphar.plan.row import MAX_THREADS, Grid, Row
 from graphar.plan.scratch import PACK_NBYTES, Sizes, packs_a_part
 from graphar.plan.sizes import KB, MB
 from graphar.plan.tiles import GATHERED_TILES, SKINNY_TILES, SUMMED_TILES
@@ -160,7 +160,7 @@ _NORM_VARIANTS = tuple(f"{cluster}, {output}" for cluster in grids.CLUSTERS for 
 _NARROW_TO_WIDE = grids.each_of((128, 0), (256, 0), (512, 0))
 
 _allreduce = partial(Row, "allreduce", "allreduce", half_sm_threads=MAX_THREADS)
-_moved = partial(Row, folder="scatter_gather", dtypes=(BYTE,), slicing=Slicing.BYTES, half_sm_threads=MAX_THREADS)
+_moved = partial(Row, folder="scatter_gather", dtypes=(BYTE,), half_sm_threads=MAX_THREADS)
 _quantized_allreduce = partial(Row, "allreduce", "quantized", takes_codec=True, half_sm_threads=MAX_THREADS // 2)
 _norm = partial(Row, folder="norm", variants=_NORM_VARIANTS, half_sm_threads=MAX_THREADS, adds_tree=True)
 
@@ -197,7 +197,7 @@ def _one_shot_rows(sizes: Sizes) -> dict[Algorithm, Row]:
     packs, limit, pushed = sizes.one_shot_nbytes // PACK_NBYTES, _up_to(sizes.one_shot_nbytes), _pushed_limit(sizes)
     return {
         Algorithm.ONE_SHOT_PUSH: _allreduce(
-            layouts.rotating(pushed, 2),
+            partial(layouts.rotating, pushed, 2),
             pushed,
             takes_epilogue=True,
             adds_tree=True,
@@ -205,14 +205,14 @@ def _one_shot_rows(sizes: Sizes) -> dict[Algorithm, Row]:
             tells=True,
         ),
         Algorithm.ONE_SHOT: _allreduce(
-            layouts.signalled(packs, 2, lambda ranks: layouts.ONE_SHOT_DEPTH * ranks * layouts.ONE_SHOT_THREADS),
+            partial(layouts.signalled, packs, 2, packs_of_rank=layouts.ONE_SHOT_DEPTH * layouts.ONE_SHOT_THREADS),
             limit,
             max_threads=layouts.ONE_SHOT_THREADS,
             variants=(str(layouts.ONE_SHOT_DEPTH),),
             candidates=grids.each_of((128, 0), (256, 0)),
         ),
         Algorithm.ONE_SHOT_UNSTAGED: _allreduce(
-            layouts.signalled(packs, 2),
+            partial(layouts.signalled, packs, 2),
             limit,
             direct="input",
             variants=(None, "direct"),
@@ -220,17 +220,17 @@ def _one_shot_rows(sizes: Sizes) -> dict[Algorithm, Row]:
         ),
         # For tests, the stand-in replaces multimem instructions by ordinary accesses.
         Algorithm.MULTIMEM_ONE_SHOT: _allreduce(
-            layouts.signalled(packs, 2), limit, multimem=True, variants=("Hardware", "StandIn")
+            partial(layouts.signalled, packs, 2), limit, multimem=True, variants=("Hardware", "StandIn")
         ),
     }
 
 
 def _two_shot_rows(sizes: Sizes) -> dict[Algorithm, Row]:
     limit, slots = _up_to(sizes.two_shot_nbytes), 2 * layouts.PIPELINE_DEPTH * sizes.pipeline_blocks  # for two phases
-    pieces = layouts.bulk_copied(sizes.tma_channels, sizes.tma_channel_nbytes)
+    pieces = partial(layouts.bulk_copied, sizes.tma_channels, sizes.tma_channel_nbytes)
     return {
         Algorithm.TWO_SHOT_PUSH: _allreduce(
-            layouts.rotating(_a_shard(sizes.two_shot_nbytes), 4),
+            partial(layouts.rotating, _a_shard(sizes.two_shot_nbytes), 4),
             limit,
             takes_epilogue=True,
             adds_tree=True,
@@ -240,9 +240,8 @@ def _two_shot_rows(sizes: Sizes) -> dict[Algorithm, Row]:
             tells=True,
         ),
         Algorithm.TWO_SHOT_PIPELINED: _allreduce(
-            layouts.pipelined(sizes.pipeline_chunk, slots),
+            partial(layouts.pipelined, sizes.pipeline_chunk, slots),
             max_blocks=sizes.pipeline_blocks,
-            chunked=True,
             direct="output",
             takes_epilogue=True,
             adds_tree=True,
@@ -258,15 +257,14 @@ def _two_shot_rows(sizes: Sizes) -> dict[Algorithm, Row]:
             half_sm_threads=0,
             only_threads=layouts.TMA_THREADS,
             max_blocks=layouts.TMA_BLOCKS,
-            chunked=True,
             candidates=lambda world_size, nbytes: [(layouts.TMA_THREADS, pieces(world_size).capacity)],
             smallest_nbytes=4 * MB,
             default_grid=lambda world_size, nbytes: Grid(16, layouts.TMA_THREADS, pieces(world_size).capacity),
             packs_a_block=lambda world_size, threads, chunk: sizes.tma_channels * chunk * world_size,
         ),
-        Algorithm.TWO_SHOT_LOSSLESS: _lossless(sizes, "allreduce", "allreduce", 2 * layouts.PIPELINE_DEPTH),
+        Algorithm.TWO_SHOT_LOSSLESS: _lossless(sizes, "allreduce"),
         Algorithm.MULTIMEM_TWO_SHOT: _allreduce(
-            layouts.signalled(sizes.two_shot_nbytes // PACK_NBYTES, 1),
+            partial(layouts.signalled, sizes.two_shot_nbytes // PACK_NBYTES, 1),
             limit,
             multimem=True,
             variants=("Hardware", "StandIn"),
@@ -275,17 +273,17 @@ def _two_shot_rows(sizes: Sizes) -> dict[Algorithm, Row]:
     }
 
 
-def _lossless(sizes: Sizes, op: str, folder: str, depth: int, slicing: Slicing = Slicing.WHOLE) -> Row:
-    """Returns the row of an algorithm that compresses, with ``depth`` slots for every block and rank."""
+def _lossless(sizes: Sizes, op: str) -> Row:
+    """Returns the row of an algorithm that compresses."""
     slot = sizes.lossless_chunk * layouts.LOSSLESS_TILE_NBYTES // PACK_NBYTES
+    is_sum = op == "allreduce"
+    depth = 2 * layouts.PIPELINE_DEPTH if is_sum else layouts.PUSH_DEPTH
     return Row(
         op,
-        folder,
-        layouts.pipelined(slot, depth * sizes.pipeline_blocks),
+        "allreduce" if is_sum else "scatter_gather",
+        partial(layouts.pipelined, slot, depth * sizes.pipeline_blocks),
         dtypes=(torch.bfloat16,),
         max_blocks=sizes.pipeline_blocks,
-        chunked=True,
-        slicing=slicing,
         compresses=True,
         default_grid=lambda world_size, nbytes: Grid(sizes.pipeline_blocks, 512, sizes.lossless_chunk),
         packs_a_block=lambda world_size, threads, chunk: chunk * world_size * 2 * TILE_NUMEL // PACK_NBYTES,
@@ -293,13 +291,10 @@ def _lossless(sizes: Sizes, op: str, folder: str, depth: int, slicing: Slicing =
 
 
 def _scatter_gather_rows(sizes: Sizes) -> dict[Algorithm, Row]:
-    def lossless(op: str) -> Row:
-        return _lossless(sizes, op, "scatter_gather", layouts.PUSH_DEPTH, Slicing.PARTS)
-
     def flagged(op: str) -> Row:
         return _moved(
             op,
-            layout=layouts.flagged(sizes.allgather_flagged_nbytes),
+            layout=partial(layouts.flagged, sizes.allgather_flagged_nbytes),
             limit=_up_to(sizes.allgather_flagged_nbytes),
             candidates=_NARROW_TO_WIDE,
             tells=True,
@@ -309,9 +304,8 @@ def _scatter_gather_rows(sizes: Sizes) -> dict[Algorithm, Row]:
         slot = sizes.allgather_chunk + more_packs
         return _moved(
             op,
-            layout=layouts.pipelined(slot, layouts.PUSH_DEPTH * sizes.allgather_blocks),
+            layout=partial(layouts.pipelined, slot, layouts.PUSH_DEPTH * sizes.allgather_blocks),
             max_blocks=sizes.allgather_blocks,
-            chunked=True,
             candidates=grids.each_of((512, 512), (512, 1024), (512, 2048)),
             default_grid=lambda world_size, nbytes: Grid(128, 256, 512),
             packs_a_block=lambda world_size, threads, chunk: chunk,
@@ -321,16 +315,16 @@ def _scatter_gather_rows(sizes: Sizes) -> dict[Algorithm, Row]:
         Algorithm.REDUCESCATTER_PUSH: Row(
             "reducescatter",
             "scatter_gather",
-            layouts.rotating(_a_shard(sizes.reducescatter_nbytes), 2),
-            slicing=Slicing.CAPACITY,
+            partial(layouts.rotating, _a_shard(sizes.reducescatter_nbytes), 2),
+            fills_slots=True,
             half_sm_threads=MAX_THREADS,
             takes_epilogue=True,
             adds_tree=True,
             candidates=_NARROW_TO_WIDE,
             tells=True,
         ),
-        Algorithm.REDUCESCATTER_LOSSLESS: lossless("reducescatter"),
-        Algorithm.ALLGATHER_LOSSLESS: lossless("allgather"),
+        Algorithm.REDUCESCATTER_LOSSLESS: _lossless(sizes, "reducescatter"),
+        Algorithm.ALLGATHER_LOSSLESS: _lossless(sizes, "allgather"),
         Algorithm.ALLGATHER_FLAGGED: replace(flagged("allgather"), variants=(None, TUPLE_VARIANT)),
         Algorithm.ALLGATHER_PUSH: replace(pushed("allgather"), variants=(None, TUPLE_VARIANT)),
         Algorithm.ALLTOALL_FLAGGED: flagged("alltoall"),
@@ -340,7 +334,7 @@ def _scatter_gather_rows(sizes: Sizes) -> dict[Algorithm, Row]:
 
 def _copied_rows(sizes: Sizes) -> dict[Algorithm, Row]:
     def copied(op: str, nbytes: int = sizes.copied_nbytes, areas: int = 1, **how) -> Row:
-        layout = layouts.copied(nbytes, areas)
+        layout = partial(layouts.copied, nbytes, areas)
         return Row(op, layout=layout, copies=True, half_sm_threads=MAX_THREADS, policy_grid=grids.of_copies, **how)
 
     return {
@@ -360,24 +354,21 @@ def _quantized_rows(sizes: Sizes) -> dict[Algorithm, Row]:
 
     return {
         Algorithm.QUANTIZED_TWO_SHOT_PUSH: _quantized_allreduce(
-            layouts.rotating(codes_a_shard, 4),
+            partial(layouts.rotating, codes_a_shard, 4),
             _up_to(sizes.quantized_nbytes),
             spares_a_word=True,
             policy_grid=grids.warps_for_tiles,
         ),
         Algorithm.QUANTIZED_TWO_SHOT_PIPELINED: _quantized_allreduce(
-            layouts.pipelined(slot, 2 * layouts.PIPELINE_DEPTH * sizes.quantized_blocks),
+            partial(layouts.pipelined, slot, 2 * layouts.PIPELINE_DEPTH * sizes.quantized_blocks),
             max_blocks=sizes.quantized_blocks,
-            chunked=True,
             policy_grid=grids.chunks_of_tiles,
         ),
         Algorithm.QUANTIZED_REDUCESCATTER: Row(
             "reducescatter",
             "quantized",
-            layouts.pipelined(slot, layouts.PUSH_DEPTH * sizes.quantized_blocks),
+            partial(layouts.pipelined, slot, layouts.PUSH_DEPTH * sizes.quantized_blocks),
             max_blocks=sizes.quantized_blocks,
-            chunked=True,
-            slicing=Slicing.PARTS,
             takes_codec=True,
             policy_grid=grids.steps_of_tiles,
         ),
@@ -387,35 +378,35 @@ def _quantized_rows(sizes: Sizes) -> dict[Algorithm, Row]:
 def _matmul_rows(sizes: Sizes) -> dict[Algorithm, Row]:
     limit = _up_to(sizes.skinny_nbytes)
     row = partial(Row, folder="matmul", dtypes=MATMUL_TYPES, only_arch=MATMUL_ARCH)
-    in_slices = partial(row, slicing=Slicing.ROWS, takes_epilogue=True)
-    skinny = partial(row, MATMUL_ALLREDUCE, layout=layouts.rotating(limit, 2), limit=limit, tiles=SKINNY_TILES)
+    tiled = partial(row, takes_epilogue=True)
+    skinny = partial(row, MATMUL_ALLREDUCE, layout=partial(layouts.rotating, limit, 2), limit=limit, tiles=SKINNY_TILES)
 
     def in_one_shot(policies: Policies, world_size: int, nbytes: int) -> bool:
         policy = policies.matmul
         return nbytes <= policy.one_shot_nbytes.get(world_size, policy.one_shot_nbytes_beyond)
 
     return {
-        Algorithm.MATMUL_REDUCESCATTER: in_slices(
+        Algorithm.MATMUL_REDUCESCATTER: tiled(
             MATMUL_REDUCESCATTER,
-            layout=layouts.matmul_boxes(1),
+            layout=partial(layouts.matmul_boxes, 1),
             tiles=tuple(tile for tile in SUMMED_TILES if not tile.alternating),
         ),
         # The largest tiles leave too few registers to gather.
-        Algorithm.MATMUL_ALLREDUCE: in_slices(
+        Algorithm.MATMUL_ALLREDUCE: tiled(
             MATMUL_ALLREDUCE,
-            layout=layouts.matmul_boxes(2),
+            layout=partial(layouts.matmul_boxes, 2),
             tiles=tuple(tile for tile in SUMMED_TILES if tile.rows == 64 or tile.columns < 256),
         ),
         Algorithm.MATMUL_ONE_SHOT: skinny(suits=in_one_shot),
         Algorithm.MATMUL_TWO_SHOT: skinny(),
-        Algorithm.ALLGATHER_MATMUL: in_slices(
-            ALLGATHER_MATMUL, layout=layouts.gathered_rows(layouts.GATHERED_NBYTES), tiles=GATHERED_TILES
+        Algorithm.ALLGATHER_MATMUL: tiled(
+            ALLGATHER_MATMUL, layout=partial(layouts.gathered_rows, layouts.GATHERED_NBYTES), tiles=GATHERED_TILES
         ),
     }
 
 
 def _norm_rows(sizes: Sizes) -> dict[Algorithm, Row]:
-    pushed = _pushed_limit(sizes)
+    pushed, rotating = _pushed_limit(sizes), partial(layouts.rotating, shared_nbytes=layouts.NORM_SHARED_NBYTES)
 
     def a_shard_and_a_row(world_size: int) -> int:
         return (sizes.two_shot_nbytes // PACK_NBYTES // world_size + sizes.norm_row_packs) * PACK_NBYTES
@@ -426,21 +417,21 @@ def _norm_rows(sizes: Sizes) -> dict[Algorithm, Row]:
     return {
         Algorithm.ALLREDUCE_RMSNORM_ONE_SHOT: _norm(
             ALLREDUCE_NORM,
-            layout=layouts.rotating(pushed, 2, layouts.NORM_SHARED_NBYTES),
+            layout=partial(rotating, pushed, 2),
             limit=pushed,
             suits=in_one_shot,
             policy_grid=grids.teams_of_rows,
         ),
         Algorithm.ALLREDUCE_RMSNORM_TWO_SHOT: _norm(
             ALLREDUCE_NORM,
-            layout=layouts.rotating(a_shard_and_a_row, 4, layouts.NORM_SHARED_NBYTES),
+            layout=partial(rotating, a_shard_and_a_row, 4),
             limit=_up_to(sizes.two_shot_nbytes),
             policy_grid=partial(grids.teams_of_rows, of_each_rank=True),
         ),
         Algorithm.REDUCESCATTER_RMSNORM: _norm(
             REDUCESCATTER_NORM,
-            layout=layouts.rotating(_a_shard(sizes.reducescatter_nbytes), 2, layouts.NORM_SHARED_NBYTES),
-            slicing=Slicing.CAPACITY_IN_ROWS,
+            layout=partial(rotating, _a_shard(sizes.reducescatter_nbytes), 2),
+            fills_slots=True,
             policy_grid=grids.teams_of_rows,
         ),
     }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from graphar.numerics.codecs import Codec
 from graphar.numerics.codecs import codec as codec_of_text
 from graphar.numerics.dtypes import BYTE
 from graphar.plan.call import Call
@@ -76,7 +75,7 @@ def chunks_of_tiles(row: Row, call: Call, world_size: int, policies: Policies, c
 
 def steps_of_tiles(row: Row, call: Call, world_size: int, policies: Policies, chip: Chip) -> Grid:
     """Returns a grid that spreads a part's tiles over all SMs first; each step has work for all warps of a block."""
-    tiles = _codec(call).tiles(max(call.work.parts))
+    tiles = codec_of_text(call.work.codec).tiles(max(call.work.parts))
     blocks = min(chip.shared_blocks(), tiles)
     share = -(-tiles // blocks)  # tiles of each part that a block handles
     warps = min(row.max_threads // WARP, world_size * share)
@@ -84,16 +83,12 @@ def steps_of_tiles(row: Row, call: Call, world_size: int, policies: Policies, ch
     return Grid(blocks, WARP * warps, chunk)
 
 
-def _codec(call: Call) -> Codec:
-    return codec_of_text(call.work.codec)
-
-
 def _tiles_of_an_owner(call: Call, world_size: int) -> int:
-    return -(-_codec(call).tiles(max(call.work.parts)) // world_size)
+    return -(-codec_of_text(call.work.codec).tiles(max(call.work.parts)) // world_size)
 
 
 def _chunk_tiles(row: Row, call: Call, world_size: int) -> int:
-    return row.scratch(world_size).capacity * PACK_NBYTES // _codec(call).tile_nbytes
+    return row.scratch(world_size).capacity * PACK_NBYTES // codec_of_text(call.work.codec).tile_nbytes
 
 
 # ---- norms: teams of blocks normalise a row each --------------------------------------------------------------------

@@ -16,7 +16,7 @@ from graphar.numerics.codecs import codec as codec_of_text
 from graphar.numerics.partitions import BATCH_INVARIANT, TP_INVARIANT, split
 from graphar.plan.algorithms import MATMUL_ARCH, MATMUL_TYPES, Algorithm, kernels_that, with_kernels
 from graphar.plan.policy import Chip, MatmulPolicy, MeasuredMatmul, TileCost
-from graphar.plan.scratch import MATMUL_BOX_ROWS
+from graphar.plan.scratch import MATMUL_BOX_ROWS, MATMUL_PARTIAL_PLACES
 from graphar.plan.slices import rows_a_launch
 from graphar.plan.tables import Table
 from graphar.plan.tiles import (
@@ -59,7 +59,7 @@ def fused_algorithm(table: Table, work: Product, world_size: int) -> Algorithm:
     """Returns the algorithm of a product of 16-bit elements in one kernel, summed or with gathered rows."""
     rows, columns = sum(work.parts), work.columns
     # With a codec or an epilogue each rank sums its own rows, which no skinny kernel does.
-    itemsize = work.factors.sent_itemsize
+    itemsize = work.sent_itemsize
     skinny = not work.codec and not work.epilogue and is_skinny(world_size, rows, columns, itemsize)
     takers = with_kernels(work.summing_op)
     fitting = [taker for taker in takers if taker.row.is_skinny == skinny] or takers  # not every op has skinny kernels
@@ -116,6 +116,7 @@ def prefers_tiles(
     scattered: bool = False,
     codec: str = "",
     factors: Factors = PLAIN,
+    sent_itemsize: int = 2,
 ) -> bool:
     """Returns whether one fused kernel was measured to be faster than a matmul followed by its sum, [rows, columns].
 
@@ -126,7 +127,7 @@ def prefers_tiles(
     """
     if chip.communicators > 2:
         return False
-    if not scattered and not codec and is_skinny(world_size, rows, columns, factors.sent_itemsize):
+    if not scattered and not codec and is_skinny(world_size, rows, columns, sent_itemsize):
         if factors.most_skinny_rows and rows > factors.most_skinny_rows:
             return False
         blocks, room = -(-columns // SkinnyTile.columns), chip.shared_blocks()
@@ -154,7 +155,7 @@ def takes_one_kernel(work: Product, policy: MatmulPolicy, chip: Chip, world_size
     if work.partition == "tiles":
         return True
     shape, scattered = (sum(work.parts), work.columns), work.scattered or work.epilogue is not None
-    return prefers_tiles(policy, chip, world_size, *shape, scattered, work.codec, work.factors)
+    return prefers_tiles(policy, chip, world_size, *shape, scattered, work.codec, work.factors, work.sent_itemsize)
 
 
 def why_not_columns(work: Product, chip: Chip, world_size: int) -> Reason | None:
@@ -168,7 +169,7 @@ def why_not_columns(work: Product, chip: Chip, world_size: int) -> Reason | None
 
 def summed_rows_a_launch(work: Product, world_size: int) -> int:
     """Returns how many rows of each rank's part one launch sums. Partials take several places in the scratch."""
-    return rows_a_launch(world_size, work.columns, work.factors.sent_places)
+    return rows_a_launch(world_size, work.columns, MATMUL_PARTIAL_PLACES if work.as_tree else 1)
 
 
 # ---- estimates: which tile multiplies a shape in the least time, of any kind of tiles --------------------------------
@@ -292,7 +293,7 @@ def _tiles(tile: MatmulTile, rows: Sequence[int], n: int) -> int:
 
 def tiles_that_serve(algorithm: Algorithm, work: Product, world_size: int) -> Kind:
     """Returns the tiles that a fused algorithm has for a product's factors and for what it sends."""
-    leaves = work.leaves(world_size) if work.factors.as_tree and algorithm.row.sends_tiles else 0
+    leaves = work.leaves(world_size) if work.as_tree and algorithm.row.sends_tiles else 0
     return _kind(algorithm, work.factors, leaves, bool(work.codec))
 
 
@@ -318,7 +319,7 @@ def tiles_to_load(
     Large sums take measured tiles, and large sums of partials a tile of the same shape. Small sums, and sums of e4m3
     operands, take a tile by an estimate. Tiles of a sum have equally many columns on ranks with different K.
     """
-    kind, as_tree = tiles_that_serve(algorithm, work, world_size), work.factors.as_tree
+    kind, as_tree = tiles_that_serve(algorithm, work, world_size), work.as_tree
     if algorithm.row.is_skinny:
         return (skinny_tile(sum(work.parts), work.leaves(world_size) if as_tree else None),)
     if not algorithm.row.sends_tiles:
@@ -330,7 +331,8 @@ def tiles_to_load(
             # With a codec fewer bytes travel, so the tensor cores are the limit for every K.
             alternates = policy.alternating_tile in kind.tiles and not work.codec
             return (policy.alternating_tile, tile) if alternates else (tile,)
-        if alike := [candidate for candidate in kind.tiles if candidate.size == tile.size]:
+        shape = tile.rows, tile.columns, tile.cluster
+        if alike := [other for other in kind.tiles if (other.rows, other.columns, other.cluster) == shape]:
             return (alike[0],)
     if work.factors.is_plain:  # for small results, not those that were measured on large results
         kind = Kind(tuple(tile for tile in kind.tiles if tile not in (policy.large_tile, policy.alternating_tile)))

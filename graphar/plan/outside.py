@@ -6,6 +6,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,7 +15,7 @@ import torch
 from graphar.numerics.dtypes import BYTE
 from graphar.plan import grids
 from graphar.plan.algorithms import Algorithm, add
-from graphar.plan.row import FLOATS, Grid, Limit, Row, Slicing, Specification
+from graphar.plan.row import FLOATS, Grid, Limit, Row, Specification
 from graphar.plan.scratch import FLAGGED_PACKS, MAX_BLOCKS, PACK_NBYTES, SENTINEL, WARP, WORLD_SIZES, Layout, Scratch
 from graphar.plan.sources import contents, digest_of, files_of, hashed, includes
 from graphar.plan.tables import inside, require
@@ -122,10 +123,8 @@ def load_algorithm(
         max_threads=threads,
         only_threads=threads,
         max_blocks=MAX_BLOCKS if callable(blocks) else blocks,
-        chunked=chunk > 0,
-        slicing=Slicing.WHOLE if op == "allreduce" else Slicing.BYTES if elements == (BYTE,) else Slicing.PARTS,
         candidates=grids.each_of((threads, chunk)) if specification is None else None,
-        default_grid=_grid(where, blocks, threads, chunk),
+        default_grid=partial(_grid, where, blocks, threads, chunk),
         packs_a_block=(lambda *_: 1) if callable(blocks) else lambda world_size, threads, chunk: threads,
     )
     grid_at_sizes = [row.default_grid(2, nbytes) for nbytes in _SAMPLES]
@@ -188,13 +187,12 @@ def _check_room(op: str, world_size: int, scratch: Scratch, limit: Any, exact: b
     require(enough, f"scratch of {world_size} ranks has {scratch.nbytes} bytes, and peers push {pushed} or more")
 
 
-def _grid(where: str, blocks: int | Callable[[int], int], threads: int, chunk: int) -> Callable[[int, int], Grid]:
-    def grid(world_size: int, nbytes: int) -> Grid:
-        if not callable(blocks):
-            return Grid(blocks, threads, chunk)
-        count = blocks(nbytes)
-        with inside(where):
-            _check_count(f"blocks for {nbytes} bytes", count, MAX_BLOCKS)
-        return Grid(count, threads, chunk)
-
-    return grid
+def _grid(
+    where: str, blocks: int | Callable[[int], int], threads: int, chunk: int, world_size: int, nbytes: int
+) -> Grid:
+    if not callable(blocks):
+        return Grid(blocks, threads, chunk)
+    count = blocks(nbytes)
+    with inside(where):
+        _check_count(f"blocks for {nbytes} bytes", count, MAX_BLOCKS)
+    return Grid(count, threads, chunk)

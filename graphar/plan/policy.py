@@ -106,11 +106,6 @@ class LargeCallsPolicy:
 
 
 @dataclass(frozen=True)
-class LosslessPolicy(LargeCallsPolicy):
-    """Lossless compression of bf16."""
-
-
-@dataclass(frozen=True)
 class CopiesPolicy(LargeCallsPolicy):
     """Collectives by copy engines."""
 
@@ -236,12 +231,10 @@ class AllgatherMatmulPolicy:
         Tiles were not measured where more than two communicators share a GPU: they have only a share of its SMs. Only
         ``is_plain`` products have chunks, since torch multiplies these.
         """
-        chunks_from_rows = self.chunks_from_rows if is_plain else {}
-        tiles_from_rows = self.tiles_from_rows if chip.communicators == 2 else {}
-        for partition, least in (("chunks", chunks_from_rows), ("tiles", tiles_from_rows)):
-            if rows >= least.get(world_size, math.inf):
-                return partition
-        return "none"
+        if is_plain and rows >= self.chunks_from_rows.get(world_size, math.inf):
+            return "chunks"
+        has_tiles = chip.communicators == 2 and rows >= self.tiles_from_rows.get(world_size, math.inf)
+        return "tiles" if has_tiles else "none"
 
 
 class Policies(Protocol):  # of a tuning table, that rows of algorithms go by

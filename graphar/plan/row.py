@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from enum import Enum, auto
 from typing import NamedTuple
 
 import torch
@@ -39,17 +38,6 @@ PolicyGrid = Callable[["Row", Call, int, Policies, Chip], Grid]
 Specification = Callable[[list[torch.Tensor]], "torch.Tensor | Sequence[torch.Tensor]"]
 
 
-class Slicing(Enum):
-    """How a call is split into kernel launches."""
-
-    WHOLE = auto()  # one launch for the whole tensor
-    PARTS = auto()  # one launch, which gets the begin and size of each rank's part in elements
-    BYTES = auto()  # one launch, which gets the begin and size of each rank's part in bytes
-    CAPACITY = auto()  # a launch for each slot that the largest part fills
-    CAPACITY_IN_ROWS = auto()  # the same, but no launch splits a row of the norm
-    ROWS = auto()  # launches by rows of a matmul: as many as fill the slots with the largest part
-
-
 @dataclass(frozen=True)
 class Row:
     """The properties of one algorithm."""
@@ -75,8 +63,7 @@ class Row:
     half_sm_threads: int = 0
     only_threads: int | None = None  # the threads of a block, if its warps have fixed roles
     max_blocks: int = MAX_BLOCKS  # the most blocks of a grid, by the size of the signal pad and the slots
-    chunked: bool = False  # whether its grid has a chunk
-    slicing: Slicing = Slicing.WHOLE  # how a call is split into launches
+    fills_slots: bool = False  # whether a call has a launch for each slot that the largest part fills; else one
     # The operand, "input" or "output", that the kernel's direct variant accesses in symmetric memory on every rank; an
     # empty string without such a variant.
     direct: str = ""
@@ -129,6 +116,11 @@ class Row:
     def takes_half(self, threads: int) -> bool:
         """Returns whether a block of ``threads`` takes half an SM at most, so that two of them fit on one."""
         return threads <= self.half_sm_threads
+
+    @property
+    def chunked(self) -> bool:
+        """Whether its grid has a chunk, where a tuning table may name it."""
+        return self.default_grid(2, 1 << 20).chunk > 0
 
     @property
     def exact(self) -> bool:

@@ -1,12 +1,4 @@
-"""The scratch memory that each algorithm needs on every rank. The kernels' files draw its layout.
-
-The main layouts:
-
-rotating     Two or more copies of the slots. A call never writes slots that the previous call may still read. A
-             sentinel in a slot says that its data has not arrived.
-signalled    A signal pad, with a word for each block and peer, and then the slots.
-pipelined    A signal pad, and slots for a few chunks of each block, whatever the size of the tensor.
-"""
+"""The scratch memory that each algorithm needs on every rank. The kernels' files draw its layout."""
 
 from __future__ import annotations
 
@@ -135,75 +127,60 @@ def packs_a_part(packs: int, parts: int) -> int:
     return -(-packs // (parts * PACKS_A_LINE)) * PACKS_A_LINE
 
 
-def rotating(nbytes: Callable[[int], int], copies: int, shared_nbytes: int = 0) -> Layout:
-    """Returns a layout of ``copies`` slots of ``nbytes`` for every rank, without a signal pad."""
-
-    def layout(world_size: int) -> Scratch:
-        slot_nbytes = -(-nbytes(world_size) // PACK_NBYTES) * PACK_NBYTES
-        return Scratch.of_slots(copies * world_size, slot_nbytes, fill=SENTINEL, shared_nbytes=shared_nbytes)
-
-    return layout
+# ---- layouts: a row has one of these functions with all arguments but the world size ---------------------------------
 
 
-def flagged(nbytes: int) -> Layout:
-    """Returns a layout of two slots for every rank, each with room for ``nbytes`` of data and their flags."""
+def rotating(nbytes: Callable[[int], int], copies: int, world_size: int, shared_nbytes: int = 0) -> Scratch:
+    """Returns ``copies`` slots of ``nbytes`` for every rank, without a signal pad.
+
+    A call never writes slots that the previous call may still read. A sentinel says that data has not arrived.
+    """
+    slot_nbytes = -(-nbytes(world_size) // PACK_NBYTES) * PACK_NBYTES
+    return Scratch.of_slots(copies * world_size, slot_nbytes, fill=SENTINEL, shared_nbytes=shared_nbytes)
+
+
+def flagged(nbytes: int, world_size: int) -> Scratch:
+    """Returns two slots for every rank, each with room for ``nbytes`` of data and their flags."""
     slot_nbytes = -(-nbytes // (WARP * PACK_NBYTES)) * FLAGGED_PACKS * PACK_NBYTES
-    return lambda world_size: Scratch.of_slots(2 * world_size, slot_nbytes)
+    return Scratch.of_slots(2 * world_size, slot_nbytes)
 
 
-def signalled(packs: int, copies: int, shared_packs: Callable[[int], int] = lambda world_size: 0) -> Layout:
-    """Returns a layout of a signal pad and ``copies`` slots of ``packs``."""
-    return lambda world_size: Scratch.of_slots(
-        copies, packs * PACK_NBYTES, signal_pad=True, shared_nbytes=shared_packs(world_size) * PACK_NBYTES
-    )
+def signalled(packs: int, copies: int, world_size: int, packs_of_rank: int = 0) -> Scratch:
+    """Returns a signal pad and ``copies`` slots of ``packs``; blocks share memory with packs of every rank."""
+    shared_nbytes = packs_of_rank * world_size * PACK_NBYTES
+    return Scratch.of_slots(copies, packs * PACK_NBYTES, signal_pad=True, shared_nbytes=shared_nbytes)
 
 
-def pipelined(slot_packs: int, slots_a_rank: int) -> Layout:
-    """Returns a layout of a signal pad and ``slots_a_rank`` slots for every rank."""
-    return lambda world_size: Scratch.of_slots(world_size * slots_a_rank, slot_packs * PACK_NBYTES, signal_pad=True)
+def pipelined(slot_packs: int, slots_a_rank: int, world_size: int) -> Scratch:
+    """Returns a signal pad and ``slots_a_rank`` slots for every rank, whatever the size of the tensor."""
+    return Scratch.of_slots(world_size * slots_a_rank, slot_packs * PACK_NBYTES, signal_pad=True)
 
 
-def copied(nbytes: int, areas: int) -> Layout:
-    """Returns a layout of ``areas``, each with COPY_PLACES places for every peer; ``nbytes`` are of all areas."""
-
-    def layout(world_size: int) -> Scratch:
-        places = areas * COPY_PLACES * (world_size - 1)
-        return Scratch.of_slots(places, nbytes // places // COPY_UNIT_NBYTES * COPY_UNIT_NBYTES)
-
-    return layout
+def copied(nbytes: int, areas: int, world_size: int) -> Scratch:
+    """Returns ``areas``, each with COPY_PLACES places for every peer; ``nbytes`` are of all areas."""
+    places = areas * COPY_PLACES * (world_size - 1)
+    return Scratch.of_slots(places, nbytes // places // COPY_UNIT_NBYTES * COPY_UNIT_NBYTES)
 
 
-def bulk_copied(channels: int, channel_nbytes: int) -> Layout:
-    """Returns the layout of two_shot_tma: a signal pad and slots of a piece each, in whole L2 lines."""
-
-    def layout(world_size: int) -> Scratch:
-        piece = channel_nbytes // PACK_NBYTES // world_size // 32 * 32
-        slots = TMA_DEPTH * MAX_BLOCKS * world_size  # a row of the signal pad for each shot of a channel
-        shared_nbytes = channels * world_size * piece * PACK_NBYTES  # a piece for every rank in each channel
-        return Scratch.of_slots(slots, piece * PACK_NBYTES, signal_pad=True, shared_nbytes=shared_nbytes)
-
-    return layout
+def bulk_copied(channels: int, channel_nbytes: int, world_size: int) -> Scratch:
+    """Returns the scratch of two_shot_tma: a signal pad and slots of a piece each, in whole L2 lines."""
+    piece = channel_nbytes // PACK_NBYTES // world_size // 32 * 32
+    slots = TMA_DEPTH * MAX_BLOCKS * world_size  # a row of the signal pad for each shot of a channel
+    shared_nbytes = channels * world_size * piece * PACK_NBYTES  # a piece for every rank in each channel
+    return Scratch.of_slots(slots, piece * PACK_NBYTES, signal_pad=True, shared_nbytes=shared_nbytes)
 
 
-def matmul_boxes(areas: int) -> Layout:
-    """Returns the layout of fused matmuls that send tiles: a signal pad and ``areas``, each with all peers' boxes."""
-
-    def layout(world_size: int) -> Scratch:
-        boxes = boxes_a_slot(world_size)
-        area = (world_size - 1) * boxes * (4 + MATMUL_BOX_NBYTES)  # a flag for each box
-        return Scratch(boxes, SIGNAL_PAD_NBYTES + areas * area, fill=0)
-
-    return layout
+def matmul_boxes(areas: int, world_size: int) -> Scratch:
+    """Returns the scratch of fused matmuls that send tiles: a signal pad and ``areas``, each with all peers' boxes."""
+    boxes = boxes_a_slot(world_size)
+    area = (world_size - 1) * boxes * (4 + MATMUL_BOX_NBYTES)  # a flag for each box
+    return Scratch(boxes, SIGNAL_PAD_NBYTES + areas * area, fill=0)
 
 
-def gathered_rows(nbytes: int) -> Layout:
-    """Returns the layout of an all-gather + matmul: a signal pad, a line of counts, flags and rows of every peer."""
-
-    def layout(world_size: int) -> Scratch:
-        slot = packs_a_part(-(-nbytes // PACK_NBYTES), world_size)
-        return Scratch(slot, gathered_slot_offset(world_size, slot, world_size), fill=0)
-
-    return layout
+def gathered_rows(nbytes: int, world_size: int) -> Scratch:
+    """Returns the scratch of an all-gather + matmul: a signal pad, a line of counts, flags and rows of every peer."""
+    slot = packs_a_part(-(-nbytes // PACK_NBYTES), world_size)
+    return Scratch(slot, gathered_slot_offset(world_size, slot, world_size), fill=0)
 
 
 def gathered_flags(capacity: int, unit_packs: int = GATHERED_UNIT_PACKS) -> int:

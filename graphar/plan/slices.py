@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+from graphar.numerics.dtypes import BYTE
+from graphar.numerics.norms import REDUCESCATTER_NORM
 from graphar.plan.algorithms import Algorithm
-from graphar.plan.row import Slicing
 from graphar.plan.scratch import COPY_UNIT_NBYTES, MATMUL_BOX_COLUMNS, MATMUL_BOX_ROWS, PACK_NBYTES, boxes_a_slot
 from graphar.plan.work import PLAIN, Factors
 
@@ -18,7 +19,7 @@ _ROWS_OF_TILES = 256  # a multiple of the height of every tile, and of every clu
 class Slice:
     """The range of a tensor that one launch of a call handles.
 
-    Slicing.BYTES counts in bytes, and a fused matmul in rows of the result, with ``numel`` 0.
+    What only moves data counts in bytes, and a fused matmul in rows of the result, with ``numel`` 0.
     """
 
     numel: int  # elements of the whole tensor
@@ -35,21 +36,14 @@ def slices(
     ``counts`` are the elements of each rank's part, not all zero; for an op without parts, those of the tensor.
     """
     row = algorithm.row
-    match row.slicing:
-        case Slicing.WHOLE:
-            (numel,) = counts
-            return [Slice(numel)]
-        case Slicing.BYTES:
-            counts = [count * itemsize for count in counts]
-            step = max(counts)
-        case Slicing.PARTS:
-            step = max(counts)
-        case Slicing.CAPACITY:
-            step = row.scratch(world_size).capacity * PACK_NBYTES // itemsize
-        case Slicing.CAPACITY_IN_ROWS:
-            step = row.scratch(world_size).capacity * PACK_NBYTES // (itemsize * columns) * columns
-        case Slicing.ROWS:
-            raise ValueError(f"{algorithm.value} is launched by rows of its result: row_slices")
+    if len(counts) == 1:
+        return [Slice(counts[0])]
+    if BYTE in row.dtypes:
+        counts = [count * itemsize for count in counts]
+    step = max(counts)
+    if row.fills_slots:
+        unit = columns if row.op == REDUCESCATTER_NORM else 1  # no launch splits a row of a norm
+        step = row.scratch(world_size).capacity * PACK_NBYTES // (itemsize * unit) * unit
     begin = tuple(accumulate(counts, initial=0))[:-1]
     return [Slice(sum(counts), begin, _up_to(step, counts, offset), offset) for offset in range(0, max(counts), step)]
 

@@ -52,7 +52,9 @@ class Table:
     parts: dict[str, list[dict]] = field(default_factory=_default("parts"))
     chip: policy.Chip = field(default_factory=_default("chip"))  # the kind of GPU that the table is for
     quantized: policy.QuantizedPolicy = field(default_factory=_default("quantized"))  # grids with a codec on the wire
-    lossless: policy.LosslessPolicy = field(default_factory=_default("lossless"))  # thresholds of lossless compression
+    lossless: policy.LargeCallsPolicy = field(
+        default_factory=_default("lossless")
+    )  # thresholds of lossless compression
     copies: policy.CopiesPolicy = field(default_factory=_default("copies"))  # thresholds and chunks of copy engines
     norm: policy.NormPolicy = field(default_factory=_default("norm"))  # thresholds of all-reduces with RMSNorm
     beside: policy.BesidePolicy = field(default_factory=_default("beside"))  # the grid beside other work

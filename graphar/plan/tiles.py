@@ -36,11 +36,6 @@ class MatmulTile:
     partials: bool = field(default=False, metadata={"measured": False})
 
     @property
-    def size(self) -> tuple[int, int, int]:
-        """Rows and columns, and the thread blocks that load W together."""
-        return self.rows, self.columns, self.cluster
-
-    @property
     def of_tail(self) -> MatmulTile | None:
         """The tile of the last round, as large as this tile; None if the last round is like the others."""
         return split_tile(self.rows, self.columns, self.leaves, self.tail_split) if self.tail_split > 1 else None
@@ -84,16 +79,8 @@ class MatmulTile:
 
     def __str__(self) -> str:
         flags = [str(flag).lower() for flag in (self.whole, self.alternating)]
-        arguments = [
-            self.rows,
-            self.columns,
-            self.stages,
-            self.cluster,
-            *flags,
-            self.leaves,
-            *([self.split] if self.split > 1 or self.partials else []),
-            *(["true"] if self.partials else []),
-        ]
+        more = [self.split, "true"] if self.partials else [self.split] if self.split > 1 else []
+        arguments = [self.rows, self.columns, self.stages, self.cluster, *flags, self.leaves, *more]
         return f"MatmulTile<{', '.join(map(str, arguments))}>"
 
 

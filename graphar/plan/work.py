@@ -1,14 +1,6 @@
 """Work: what a call computes, as one value of a type for each kind of work.
 
-    Sum          an all-reduce of one tensor
-    Parts        a reduce-scatter, or an all-gather of one tensor
-    Norm         an all-reduce or a reduce-scatter, with residual addition and RMSNorm
-    TensorTuple  an all-gather of several tensors
-    Exchange     an all-to-all of one tensor
-    Product      a matmul with the sum of its products, or with the all-gather of its rows
-    Loss         cross-entropy losses, or log-probabilities, over a vocabulary that ranks divide
-
-All have these attributes. They are tuples, so that a call is hashed and compared without Python code.
+The types are tuples, so that a call is hashed and compared without Python code. All have these attributes:
 
     op        the public op that the work is of
     unit      what ``parts`` count: "elements", "bytes" or "rows"
@@ -35,7 +27,7 @@ from graphar.numerics.leaf_tree import LEAVES
 from graphar.numerics.norms import ALLREDUCE_NORM, REDUCESCATTER_NORM
 from graphar.numerics.partitions import BATCH_INVARIANT, TP_INVARIANT, Panel, length
 from graphar.numerics.softmax import Terms
-from graphar.plan.scratch import MATMUL_PARTIAL_PLACES, PACK_NBYTES
+from graphar.plan.scratch import PACK_NBYTES
 from graphar.plan.tiles import LAYOUTS
 
 MATMUL_ALLREDUCE, MATMUL_REDUCESCATTER = "fused_matmul_allreduce", "fused_matmul_reducescatter"
@@ -64,13 +56,22 @@ def _wire_and_epilogue(work: Sum | Parts | Product) -> list[str]:
     return codec + ([f"epilogue {work.epilogue.words}"] if work.epilogue else [])
 
 
-def _beside(work: Sum | Parts | Norm | TensorTuple | Exchange | Product | Loss) -> list[str]:
+def _beside(work: Sum | Parts | Norm | TensorTuple | Product) -> list[str]:
     return [work.beside] if work.beside else []
 
 
 def _order(work: Sum | Parts | Norm) -> list[str]:
     result = [f"result {work.out_dtype}"] if work.out_dtype else []
     return ["added as a tree", *result] if work.order == "tree" else []
+
+
+def _is_plain(work: Sum | Parts) -> bool:
+    """Whether no option changes the result: sums are in rank order, in the dtype of the tensor."""
+    return not (work.codec or work.epilogue or work.out_dtype) and work.order == "rank"
+
+
+def _options(work: Sum | Parts) -> list[str]:
+    return _wire_and_epilogue(work) + _order(work) + _beside(work)
 
 
 class Sum(NamedTuple):
@@ -86,22 +87,15 @@ class Sum(NamedTuple):
 
     op = "allreduce"
     unit = "elements"
+    is_plain = property(_is_plain)
+    options = property(_options)
 
     @property
     def parts(self) -> tuple[int, ...]:
         return (self.numel,)
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether no option changes the result: it is the sum in rank order, in the dtype of the tensor."""
-        return self._replace(shape=(), beside="") == type(self)(self.numel)
-
     def amount(self, dtype: torch.dtype) -> str:
         return f"{list(self.shape)} {dtype}" if self.shape else f"{self.numel} elements of {dtype}"
-
-    @property
-    def options(self) -> list[str]:
-        return _wire_and_epilogue(self) + _order(self) + _beside(self)
 
 
 class Parts(NamedTuple):
@@ -118,19 +112,12 @@ class Parts(NamedTuple):
     out_dtype: torch.dtype | None = None  # the dtype of the result; None: that of the tensor
 
     unit = "elements"
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether no option changes the result: sums are in rank order, in the dtype of the tensor."""
-        return self._replace(axis=0, beside="", row=()) == type(self)(self.op, self.parts)
+    is_plain = property(_is_plain)
+    options = property(_options)
 
     def amount(self, dtype: torch.dtype) -> str:
         axis = f" along axis {self.axis}" if self.axis else ""
         return f"parts of {list(self.parts)} elements of {dtype}{_in_rows(self.row)}{axis}"
-
-    @property
-    def options(self) -> list[str]:
-        return _wire_and_epilogue(self) + _order(self) + _beside(self)
 
 
 class Norm(NamedTuple):
@@ -217,7 +204,6 @@ class Exchange(NamedTuple):
     scatter_dim: int = 0  # the dimension that is divided
     gather_dim: int = 0  # the dimension along which parts are joined
     known: bool = True  # whether every rank knows the lengths of all parts, also of those between other ranks
-    beside: str = ""  # what every rank does beside it, in words, or an empty string
 
     op = "alltoall"
     unit = "elements"
@@ -259,92 +245,54 @@ class Exchange(NamedTuple):
         moved = self.scatter_dim != self.gather_dim or self.scatter_dim
         along = [f"scatter_dim {self.scatter_dim}, gather_dim {self.gather_dim}"] if moved else []
         both = f"sizes {list(self.sends[0])}, {list(self.receives[0])}" if self.known else "sizes of each rank"
-        return along + ([] if self.is_even else [both]) + _beside(self)
+        return along + ([] if self.is_even else [both])
 
 
 FORMATS = ("rows", "blocks")  # what each scale of e4m3 operands is for
-_TEMPLATES = {"rows": "RowScales", "blocks": "BlockScales"}  # classes of cuda_src/device/matmul/scaled_products.cuh
 
 
 class Factors(NamedTuple):
-    """What a product multiplies, and in which order it adds. ``str()`` is the C++ class of the format, or empty.
+    """What a product multiplies, and what depends on the format of its operands: no other module knows the formats.
 
-    The words on which ranks agree contain this class, and so do the names of kernels. Whatever depends on the format of
-    the operands or on the order asks here, so that no other module needs to know the formats.
+    ``str()`` is in the names of kernels, and in the words on which ranks agree.
     """
 
     format: str = ""  # one of FORMATS: operands are e4m3, results have 16 bits; an empty string: both have one dtype
-    order: str = "rank"  # "rank": products are rounded, and added in the order of ranks; "tree": leaves of K, in fp32
+    template: str = ""  # the format's class in cuda_src/device/matmul/scaled_products.cuh
+    inputs: int = 2  # the tensors of a rank's factors
+    itemsize: int = 2  # the bytes of an element
+    layouts: tuple[str, ...] = LAYOUTS  # of W that kernels load: tensor cores cannot transpose e4m3
+    # The most rows that a skinny kernel multiplies fast; None: as many as it takes. With scales of blocks it has
+    # registers for the sums of one block of 64 rows only, and adds them while nothing is multiplied: 74 us for
+    # 64 x 8192 x 14336 between two H200s, and 34 with scales of rows.
+    most_skinny_rows: int | None = None
+    clustered: float | None = None  # the cost of clusters of a matmul alone, as TileCost has it; None: that of 16 bits
 
     def __str__(self) -> str:
-        return _TEMPLATES[self.format] if self.format else ""
-
-    @property
-    def inputs(self) -> int:
-        """How many tensors a rank's factors have."""
-        return 4 if self.format else 2
-
-    @property
-    def words(self) -> str:
-        """What must be the same on all ranks, in words; empty if operands have the dtype of the result."""
-        return f"products of e4m3 operands with scales of {self.format}" if self.format else ""
-
-    @property
-    def multiplied_by(self) -> str:
-        """What multiplies operands of 8 bits, in words."""
-        return f"graphar's scaled matmul of e4m3 operands with scales of {self.format}"
+        return self.template
 
     @property
     def is_plain(self) -> bool:
         """Whether operands have the dtype of results, and no scales."""
         return not self.format
 
-    @property
-    def layouts(self) -> tuple[str, ...]:
-        """The layouts of W that kernels load. Tensor cores cannot transpose e4m3."""
-        return LAYOUTS[:1] if self.format else LAYOUTS
-
-    @property
-    def most_skinny_rows(self) -> int | None:
-        """The most rows that a skinny kernel multiplies fast; None: as many as it takes.
-
-        It has registers for the sums of one block of 64 rows only, and adds them while nothing is multiplied: 74 us for
-        64 x 8192 x 14336 between two H200s, and 34 with scales of rows.
-        """
-        return 32 if self.format == "blocks" else None
-
-    @property
-    def clustered(self) -> float | None:
-        """The cost of clusters of a matmul alone, as TileCost has it; None: the cost measured with 16 bits."""
-        return 0.92 if self.format == "blocks" else None  # H100
-
     def k_of_16_bits(self, k: int) -> int:
         """Returns the columns of 16-bit operands that take as long: 128 of e4m3 have the bytes of 64."""
-        return max(k // 2, 1) if self.format else k
+        return max(k * self.itemsize // 2, 1) if self.format else k
 
     def row_nbytes(self, k: int) -> int:
         """Returns the bytes of a row of A with ``k`` columns on its way to another rank, in whole packs."""
-        packs = -(-k * (1 if self.format else 2) // PACK_NBYTES)
+        packs = -(-k * self.itemsize // PACK_NBYTES)
         of_row = {"": 0, "rows": 1, "blocks": -(-k // BLOCK)}[self.format]  # `of_row` in scaled_products.cuh
         return packs * PACK_NBYTES + 4 * of_row
 
-    @property
-    def as_tree(self) -> bool:
-        """Whether leaves of K are added in fp32 as a tree; else rounded products, in the order of ranks."""
-        return self.order == "tree"
-
-    @property
-    def sent_itemsize(self) -> int:
-        """The bytes of an element that a rank sends to be summed in a product of 16-bit elements."""
-        return 4 if self.as_tree else 2
-
-    @property
-    def sent_places(self) -> int:
-        """How many places in the scratch a box of elements takes."""
-        return MATMUL_PARTIAL_PLACES if self.as_tree else 1
-
 
 PLAIN = Factors()
+FACTORS = {  # by format; what was measured of blocks is of an H100
+    "": PLAIN,
+    "rows": Factors("rows", "RowScales", 4, 1, LAYOUTS[:1]),
+    "blocks": Factors("blocks", "BlockScales", 4, 1, LAYOUTS[:1], most_skinny_rows=32, clustered=0.92),
+}
 
 
 class Product(NamedTuple):
@@ -368,8 +316,8 @@ class Product(NamedTuple):
 
     @property
     def factors(self) -> Factors:
-        """What is multiplied, and in which order it is added."""
-        return Factors(self.format, self.order)
+        """What is multiplied."""
+        return FACTORS[self.format]
 
     @property
     def is_invariant(self) -> bool:
@@ -379,7 +327,7 @@ class Product(NamedTuple):
     @property
     def beside(self) -> str:
         """What every rank does beside its sum, in words, or an empty string."""
-        return self.factors.words
+        return f"products of e4m3 operands with scales of {self.format}" if self.format else ""
 
     @property
     def summing_op(self) -> str:
@@ -396,9 +344,19 @@ class Product(NamedTuple):
         """Whether each rank gets its own rows of the sum only."""
         return self.summing_op == MATMUL_REDUCESCATTER
 
+    @property
+    def as_tree(self) -> bool:
+        """Whether leaves of K are added in fp32 as a tree; else rounded products, in the order of ranks."""
+        return self.partition == TP_INVARIANT
+
+    @property
+    def sent_itemsize(self) -> int:
+        """The bytes of an element that a rank sends to be summed in a product of 16-bit elements."""
+        return 4 if self.as_tree else 2
+
     def leaves(self, world_size: int) -> int:
         """The number of leaves into which each rank cuts its K. They are added in the order of K, or as a tree."""
-        return LEAVES // world_size if self.order == "tree" and self.op != ALLGATHER_MATMUL else 1
+        return LEAVES // world_size if self.as_tree and self.op != ALLGATHER_MATMUL else 1
 
     def with_bias_in_epilogue(self, dtype: torch.dtype) -> Product:
         """Returns the product whose bias is an epilogue of the sum, where sums of ``dtype`` take one.
@@ -417,7 +375,6 @@ class Product(NamedTuple):
 
     def then(self, k: int, dtype: torch.dtype) -> Sum | Parts | Norm:
         """Returns the work that sums the ranks' products of ``k`` columns, with results of ``dtype``."""
-        as_tree = self.order == "tree"
         counts = tuple([rows * self.columns for rows in self.parts])
         counts = counts if self.scattered else (sum(counts),)
         if self.norm:
@@ -427,13 +384,12 @@ class Product(NamedTuple):
             work = Parts("reducescatter", counts, self.codec, self.epilogue)
         else:
             work = Sum(counts[0], self.codec, self.epilogue)
-        beside = f"after products of {k} columns" if as_tree else self.beside
-        return work._replace(order=self.order, out_dtype=dtype if as_tree else None, beside=beside)
+        beside = f"after products of {k} columns" if self.as_tree else self.beside
+        return work._replace(order=self.order, out_dtype=dtype if self.as_tree else None, beside=beside)
 
     @property
     def order(self) -> str:
-        """The order in which the ranks' products are added: "rank", or "tree" for leaves of K in fp32."""
-        return "tree" if self.partition == TP_INVARIANT else "rank"
+        return "tree" if self.as_tree else "rank"
 
     def amount(self, dtype: torch.dtype) -> str:
         bias = " with a bias" if self.bias else ""
@@ -441,7 +397,7 @@ class Product(NamedTuple):
 
     @property
     def options(self) -> list[str]:
-        tree = ["added as a tree"] if self.order == "tree" else []
+        tree = ["added as a tree"] if self.as_tree else []
         norm = [_numbers_of_norm(*self.norm)] if self.norm else []
         return _wire_and_epilogue(self) + tree + norm + _beside(self)
 
@@ -453,7 +409,6 @@ class Loss(NamedTuple):
     rows: int
     columns: int  # of each rank's logits
     terms: Terms  # what is computed of a row
-    beside: str = ""  # what every rank does beside it, in words, or an empty string
 
     unit = "elements"
     codec = ""
@@ -476,7 +431,7 @@ class Loss(NamedTuple):
     def options(self) -> list[str]:
         unused = Terms(self.terms.vocab_size)._asdict()
         others = [f"{name} {value}" for name, value in self.terms._asdict().items() if value != unused[name]]
-        return [f"vocabulary of {self.terms.vocab_size}", *others, *_beside(self)]
+        return [f"vocabulary of {self.terms.vocab_size}", *others]
 
 
 Work: TypeAlias = Sum | Parts | Norm | TensorTuple | Exchange | Product | Loss

@@ -19,7 +19,7 @@ from graphar.plan.algorithms import MATMUL_ARCH, MATMUL_TYPES
 from graphar.plan.matmuls import Shape, Sms, alone, best_tile
 from graphar.plan.policy import TileCost
 from graphar.plan.tiles import LEAF_COUNTS, LEAF_TILES, MatmulTile
-from graphar.plan.work import PLAIN, Factors
+from graphar.plan.work import FACTORS, PLAIN, Factors
 from graphar.product.operands import Step
 from graphar.product.tensor_maps import BOX_COLUMNS, Matrix, TensorMap, loaded, matrix_of, tensor_map
 from graphar.runtime import launcher
@@ -77,7 +77,7 @@ def matmul(
         return out.zero_() if bias is None else out.copy_(bias.expand_as(out))
     if reason := why_not(a, w, out, leaves):
         raise UnsupportedError(f"{op}: {reason}")
-    if tile and (layout := weight_of(w)[0]) not in tile.layouts:
+    if tile and (layout := layout_of(w)) not in tile.layouts:
         raise ValueError(f"{op}: {tile} serves weights {' or '.join(tile.layouts)}, got one {layout}")
     enqueue = bind(Step(a, w, out, scales, bias), sms, tile, leaves)
     with torch.cuda.device(a.device):
@@ -92,7 +92,7 @@ def bind(step: Step, sms: int | None = None, tile: MatmulTile | None = None, lea
     """
     device, matrices, (m, n), k = step.a.device.index, Matrices.of(step), step.out.shape, step.a.shape[1]
     sms = sms or launcher.sm_count(device)
-    factors = Factors(step.scales.format) if step.scales else PLAIN
+    factors = FACTORS[step.scales.format] if step.scales else PLAIN
     tile = tile or default_tile(device, m, n, k, sms, matrices.layout, leaves, factors)
     with torch.cuda.device(device):
         return _bind(device, tile, sms, matrices)
@@ -107,7 +107,7 @@ def why_not(a: torch.Tensor, w: torch.Tensor, out: torch.Tensor, leaves: int = 1
             return f"the rows of {name} must be contiguous and begin at multiples of 16 bytes"
     if out.shape[1] % STORE_COLUMNS:
         return f"the columns of out must be a multiple of {STORE_COLUMNS}, got {out.shape[1]}"
-    if a.dtype != FP8 and layout_of(w) is None:
+    if a.dtype != FP8 and not layout_of(w):
         return "the rows or the columns of w must be contiguous and begin at multiples of 16 bytes"
     if leaves > 1 and a.shape[1] % (leaves * LEAF_UNIT):
         return f"the columns of a must be a multiple of {leaves * LEAF_UNIT} for {leaves} leaves, got {a.shape[1]}"
@@ -145,17 +145,11 @@ def cost_on(device: int) -> TileCost:
     return find_table(torch.cuda.get_device_name(device)).matmul.cost
 
 
-def layout_of(w: torch.Tensor) -> str | None:
-    """Returns which of LAYOUTS the weight has; None if its rows and columns are both misaligned or not contiguous."""
+def layout_of(w: torch.Tensor) -> str:
+    """Returns which of LAYOUTS the weight has; an empty string if neither its rows nor its columns can be loaded."""
     if matrix_of(w) is not None:
         return "by_rows"
-    return "by_columns" if matrix_of(w.t()) is not None else None
-
-
-def weight_of(w: torch.Tensor) -> tuple[str, Matrix]:
-    """Returns the layout of a weight that kernels load, and the weight as it lies in memory."""
-    by_rows = matrix_of(w)
-    return ("by_rows", by_rows) if by_rows else ("by_columns", loaded(w.t()))
+    return "by_columns" if matrix_of(w.t()) is not None else ""
 
 
 _OF_SCALES = [field[0] for field in ScaledMatmulArguments._fields_]
@@ -177,14 +171,15 @@ class Matrices(NamedTuple):
     def of(cls, step: Step, constant_weight: bool = False, gathered_scales: torch.Tensor | None = None) -> Matrices:
         """Returns where a step's tensors lie, and the scales of gathered rows, if they are wanted."""
         a, w, out, scales, bias = step
-        layout, weights = weight_of(w)
+        layout = layout_of(w)
+        weights = loaded(w if layout == "by_rows" else w.t())
         pointer = 0 if bias is None else bias.contiguous().data_ptr()
         matrices = cls(loaded(a), weights, layout, loaded(out), pointer, constant_weight)
         if scales is None:
             return matrices
         of_a, of_w, to = (0 if x is None else x.data_ptr() for x in (scales.a, scales.w, gathered_scales))
         beside = of_a, of_w, *scales.a.stride(), *scales.w.stride(), to
-        return matrices._replace(scale_format=str(Factors(scales.format)), scales=beside)
+        return matrices._replace(scale_format=FACTORS[scales.format].template, scales=beside)
 
     def arguments(self, rows: int, *, from_row: int = 0, **more: int) -> MatmulArguments:
         """Returns the arguments of a launch on rows of A that begin at ``from_row``; the result has ``rows``."""
@@ -195,16 +190,15 @@ class Matrices(NamedTuple):
         arguments.a_scale += from_row * arguments.a_scale_row * torch.float32.itemsize
         return arguments
 
+    def weight_map(self, tile: MatmulTile) -> TensorMap:
+        """Returns the tensor map of W for the boxes that the kernels load."""
+        w_rows = tile.columns if self.layout == "by_rows" else BOX_COLUMNS
+        return tensor_map(self.w, w_rows // tile.cluster)
+
 
 def rows_map(tile: MatmulTile, a: Matrix) -> TensorMap:
     """Returns the tensor map of rows of A for the boxes that the kernels load: no higher than the rows need."""
     return tensor_map(a, min(tile.rows, -(-a.rows // 8) * 8))
-
-
-def weight_map(tile: MatmulTile, layout: str, w: Matrix) -> TensorMap:
-    """Returns the tensor map of W for the boxes that the kernels load; ``w`` is as it lies in memory."""
-    w_rows = tile.columns if layout == "by_rows" else BOX_COLUMNS
-    return tensor_map(w, w_rows // tile.cluster)
 
 
 @functools.cache
@@ -231,9 +225,9 @@ def _grid(tile: MatmulTile, clusters: int) -> Grid:
 
 @functools.lru_cache(maxsize=1024)
 def _bind(device: int, tile: MatmulTile, sms: int, matrices: Matrices) -> Callable[[int], None]:
-    a, c, layout = matrices.a, matrices.out, matrices.layout
+    a, c = matrices.a, matrices.out
     rows, columns = -(-a.rows // (tile.rows * tile.cluster)), -(-c.columns // tile.columns)
-    maps = [rows_map(tile, a), weight_map(tile, layout, matrices.w), tensor_map(c, STORE_ROWS)]
+    maps = [rows_map(tile, a), matrices.weight_map(tile), tensor_map(c, STORE_ROWS)]
 
     def launch_of(tile: MatmulTile, first: int, end: int) -> Launch:
         """Returns the launch of some of the tiles, numbered in their order."""
@@ -241,7 +235,7 @@ def _bind(device: int, tile: MatmulTile, sms: int, matrices: Matrices) -> Callab
         if not matrices.scales:
             fields.c, fields.c_leading, fields.first_tile, fields.end_tile = c.pointer, c.leading, first, end
         clusters = min(max(sms // tile.blocks, 1), end - first)
-        kernel = a.dtype, tile, layout, c.dtype, matrices.scale_format
+        kernel = a.dtype, tile, matrices.layout, c.dtype, matrices.scale_format
         if tile.split > 1:
             # Clusters that find no room begin when others end, and would then compute all their tiles.
             clusters = min(clusters, _clusters_at_once(device, *kernel))

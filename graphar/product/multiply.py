@@ -1,10 +1,4 @@
-"""What multiplies one rank's factors: four kinds of :class:`Multiply`, and which of them a call takes.
-
-ByTorch     torch's matmul; on the CPU the specification
-Own         graphar's matmul of 16-bit operands
-Scaled      that of e4m3 operands
-Leaves      that in an order that depends on nothing but K: in the order of K, or in leaves
-"""
+"""What multiplies one rank's factors: four kinds of :class:`Multiply`, and which of them a call takes."""
 
 from __future__ import annotations
 
@@ -12,7 +6,6 @@ import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch.nn.functional import pad
@@ -46,6 +39,7 @@ class Multiply(ABC):
 
     leaves = 1  # into which the kernel cuts K
     beyond = ""  # what makes steps that the kernel cannot make, in words; an empty string if nothing does
+    reason = ""  # why it multiplies, in words that begin with its name; no words if nothing else could
 
     def why_not(self, step: Step) -> Reason | None:
         """Returns why the kernel cannot make a step."""
@@ -102,9 +96,23 @@ class Multiply(ABC):
 
         return multiply
 
+    def explained(self, matmul: MatmulOperands, panels: Sequence[Panel]) -> str:
+        """Returns what multiplies one rank's operands in words, and why; no words on the CPU."""
+        if not matmul.a.is_cuda:
+            return ""
+        if self.beyond:
+            products = [matmul.out.new_empty(panel.shape) for panel in panels]
+            steps = [step for pair in zip(panels, products, strict=True) for step in matmul.step.in_panel(*pair)]
+            if why_not := next(filter(None, map(self.why_not, steps)), None):
+                return f"{self.beyond}: {why_not}"
+        return self.reason
 
+
+@dataclass(frozen=True)
 class ByTorch(Multiply):
-    """Has no kernel of graphar's, and makes every step. Its bits may depend on the shape of a step."""
+    """Makes every step by torch's matmul, on the CPU by the specification. Bits may depend on the shape of a step."""
+
+    reason: str = ""
 
     def why_not(self, step: Step) -> Reason | None:
         return None
@@ -142,13 +150,14 @@ class Own(Multiply):
 
     cost: TileCost  # by which it chooses tiles: that of the engine's table
     is_invariant: bool = False  # whether the bits of a row may not depend on the number of rows: torch never multiplies
+    reason: str = ""
 
     @property
     def beyond(self) -> str:
         return "" if self.is_invariant else "torch's matmul"
 
     def bind(self, step: Step, sms: int) -> Enqueue:
-        (m, n), k, layout = step.out.shape, step.a.shape[1], gemm.weight_of(step.w)[0]
+        (m, n), k, layout = step.out.shape, step.a.shape[1], gemm.layout_of(step.w)
         return gemm.bind(step, sms, best_tile(alone(), Shape((m,), n, k, layout), self.cost, Sms(sms)))
 
     def instead(self, step: Step, sms: int, why_not: Reason) -> Enqueue:
@@ -178,6 +187,7 @@ class Scaled(Multiply):
     """
 
     is_invariant: bool = False  # as in Own: torch's operations never compute the specification on a GPU then
+    reason: str = ""
     beyond = "torch's operations, as the specification of scaled products"
 
     def instead(self, step: Step, sms: int, why_not: Reason) -> Enqueue:
@@ -226,35 +236,18 @@ def in_whole_loads(x: torch.Tensor, leaves: int) -> torch.Tensor:
     return torch.cat([pad(part, (0, length - part.shape[1])) for part in parts], 1)
 
 
-class Chosen(NamedTuple):
-    """What multiplies, and why, in words that begin with its name; no words if nothing else could."""
-
-    multiply: Multiply
-    reason: str = ""
-
-    def explained(self, matmul: MatmulOperands, panels: Sequence[Panel]) -> str:
-        """Returns what multiplies one rank's operands in words, and why; no words on the CPU."""
-        if not matmul.a.is_cuda:
-            return ""
-        if self.multiply.beyond:
-            products = [matmul.out.new_empty(panel.shape) for panel in panels]
-            steps = [step for pair in zip(panels, products, strict=True) for step in matmul.step.in_panel(*pair)]
-            if why_not := next(filter(None, map(self.multiply.why_not, steps)), None):
-                return f"{self.multiply.beyond}: {why_not}"
-        return self.reason
-
-
-def choose(engine: Engine, work: Product, matmul: MatmulOperands, panels: int = 1) -> Chosen:
+def choose(engine: Engine, work: Product, matmul: MatmulOperands, panels: int = 1) -> Multiply:
     """Returns what multiplies one rank's operands, cut into this number of panels. Ranks may choose differently."""
     cost, factors = engine.table.matmul.cost, work.factors
-    if factors.as_tree:
-        return Chosen(Leaves(work.op, work.leaves(engine.world_size)))
+    if work.as_tree:
+        return Leaves(work.op, work.leaves(engine.world_size))
     if not factors.is_plain:
-        return Chosen(Scaled(work.is_invariant), factors.multiplied_by)
+        reason = f"graphar's scaled matmul of e4m3 operands with scales of {factors.format}"
+        return Scaled(work.is_invariant, reason)
     if work.is_invariant:
-        return Chosen(Own(cost, True), "graphar's matmul, which is batch invariant")
+        return Own(cost, True, "graphar's matmul, which is batch invariant")
     if work.op == ALLGATHER_MATMUL or not matmul.a.is_cuda:
-        return Chosen(ByTorch())
+        return ByTorch()
     sms = launcher.sm_count(matmul.a.device.index)
     ours, reason = choose_matmul(engine.table.matmul, len(matmul.a), len(matmul.w), matmul.a.shape[1], sms, panels)
-    return Chosen(Own(cost) if ours else ByTorch(), reason)
+    return Own(cost, reason=reason) if ours else ByTorch(reason)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -15,7 +15,6 @@ from graphar.numerics.fp8_products import Scales, known_scales
 from graphar.numerics.partitions import Panel, length
 from graphar.plan.call import Operands
 from graphar.plan.scratch import PACK_NBYTES
-from graphar.plan.tiles import LAYOUTS
 from graphar.plan.work import Product
 
 
@@ -72,11 +71,6 @@ class MatmulOperands:
         return Step(self.a, self.w, self.out, self.scales, self.bias)
 
     @property
-    def layouts(self) -> tuple[str, ...]:
-        """The layouts of ``w`` that kernels load: tensor cores transpose no e4m3."""
-        return LAYOUTS[:1] if self.scales else LAYOUTS
-
-    @property
     def rows(self) -> tuple[torch.Tensor, ...]:
         """What other ranks need of this rank's rows: ``a``, and their scales if they have some; contiguous."""
         return (self.a.contiguous(), *([self.scales.a.contiguous()] if self.scales else []))
@@ -87,6 +81,10 @@ class MatmulOperands:
             return (whole,)
         to, of_a = self.gathered_scales, self.scales.a
         return whole, of_a.new_empty(len(self.out), of_a.shape[1]) if to is None else to
+
+    def placed(self, **fields: Any) -> MatmulOperands:
+        """Returns operands with other ``fields``: the same ones, if they have these already."""
+        return self if all(getattr(self, name) is field for name, field in fields.items()) else replace(self, **fields)
 
     def with_columns(self) -> MatmulOperands:
         """Returns operands with columns that a kernel can load: columns of zeros if there are none."""

@@ -20,7 +20,7 @@ from graphar.plan.matmuls import fused_algorithm, may_take_one_kernel, takes_one
 from graphar.plan.select import has_norm_kernel
 from graphar.plan.slices import gathered_rows_a_launch
 from graphar.plan.work import ALLGATHER_MATMUL, Parts, Product, TensorTuple
-from graphar.product.fused import FusedMatmul
+from graphar.product.fused import fused_launches
 from graphar.product.gathered_chunks import GatheredChunks
 from graphar.product.multiply import choose, multiply
 from graphar.product.operands import flat, operands_of
@@ -35,7 +35,7 @@ def bind(engine: Engine, call: Call[Product], ranks: Sequence[Operands]) -> Plan
     work = call.work
     if work.op == ALLGATHER_MATMUL:
         return _bind_gathered(engine, call, ranks)
-    is_ordered = not work.factors.as_tree
+    is_ordered = not work.as_tree
     if engine.world_size == 1 and not (is_ordered or work.epilogue or work.norm):
         return _of_one_rank(engine, work)
     row_nbytes, summed = work.columns * call.dtype.itemsize, call._replace(work=work.without_norm)
@@ -65,9 +65,9 @@ def takes_tiles(engine: Engine, call: Call[Product], out: torch.Tensor) -> bool:
 
 def _fused(engine: Engine, call: Call[Product]) -> Plan:
     work, algorithm = call.work, fused_algorithm(engine.table, call.work, engine.world_size)
-    launches = FusedMatmul(engine, call, algorithm)
+    launches = fused_launches(engine, call, algorithm)
     as_tree = f" in {work.leaves(engine.world_size)} leaves a rank", " as a tree"
-    leaves, order = as_tree if work.factors.as_tree else ("", "")
+    leaves, order = as_tree if work.as_tree else ("", "")
     early = ", which loads its constant weight early" if work.constant_weight and algorithm.row.is_skinny else ""
     return launches.plan(f"multiplied{leaves} and summed{order} in one kernel{early}")
 
@@ -85,7 +85,7 @@ def _of_one_rank(engine: Engine, work: Product) -> Plan:
     def run(ranks: Sequence[Operands]) -> None:
         for operands in ranks:
             matmul = operands_of(work, operands)
-            choose(engine, work, matmul).multiply.make(matmul.step)
+            choose(engine, work, matmul).make(matmul.step)
 
     return Plan(run, FALLBACK, f"a single rank multiplies in {LEAVES} leaves")
 
@@ -97,7 +97,7 @@ def _bind_gathered(engine: Engine, call: Call[Product], ranks: Sequence[Operands
     method = gathering_method(engine, call, ranks[0].inputs[0])
     algorithm = fused_algorithm(engine.table, call.work, engine.world_size)
     if method == "tiles":
-        launches = FusedMatmul(engine, call, algorithm)
+        launches = fused_launches(engine, call, algorithm)
         return launches.plan("gathered and multiplied in one kernel")
     if method == "chunks":
         run = GatheredChunks(engine, call, algorithm).run
@@ -123,7 +123,7 @@ def gathering_method(engine: Engine, call: Call[Product], a: torch.Tensor) -> st
         return "none"
     by_table = engine.table.allgather_matmul.faster(engine.world_size, rows, runner_of(engine).chip, is_plain)
     method = by_table if work.partition == "auto" else work.partition
-    if work.factors.as_tree or (work.epilogue and work.partition == "auto"):
+    if work.as_tree or (work.epilogue and work.partition == "auto"):
         method = "tiles"  # elsewhere an epilogue is some twenty kernels of torch
     if method == "chunks" and not is_plain:
         method = "tiles"  # torch multiplies plain chunks only
@@ -134,7 +134,7 @@ def gathering_method(engine: Engine, call: Call[Product], a: torch.Tensor) -> st
 def _gathered_then_multiplied(engine: Engine, call: Call[Product], ranks: Sequence[Operands]) -> Plan:
     work = call.work
     of, is_plain = functools.partial(operands_of, work), work.factors.is_plain
-    as_linear = is_plain and not (work.epilogue or work.factors.as_tree)
+    as_linear = is_plain and not (work.epilogue or work.as_tree)
     shape = sum(work.parts), work.columns
     chosen = choose(engine, work, of(ranks[0]))
 
@@ -153,10 +153,10 @@ def _gathered_then_multiplied(engine: Engine, call: Call[Product], ranks: Sequen
         scales = matmul.scales and replace(matmul.scales, a=made[1])
         step = matmul.step._replace(a=made[0], scales=scales)
         if not work.epilogue:
-            chosen.multiply.make(step)
+            chosen.make(step)
             return
         product = torch.empty_like(matmul.out, dtype=torch.float32)
-        chosen.multiply.make(step._replace(out=product, bias=None))
+        chosen.make(step._replace(out=product, bias=None))
         form = replace(work.epilogue, columns=max(1, len(matmul.w)))
         inputs_of_form = EpilogueInputs([*matmul.tensors], [*numbers])
         matmul.out.copy_(reference.rounded_after(form, inputs_of_form, product, matmul.out.dtype))

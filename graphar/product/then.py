@@ -48,9 +48,8 @@ class Then:
         self._panels = partitions.panels(work.op, work.partition, work.num_partitions, parts, work.columns)
         self._blocks = call.blocks or engine.table.beside.blocks
         # Partials stay in fp32. Sums are made where the products lie, unless a result has another shape or dtype.
-        self._as_tree = work.factors.as_tree
-        self._dtype = torch.float32 if self._as_tree else call.dtype
-        self._in_place = not (work.scattered or work.norm or self._as_tree)
+        self._dtype = torch.float32 if work.as_tree else call.dtype
+        self._in_place = not (work.scattered or work.norm or work.as_tree)
         k = operands.inputs[1].shape[1]
         algorithm = call.algorithm if self._in_place else "auto"
         whole = Panel(tuple([slice(0, rows) for rows in parts]), slice(0, work.columns))
@@ -64,12 +63,12 @@ class Then:
         engine, work, panel = self._engine, self._work, self._panels[0]
         of_ranks = [operands_of(work, operands) for operands in ranks]
         taken = self._taken(panel, ranks, of_ranks, [self._room(matmul, panel) for matmul in of_ranks])
-        if work.norm or self._as_tree:
+        if work.norm or work.as_tree:
             plan = engine.plan(self._whole, taken)
             config, reason = plan.config, plan.reason
         else:  # panels and symmetric tensors may take other plans
             config, reason = engine.select(self._whole, taken[0].inputs[0])
-        leaves = f" in {work.leaves(engine.world_size)} leaves a rank" if self._as_tree else ""
+        leaves = f" in {work.leaves(engine.world_size)} leaves a rank" if work.as_tree else ""
         return Plan(self.run, config, f"multiplied{leaves}, then summed: {reason}", self.launch_like, self._explained)
 
     def _explained(self, operands: Operands) -> str:
@@ -113,7 +112,7 @@ class Then:
 
     def _bind(self, matmul: MatmulOperands, products: Sequence[torch.Tensor]) -> Callable[[int], object]:
         """Returns a function of a panel's number that multiplies a rank's panel, on the current stream."""
-        multiply, _ = choose(self._engine, self._work, matmul, len(products))
+        multiply = choose(self._engine, self._work, matmul, len(products))
         whole, pairs = matmul.step, list(zip(self._panels, products, strict=True))
         if not matmul.a.is_cuda:  # smaller matmuls would give other bits
             if len(pairs) == 1:
@@ -163,7 +162,7 @@ class Then:
             rows, outputs = self._rows_of_out(panel, index), operands.outputs
             product = reference.widened(product, matmul.bias)
             if not self._work.norm:
-                dtype = None if self._as_tree else product.dtype
+                dtype = None if self._work.as_tree else product.dtype
                 shape = length(rows), length(panel.columns)
                 outputs = (product if self._in_place else self._place(matmul, panel, index, shape, dtype),)
             corner = epilogue and (rows.start, panel.columns.start, epilogue.columns)
@@ -186,7 +185,7 @@ class Then:
         launch, corner = self._engine.plan(self._alone[0], [example]).launch_like(example), example.corner
         if launch is None:
             return None
-        multiply, _ = choose(self._engine, work, matmul)
+        multiply = choose(self._engine, work, matmul)
         repeated = multiply.repeating(work, matmul.step._replace(out=product))
 
         def multiply_and_take(inputs: Tensors, outputs: Tensors, numbers: tuple[float, ...], _=None) -> None:

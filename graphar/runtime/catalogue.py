@@ -13,9 +13,9 @@ from graphar.numerics.epilogues.code import Generated
 from graphar.plan.algorithms import MATMUL_ARCH, Algorithm, kernels_that
 from graphar.plan.config import Kernel
 from graphar.plan.tiles import MatmulTile, SkinnyTile
-from graphar.plan.work import FORMATS, Factors
+from graphar.plan.work import FACTORS, FORMATS
 
-SCALE_FORMATS = tuple([str(Factors(name)) for name in FORMATS])  # of e4m3 operands
+SCALE_FORMATS = tuple([FACTORS[name].template for name in FORMATS])  # of e4m3 operands
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ from graphar.plan.slices import slices
 from graphar.plan.tables import shipped_table
 from graphar.plan.tiles import skinny_tile
 from graphar.plan.work import MATMUL_ALLREDUCE, Norm, Parts, Product, Sum, Work
-from graphar.product.fused import FusedMatmul
+from graphar.product.fused import fused_launches
 from graphar.product.operands import operands_of
 from graphar.ranks.rendezvous import Alone
 from graphar.runtime.bind import collective
@@ -300,7 +300,7 @@ class Ranks:
         return [partial(launch, *mine) for launch, mine in zip(bound, ranks, strict=True)]
 
     def _matmul_launches(self, call: Call, algorithm: Algorithm, ranks: Sequence[Operands]) -> list[Callable[[], None]]:
-        made = FusedMatmul(self.engine, call, algorithm)
+        made = fused_launches(self.engine, call, algorithm)
         (part,) = made._slices
         placed = [operands_of(call.work, mine) for mine in ranks]
         return [

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import graphar
-from graphar.plan.policy import LosslessPolicy
+from graphar.plan.policy import LargeCallsPolicy
 from graphar.plan.sizes import MB, parse_nbytes
 from perf import training_steps
 from perf.harness import ranks as ranks_of
@@ -212,7 +212,7 @@ def communicator_of(plan: FsdpPlan, method: str) -> graphar.Communicator:
         least = {op: plan.compressed_from or policy.least(op, plan.world_size) for op in ("allgather", "reducescatter")}
         sizes = {f"{op}_from_nbytes": {plan.world_size: size or COMPRESSED_MB * MB} for op, size in least.items()}
         allreduce = {"allreduce_from_nbytes": policy.allreduce_from_nbytes}
-        engine.use_table(replace(engine.table, lossless=LosslessPolicy(**sizes, **allreduce)))
+        engine.use_table(replace(engine.table, lossless=LargeCallsPolicy(**sizes, **allreduce)))
     return communicator
 
 

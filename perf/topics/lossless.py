@@ -24,7 +24,7 @@ from graphar.numerics.codecs import TILE_NUMEL
 from graphar.numerics.lossless_reference import MOST_ODD, ROWS, odd_elements
 from graphar.plan.algorithms import COMPRESSING
 from graphar.plan.call import Call
-from graphar.plan.policy import LosslessPolicy
+from graphar.plan.policy import LargeCallsPolicy
 from graphar.plan.sizes import MB, format_nbytes
 from graphar.plan.work import Parts, Sum
 from perf.between_ranks import BetweenRanks
@@ -218,7 +218,7 @@ def make_compressing(ranks: ProcessRanks) -> Communicator:
     x = torch.ones(ranks.size, dtype=torch.bfloat16, device=ranks.device)
     made.explain(x)  # finds the tuning table
     any_size = {ranks.size: 1}
-    made.engine.use_table(replace(made.engine.table, lossless=LosslessPolicy(any_size, any_size, any_size)))
+    made.engine.use_table(replace(made.engine.table, lossless=LargeCallsPolicy(any_size, any_size, any_size)))
     for op, algorithm in COMPRESSING.items():
         work = Sum(1) if op == "allreduce" else Parts(op, (1,) * ranks.size)
         said = made.engine.explain(Call.of(work, x), x)

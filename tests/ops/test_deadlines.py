@@ -143,7 +143,8 @@ def gpus(monkeypatch, request):
         monkeypatch.setattr(module, "bind_launch", bind_launch)
     for module in (launches, fused):
         monkeypatch.setattr(module, "on_own_device", lambda device, launch: launch)
-    monkeypatch.setattr(fused.FusedMatmul, "_parameters", lambda *given: ([], None))
+    for kind in (fused.Summed, fused.Skinny, fused.Gathered):
+        monkeypatch.setattr(kind, "parameters", lambda *given: ([], None))
     monkeypatch.setattr(fused, "load_tile", load_tile)
     monkeypatch.setattr(fused, "why_not", lambda *given: "")
     monkeypatch.setattr(launcher, "sm_count", lambda device: 132)

@@ -15,8 +15,8 @@ from graphar.plan.policy import AllgatherMatmulPolicy
 from graphar.plan.scratch import PACK_NBYTES, SIGNAL_PAD_NBYTES, gathered_flags
 from graphar.plan.slices import gathered_rows_a_launch
 from graphar.plan.tables import shipped_table
-from graphar.plan.work import ALLGATHER_MATMUL, Factors, Product
-from graphar.product.fused import FusedMatmul
+from graphar.plan.work import ALLGATHER_MATMUL, FACTORS, Product
+from graphar.product.fused import fused_launches
 from graphar.product.gemm import layout_of
 from graphar.product.operands import MatmulOperands
 from graphar.product.products import gathering_method
@@ -96,7 +96,7 @@ ROWS = torch.randn(6, 16).bfloat16()
 def place(own):
     """Returns one rank's operands as the kernel takes them."""
     call = Call(Product(ALLGATHER_MATMUL, (3,) * 4, own.a.shape[1]), torch.bfloat16, 0)
-    return FusedMatmul(engine(), call, Algorithm.ALLGATHER_MATMUL)._place(own)
+    return fused_launches(engine(), call, Algorithm.ALLGATHER_MATMUL)._place(own)
 
 
 def placed(a, w=None):
@@ -167,7 +167,7 @@ SCALES_OF_ROW = {"": lambda k: 0, "rows": lambda k: 1, "blocks": lambda k: -(-k 
 @pytest.mark.parametrize("world_size", range(2, 9))
 def test_the_rows_of_a_launch_their_flags_and_scales_fit_the_scratch(world_size, k, scales):
     scratch, row_packs = Algorithm.ALLGATHER_MATMUL.row.scratch(world_size), -(-k // (16 if scales else 8))
-    rows = gathered_rows_a_launch(Algorithm.ALLGATHER_MATMUL, world_size, k, Factors(scales))
+    rows = gathered_rows_a_launch(Algorithm.ALLGATHER_MATMUL, world_size, k, FACTORS[scales])
     unit_rows = max(1024 // row_packs, 1)
 
     assert rows > 0

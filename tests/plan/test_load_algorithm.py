@@ -14,8 +14,9 @@ import torch
 
 import graphar
 from graphar.numerics.dtypes import BYTE
-from graphar.plan.row import FLOATS, Grid, Slicing
+from graphar.plan.row import FLOATS, Grid
 from graphar.plan.scratch import MAX_BLOCKS, SIGNAL_PAD_NBYTES, Scratch
+from graphar.plan.slices import Slice, slices
 from tests.outside import FOLDER, MAX_NBYTES, load, slots
 
 pytestmark = pytest.mark.usefixtures("nothing_stays_loaded")
@@ -228,16 +229,16 @@ def test_the_row_is_what_was_given():
 @pytest.mark.parametrize(
     ("op", "dtypes", "expected"),
     [
-        ("allreduce", None, (FLOATS, Slicing.WHOLE)),
-        ("reducescatter", None, (FLOATS, Slicing.PARTS)),
-        ("allgather", None, ((BYTE,), Slicing.BYTES)),
-        ("allgather", [torch.float16], ((torch.float16,), Slicing.PARTS)),
+        ("allreduce", None, (FLOATS, Slice(8))),
+        ("reducescatter", None, (FLOATS, Slice(8, (0, 4), (4, 4)))),
+        ("allgather", None, ((BYTE,), Slice(16, (0, 8), (8, 8)))),
+        ("allgather", [torch.float16], ((torch.float16,), Slice(8, (0, 4), (4, 4)))),
     ],
 )
 def test_an_all_gather_moves_bytes_unless_it_has_dtypes(op, dtypes, expected):
-    row = load(op=op, dtypes=dtypes).row
+    algorithm, counts = load(op=op, dtypes=dtypes), (8,) if op == "allreduce" else (4, 4)
 
-    assert (row.dtypes, row.slicing) == expected
+    assert (algorithm.row.dtypes, *slices(algorithm, 2, counts, itemsize=2)) == expected
 
 
 def test_blocks_may_be_a_function_of_the_size():

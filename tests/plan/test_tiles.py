@@ -14,9 +14,9 @@ from graphar.plan.call import Call, Operands
 from graphar.plan.policy import Chip
 from graphar.plan.tables import Table, shipped_table
 from graphar.plan.tiles import SKINNY_TILES, skinny_tile, travels_in_tiles
-from graphar.plan.work import ALLGATHER_MATMUL, MATMUL_ALLREDUCE, MATMUL_REDUCESCATTER, Factors, Product
+from graphar.plan.work import ALLGATHER_MATMUL, FACTORS, MATMUL_ALLREDUCE, MATMUL_REDUCESCATTER, Product
 from graphar.product import fused
-from graphar.product.fused import FusedMatmul, box_rows
+from graphar.product.fused import box_rows
 from graphar.product.gemm import layout_of
 from graphar.product.operands import MatmulOperands
 from graphar.product.products import takes_tiles
@@ -164,14 +164,14 @@ def test_auto_takes_few_rows_of_a_small_result_that_is_summed_whole_and_keeps_th
 
 @pytest.mark.parametrize(("rows", "scales", "taken"), [(64, "rows", True), (32, "blocks", True), (33, "blocks", False)])
 def test_auto_takes_few_rows_with_scales_of_blocks_up_to_32(rows, scales, taken):
-    assert matmuls.prefers_tiles(POLICY, CHIP, 4, rows, 8192, factors=Factors(scales)) == taken
+    assert matmuls.prefers_tiles(POLICY, CHIP, 4, rows, 8192, factors=FACTORS[scales]) == taken
 
 
-@pytest.mark.parametrize("factors", [Factors("rows"), Factors("blocks"), Factors(order="tree"), Factors()], ids=repr)
-def test_auto_takes_tiles_from_the_same_number_of_elements_for_all_products(factors):
+@pytest.mark.parametrize("how", [{"sent_itemsize": 4}, *({"factors": FACTORS[name]} for name in FACTORS)], ids=repr)
+def test_auto_takes_tiles_from_the_same_number_of_elements_for_all_products(how):
     least = POLICY.tiles_from(4, False) // 1024
 
-    found = [matmuls.prefers_tiles(POLICY, CHIP, 4, rows, 1024, factors=factors) for rows in (least - 1, least)]
+    found = [matmuls.prefers_tiles(POLICY, CHIP, 4, rows, 1024, **how) for rows in (least - 1, least)]
     assert found == [False, True]
 
 
@@ -200,7 +200,7 @@ def bound(op, rows, columns, codec="", ranks=None):
     work = Product(op, (rows, 8, 8, 8), columns, codec=codec)
     ranks = ranks or Ranks()
     call = Call(work, torch.bfloat16, 0)
-    return FusedMatmul(ranks, call, matmuls.fused_algorithm(H200, work, ranks.world_size))
+    return fused.fused_launches(ranks, call, matmuls.fused_algorithm(H200, work, ranks.world_size))
 
 
 def test_ranks_whose_codecs_differ_in_their_seeds_meet_for_the_same_kernel():

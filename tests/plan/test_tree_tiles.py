@@ -18,7 +18,6 @@ from graphar.plan.slices import rows_a_launch
 from graphar.plan.tiles import LAYOUTS, PARTIAL_TILES, SKINNY_TILES, SkinnyTile, skinny_tile
 from graphar.plan.work import MATMUL_ALLREDUCE, MATMUL_REDUCESCATTER, Product
 from graphar.product import fused, products
-from graphar.product.fused import FusedMatmul
 from graphar.product.operands import MatmulOperands
 from graphar.ranks import agreement
 from graphar.runtime.catalogue import SKINNY_KERNELS
@@ -84,7 +83,7 @@ def test_a_skinny_result_of_partials_has_half_of_the_scratch():
 def test_a_skinny_call_loads_a_tile_with_the_leaves_of_a_rank(world_size, monkeypatch):
     monkeypatch.setattr(fused, "load_tile", lambda *given: [{}])
 
-    launches = FusedMatmul(Ranks(world_size), call_of(rows=17, world_size=world_size), Algorithm.MATMUL_ONE_SHOT)
+    launches = fused.Skinny(Ranks(world_size), call_of(rows=17, world_size=world_size), Algorithm.MATMUL_ONE_SHOT)
 
     assert launches.tiles == (SkinnyTile(32, 16, 2, leaves=LEAVES // world_size, partials=True),)
 
@@ -168,7 +167,7 @@ def bound(monkeypatch):
     def bind(op=MATMUL_ALLREDUCE, **options):
         ranks = Ranks(options.get("world_size", 4))
         call = call_of(op, **options)
-        return FusedMatmul(ranks, call, OPS[op])
+        return fused.fused_launches(ranks, call, OPS[op])
 
     return bind
 
@@ -219,7 +218,7 @@ def test_ranks_with_another_k_are_told(bound, monkeypatch):
     launches = bound(rows=6, columns=8)
     launches._runner.arguments = arguments
     launches._engine.deadline = lambda call: 1.0
-    monkeypatch.setattr(fused.FusedMatmul, "_parameters", lambda *given: ([], None))
+    monkeypatch.setattr(fused.Summed, "parameters", lambda *given: ([], None))
     for name in ("KernelLaunch", "bind_launch"):
         monkeypatch.setattr(fused, name, lambda *given: ([], None))
     launches._functions = [{(launches.tiles[0], "by_rows"): None}]

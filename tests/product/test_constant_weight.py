@@ -26,7 +26,7 @@ def product(rows=ROWS, **how):
 
 @pytest.mark.parametrize(("rows", "says"), [(ROWS, True), (8192, False)])
 def test_the_reason_names_it_where_the_kernel_heeds_it(monkeypatch, rows, says):
-    monkeypatch.setattr(products, "FusedMatmul", lambda *given: SimpleNamespace(plan=lambda reason: reason))
+    monkeypatch.setattr(products, "fused_launches", lambda *given: SimpleNamespace(plan=lambda reason: reason))
     engine = SimpleNamespace(table=shipped_table("nvidia_h200"), world_size=2)
 
     reasons = [

@@ -18,13 +18,7 @@ from graphar.plan.tables import shipped_table
 from graphar.plan.tiles import FP8_TILES, GATHERED_TILES, LAYOUTS, SKINNY_TILES, SUMMED_TILES
 from graphar.plan.work import ALLGATHER_MATMUL, Product
 from graphar.product import fused, gemm
-from graphar.product.fused import (
-    FusedMatmul,
-    gathered_tiles,
-    place_gathering,
-    skinny,
-    summed_tiles,
-)
+from graphar.product.fused import Gathered, Skinny, Summed
 from graphar.product.gemm import Matrices, layout_of
 from graphar.product.operands import MatmulOperands, Step
 from graphar.runtime import launcher
@@ -50,7 +44,8 @@ class Bound:
 @pytest.fixture
 def engine(monkeypatch):
     """An engine of two ranks whose launches are recorded, and bound to nothing."""
-    monkeypatch.setattr(fused.FusedMatmul, "_parameters", lambda *given: ([], None))
+    for kind in (Summed, Skinny, Gathered):
+        monkeypatch.setattr(kind, "parameters", lambda *given: ([], None))
     monkeypatch.setattr(fused, "KernelLaunch", lambda *given: given)
     monkeypatch.setattr(fused, "bind_launch", lambda *given: given)
     monkeypatch.setattr(fused, "why_not", lambda *given: "")  # the operands are on the CPU
@@ -75,7 +70,7 @@ def test_epilogues_that_differ_in_their_text_alone_share_no_launch(engine, algor
     for form in forms:
         call = Call.of(Product(algorithm.op, COUNTS, 64, epilogue=form), a)
         if call not in by_call:
-            by_call[call] = FusedMatmul(engine, call, algorithm, TILE)
+            by_call[call] = fused.fused_launches(engine, call, algorithm, TILE)
         launches = by_call[call]
         launches._launch(MEMBER, launches._place(MatmulOperands(a, w, None, out)), one)
 
@@ -90,7 +85,7 @@ def test_epilogues_that_differ_in_their_text_alone_share_no_launch(engine, algor
 def test_a_weight_and_a_transposed_weight_at_its_address_share_no_launch(engine, algorithm):
     a, w, out = (torch.zeros(rows, 64, dtype=torch.bfloat16) for rows in (32, 64, 32))  # w is square
     (one,) = row_slices(COUNTS, 32)
-    launches = FusedMatmul(engine, Call.of(Product(algorithm.op, COUNTS, 64), a), algorithm, TILE)
+    launches = fused.fused_launches(engine, Call.of(Product(algorithm.op, COUNTS, 64), a), algorithm, TILE)
 
     bound = [launches._launch(MEMBER, MatmulOperands(a, weight, None, out), one) for weight in (w, w.t(), w)]
 
@@ -114,7 +109,7 @@ def test_rows_of_an_epilogue_are_counted_from_what_the_kernel_counts_from(engine
     call = Call.of(Product(algorithm.op, COUNTS, 64, epilogue=form), a)
     _, second = row_slices(COUNTS, 8)
 
-    corner = FusedMatmul(engine, call, algorithm, TILE)._corner(
+    corner = fused.fused_launches(engine, call, algorithm, TILE)._corner(
         SimpleNamespace(rank=1), MatmulOperands(a, w, None, out), second
     )
 
@@ -136,12 +131,12 @@ def test_boxes_of_rows_are_no_higher_than_their_owners_part(monkeypatch, tile):
 
     for module in (gemm, fused):
         monkeypatch.setattr(module, "tensor_map", tensor_map)
-    monkeypatch.setattr(fused, "weight_map", lambda *given: None)
+    monkeypatch.setattr(Matrices, "weight_map", lambda *given: None)
     a, w, out = (torch.empty(shape, dtype=torch.bfloat16) for shape in ((40, k), (456, k), (sum(counts), 456)))
     arguments = SimpleNamespace(world_size=len(counts), rank=1, scratch=[0] * len(counts), capacity=1 << 20)
     (one,) = row_slices(counts, 256)
 
-    gathered_tiles(tile, Matrices.of(Step(a, w, out)), one, arguments, 0, CHIP)
+    Gathered.parameters(tile, Matrices.of(Step(a, w, out)), one, arguments, 0, CHIP)
 
     assert boxes == {1: 8, 40: 40, 64: 64, 100: min(104, tile.rows), 200: tile.rows}
 
@@ -156,13 +151,13 @@ def scaled(k=256, rows=32):
 def test_each_launch_has_the_scales_of_its_rows(monkeypatch):
     monkeypatch.setattr(fused, "rows_map", lambda *given: fused.TensorMap())
     monkeypatch.setattr(fused, "tensor_map", lambda *given: fused.TensorMap())
-    monkeypatch.setattr(fused, "weight_map", lambda *given: None)
+    monkeypatch.setattr(Matrices, "weight_map", lambda *given: None)
     own, counts = scaled(), (32, 32)
     matrices = Matrices.of(own.step)
     arguments = SimpleNamespace(world_size=2, rank=0, scratch=[0, 0], capacity=1 << 20)
 
     of_launches = [
-        gathered_tiles(FP8_TILES[0], matrices, one, arguments, 0, CHIP)[0][-1] for one in row_slices(counts, 16)
+        Gathered.parameters(FP8_TILES[0], matrices, one, arguments, 0, CHIP)[0][-1] for one in row_slices(counts, 16)
     ]
 
     assert [sizes.a_scale for sizes in of_launches] == [own.scales.a[row].data_ptr() for row in (0, 16)]
@@ -170,11 +165,15 @@ def test_each_launch_has_the_scales_of_its_rows(monkeypatch):
     assert {(sizes.a_scale_row, sizes.a_scale_block, sizes.w_scale_row) for sizes in of_launches} == {(2, 1, 2)}
 
 
+def scaled_launches(engine):
+    call = Call(Product(Algorithm.ALLGATHER_MATMUL.op, (32, 32), 256, format="blocks"), torch.bfloat16, -1)
+    return fused.fused_launches(engine, call, Algorithm.ALLGATHER_MATMUL, FP8_TILES[0])
+
+
 def test_calls_whose_scales_have_other_addresses_share_no_launch(engine):
     own, (one,) = scaled(), row_slices((32, 32), 32)
     others = [replace(own, scales=replace(own.scales, **{of: getattr(own.scales, of).clone()})) for of in "aw"]
-    call = Call(Product(Algorithm.ALLGATHER_MATMUL.op, (32, 32), 256, format="blocks"), torch.bfloat16, -1)
-    launches = FusedMatmul(engine, call, Algorithm.ALLGATHER_MATMUL, FP8_TILES[0])
+    launches = scaled_launches(engine)
 
     bound = [launches._launch(MEMBER, given, one) for given in (own, *others, own)]
 
@@ -182,22 +181,22 @@ def test_calls_whose_scales_have_other_addresses_share_no_launch(engine):
     assert len({id(launch) for launch in bound}) == 3
 
 
-def test_a_transposed_weight_in_e4m3_is_copied():
+def test_a_transposed_weight_in_e4m3_is_copied(engine):
     own = scaled()
     transposed = replace(own, w=own.w.t().contiguous().t())
 
-    placed_there = place_gathering(transposed)
+    placed_there = scaled_launches(engine)._place(transposed)
 
     assert layout_of(transposed.w) == "by_columns"
     assert layout_of(placed_there.w) == "by_rows"
-    assert place_gathering(own).w is own.w
+    assert scaled_launches(engine)._place(own).w is own.w
 
 
 @pytest.mark.parametrize(("k", "copied"), [(256, False), (264, True)])
-def test_rows_in_e4m3_are_sent_in_whole_packs(k, copied):
+def test_rows_in_e4m3_are_sent_in_whole_packs(engine, k, copied):
     a, w, out = torch.zeros(32, k, dtype=FP8), torch.zeros(384, k, dtype=FP8), torch.zeros(64, 384)
 
-    found = place_gathering(MatmulOperands(a, w, None, out)).a
+    found = scaled_launches(engine)._place(MatmulOperands(a, w, None, out)).a
 
     assert (found is not a) == copied
     assert found.stride() == (-(-k // 16) * 16, 1)
@@ -217,21 +216,21 @@ def test_parts_of_few_rows_take_low_tiles(rows, columns, height):
 # ---- room for another communicator ----------------------------------------------------------------------------------
 
 # Each kind of launch, with the tiles that it may take.
-KINDS = [(summed_tiles, tile) for tile in SUMMED_TILES]
-KINDS += [(gathered_tiles, tile) for tile in GATHERED_TILES] + [(skinny, tile) for tile in SKINNY_TILES]
+KINDS = [(Summed, tile) for tile in SUMMED_TILES]
+KINDS += [(Gathered, tile) for tile in GATHERED_TILES] + [(Skinny, tile) for tile in SKINNY_TILES]
 
 
 def grid_of(monkeypatch, kind, tile, sms, columns, communicators=2):
     """The grid of a launch whose result has so many columns."""
     monkeypatch.setattr(fused, "tensor_map", lambda *given: fused.TensorMap())
     monkeypatch.setattr(fused, "rows_map", lambda *given: fused.TensorMap())
-    monkeypatch.setattr(fused, "weight_map", lambda *given: None)
-    rows = tile.rows if kind is skinny else 64 * tile.rows
+    monkeypatch.setattr(Matrices, "weight_map", lambda *given: None)
+    rows = tile.rows if kind is Skinny else 64 * tile.rows
     a, w, out = (torch.empty(shape, dtype=torch.bfloat16) for shape in ((rows, 8), (columns, 8), (rows, columns)))
     arguments = SimpleNamespace(world_size=2, rank=0, scratch=[0, 0], capacity=1 << 20)
-    (one,) = [Slice(rows * columns)] if kind is skinny else row_slices((rows // 2,) * 2, rows)
+    (one,) = [Slice(rows * columns)] if kind is Skinny else row_slices((rows // 2,) * 2, rows)
     own = Matrices.of(Step(a, w, out))
-    return kind(tile, own, one, arguments, 0, Chip(sms, MATMUL_ARCH, communicators))[1]
+    return kind.parameters(tile, own, one, arguments, 0, Chip(sms, MATMUL_ARCH, communicators))[1]
 
 
 @pytest.mark.parametrize("sms", [132, 131, 108, 78])
@@ -265,5 +264,5 @@ def test_as_many_whole_clusters_as_fit_beside_two_free_ones_are_the_most_and_one
 def test_a_small_grid_has_a_cluster_for_each_tile(monkeypatch, kind, tile):
     grid = grid_of(monkeypatch, kind, tile, 1 << 14, columns=8 * tile.columns)
 
-    tiles = 8 // tile.cluster if kind is skinny else 8 * 64 // tile.cluster
+    tiles = 8 // tile.cluster if kind is Skinny else 8 * 64 // tile.cluster
     assert grid.blocks == tiles * tile.cluster

@@ -16,7 +16,7 @@ from graphar.plan.call import Operands
 from graphar.plan.tiles import MatmulTile, narrow, travels_in_tiles
 from graphar.plan.work import Product
 from graphar.product import fused
-from graphar.product.fused import FusedMatmul
+from graphar.product.fused import fused_launches
 from graphar.product.gemm import matmul
 from graphar.runtime import catalogue, launcher
 from graphar.runtime.engine import Engine
@@ -33,7 +33,7 @@ def run_fused(engine: Engine, op: str, counts: tuple[int, ...], ranks: list[Oper
     """One call of a fused kernel by its name. The inputs of ``ranks`` are a, w and perhaps a bias."""
     (a, w, *bias), _, *_ = ranks[0]
     work = Product(Algorithm(op).op, counts, len(w), bool(bias), codec)
-    FusedMatmul(engine, PlannedCall.of(work, a), Algorithm(op), **how).run(ranks)
+    fused_launches(engine, PlannedCall.of(work, a), Algorithm(op), **how).run(ranks)
 
 
 SUMMED_TILE_KERNELS = tuple(one.value for one in catalogue.SUMMED_TILE_KERNELS)

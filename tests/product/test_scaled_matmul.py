@@ -11,7 +11,7 @@ from graphar.numerics.fp8_products import FP8, checked_scales
 from graphar.plan.matmuls import Shape, Sms, alone, best_tile
 from graphar.plan.tables import shipped_table
 from graphar.plan.tiles import FP8_TILES, MatmulTile
-from graphar.plan.work import Factors
+from graphar.plan.work import FACTORS
 from graphar.product import gemm
 from graphar.product.operands import Step
 from graphar.product.tensor_maps import Matrix, matrix_of
@@ -24,7 +24,7 @@ every_tile = pytest.mark.parametrize("tile", FP8_TILES, ids=str)
 
 def fastest_scaled_tile(cost, m, n, k, sms, in_blocks=False):
     """The tile that is chosen for operands in e4m3."""
-    return best_tile(alone(Factors("blocks" if in_blocks else "rows")), Shape((m,), n, k), cost, Sms(sms))
+    return best_tile(alone(FACTORS["blocks" if in_blocks else "rows"]), Shape((m,), n, k), cost, Sms(sms))
 
 
 def operand(rows, columns):

@@ -11,9 +11,9 @@ from graphar.plan.algorithms import Algorithm
 from graphar.plan.call import Call, Operands
 from graphar.plan.slices import Slice
 from graphar.plan.tiles import LAYOUTS, skinny_tile
-from graphar.plan.work import MATMUL_ALLREDUCE, MATMUL_REDUCESCATTER, Factors, Product
+from graphar.plan.work import FACTORS, MATMUL_ALLREDUCE, MATMUL_REDUCESCATTER, Product
 from graphar.product import fused
-from graphar.product.fused import FusedMatmul, load_tile
+from graphar.product.fused import fused_launches, load_tile
 from graphar.product.operands import operands_of
 from graphar.product.products import takes_tiles
 from graphar.ranks import agreement
@@ -85,7 +85,7 @@ def test_kernels_are_loaded_for_a_weight_by_rows_and_for_each_format(scales, mon
         assert all(("Scales" in source.name) == bool(work.format) for source in loaded.values())
     (key, words), (scaled_key, scaled_words) = asked
     assert key != scaled_key
-    assert scaled_words == f"{words}, {Factors(scales)}"
+    assert scaled_words == f"{words}, {FACTORS[scales]}"
 
 
 def test_ranks_that_differ_in_the_format_differ_in_words():
@@ -109,7 +109,7 @@ def launches_of(monkeypatch):
     engine.deadline, engine.runner.arguments = lambda call: 1.0, lambda *given: None
 
     def launches(work):
-        return FusedMatmul(engine, Call(work, torch.bfloat16, 0), Algorithm.MATMUL_ONE_SHOT)
+        return fused_launches(engine, Call(work, torch.bfloat16, 0), Algorithm.MATMUL_ONE_SHOT)
 
     return launches
 

@@ -14,7 +14,7 @@ import graphar
 from graphar import fsdp
 from graphar.plan.algorithms import Algorithm
 from graphar.plan.call import Call
-from graphar.plan.policy import LosslessPolicy
+from graphar.plan.policy import LargeCallsPolicy
 from graphar.plan.work import Parts
 from tests.cases import bit_patterns, same_bits
 from tests.processes import on_ranks, run_on_gpus
@@ -62,7 +62,7 @@ def compressing(group: dist.ProcessGroup | None = None, lossless: bool = True) -
     found = graphar.Communicator(group, timeout_s=30, lossless=lossless)
     found.prepare([torch.bfloat16], ops=["allgather", "reducescatter"])  # finds its table
     any_size = dict.fromkeys(range(2, 9), 1)
-    found.engine.use_table(replace(found.engine.table, lossless=LosslessPolicy(any_size, any_size, any_size)))
+    found.engine.use_table(replace(found.engine.table, lossless=LargeCallsPolicy(any_size, any_size, any_size)))
     return found
 
 
