@@ -27,43 +27,6 @@ _PIECE = 1 << 17  # elements that are summed at a time, in fp32
 _SEED_NBYTES = 16  # with padding: what follows is aligned for kernels
 
 
-@dataclass(frozen=True)
-class Chunk:
-    """A part of an all-reduce, of which each rank owns a shard; or of a reduce-scatter, with this rank's target alone.
-
-    An empty shard is an empty tensor in each list.
-    """
-
-    how: Reduction
-    operands: Operands
-    rank: int
-    sources: list[torch.Tensor]
-    targets: list[torch.Tensor]
-    firsts: list[int]  # the index of each shard's first element in the whole tensor, for random numbers
-    first: int  # and of this rank's in its result
-    gathers: bool = True  # whether ranks receive all shards of the sum
-
-    def sent(self) -> list[torch.Tensor]:
-        """Returns what this rank sends to each owner, itself included. It is called once."""
-        shards = zip(self.sources, self.firsts, strict=True)
-        return [self.how.encode(source, self.rank, first) if source.numel() else source for source, first in shards]
-
-    def add(self, received: Tensors) -> torch.Tensor:
-        """Writes the sum of what all ranks sent to this owner, and returns what the owner sends to all ranks."""
-        target = self.targets[self.rank if self.gathers else 0]
-        return self.how.into(target, received, self.operands, self.first)
-
-    def rooms(self) -> list[torch.Tensor]:
-        """Returns tensors for what the owners send."""
-        return [self.how.room(target) for target in self.targets] if self.gathers else []
-
-    def arrived(self, rooms: Tensors) -> None:
-        """Writes the sums of the other owners."""
-        for rank, room in enumerate(rooms):
-            if rank != self.rank and room.numel():
-                self.how.arrived(self.targets[rank], room)
-
-
 def reduction_of(
     call: Call[Sum | Parts], calls: Iterator[int], tells_seed: bool, coder: Coder | None = None
 ) -> Callable[[], Reduction]:
@@ -139,6 +102,8 @@ class CodedSum:
 
     def encode(self, part: torch.Tensor, rank: int, first: int) -> torch.Tensor:
         """A codec with feedback overwrites the part with its rounding errors."""
+        if not part.numel():
+            return part
         seed = self.codec.seed or 0
         wire = self.coder.encode(part, Noise(seed, self.call, rank, first))
         if not self.tells_seed:
