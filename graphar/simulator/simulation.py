@@ -39,11 +39,7 @@ _ENVIRONMENT = {
 
 
 class KernelFailure(GrapharError):
-    """A sanitizer reported an error, or the threads waited for one another for ever.
-
-    Attributes:
-        step: the number of the scheduler's step at which the run ended.
-    """
+    """A sanitizer reported an error, or the threads waited for one another for ever, at a step of the scheduler."""
 
     def __init__(self, message: str, step: int) -> None:
         super().__init__(message, step)
@@ -129,12 +125,7 @@ class Simulation:
     communicators: int = 1
 
     def run(self, calls: Sequence[Call]) -> list[Outcome]:
-        """Returns the outcome of every rank.
-
-        Raises:
-            KernelFailure: a sanitizer found something, or the kernels did not end.
-            UnsupportedError: ThreadSanitizer cannot run on this machine.
-        """
+        """Returns the outcome of every rank; KernelFailure if a sanitizer found something, or kernels did not end."""
         done, raw, shown = self._execute(calls)
         if "unexpected memory mapping" in done.stderr:
             raise UnsupportedError(

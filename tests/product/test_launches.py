@@ -149,7 +149,7 @@ def test_boxes_of_rows_are_no_higher_than_their_owners_part(monkeypatch, tile):
 def scaled(k=256, rows=32):
     """e4m3 operands with scales of blocks, of a rank with more rows than a launch takes."""
     a, w = (torch.zeros(count, k, dtype=FP8) for count in (rows, 384))
-    scales = Scales(True, torch.ones(rows, k // BLOCK), torch.ones(len(w) // BLOCK, k // BLOCK))
+    scales = Scales("blocks", torch.ones(rows, k // BLOCK), torch.ones(len(w) // BLOCK, k // BLOCK))
     return MatmulOperands(a, w, None, torch.zeros(2 * rows, len(w), dtype=torch.bfloat16), scales=scales)
 
 

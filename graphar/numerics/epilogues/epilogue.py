@@ -82,14 +82,9 @@ class Epilogue:
         self.key = (what, *self.tensors, None, *self.scalars)
 
     def text(self, x: torch.Tensor, whole: int | None = None) -> str:
-        """Returns the expression for sums like ``x``.
+        """Returns the expression for sums like ``x``; ValueError if there is none, or an argument is missing.
 
-        Args:
-            x: a tensor with the shape of the sum.
-            whole: a dimension that a tensor with that dimension must have at full length. None: there is none.
-
-        Raises:
-            ValueError: the function cannot become an expression, or an argument is missing. The message says which.
+        A tensor that has the dimension ``whole`` must have it at full length. None: there is no such dimension.
         """
         if isinstance(self.what, str):
             return _text(self.what, tuple(self.tensors), tuple(self.scalars))
@@ -106,13 +101,7 @@ class Epilogue:
     def after_bias(
         self, bias: torch.Tensor | Sequence[torch.Tensor], x: torch.Tensor, whole: int | None = None
     ) -> Epilogue:
-        """Returns an epilogue that adds ``bias[col]`` to the sum first. It takes one more tensor, the bias.
-
-        Args:
-            bias: one element a column; in a call with a list, one tensor a device.
-            x: a tensor with the shape of the sum.
-            whole: a dimension that a tensor with that dimension must have at full length. None: there is none.
-        """
+        """Returns an epilogue that adds ``bias[col]`` to sums like ``x`` first. It takes one more tensor, the bias."""
         text, name = _text_after_bias(self.text(x, whole), tuple(self.tensors), tuple(self.scalars))
         return Epilogue(text, **self.tensors, **self.scalars, **{name: bias})
 
@@ -239,10 +228,7 @@ class Pointwise:
         return self.generated.name
 
     def apply(self, total: torch.Tensor, inputs: EpilogueInputs, first: int, numel: int) -> torch.Tensor:
-        """Returns the epilogue's values, in fp32, for the fp32 sums ``total`` of a range of a tensor.
-
-        The range begins at element ``first`` of a tensor of ``numel`` elements.
-        """
+        """Returns the fp32 values for the fp32 sums ``total``, from element ``first`` of a tensor of ``numel`` on."""
         result = torch.empty_like(total)
         for start in range(0, total.numel(), _WINDOW_NUMEL):
             v = total[start : start + _WINDOW_NUMEL]
@@ -263,13 +249,9 @@ class Pointwise:
 def bind(
     op: str, text: str, x: torch.Tensor, tensors: Sequence[torch.Tensor], scalars: Sequence[float]
 ) -> tuple[Pointwise, EpilogueInputs]:
-    """Returns the form of an epilogue for tensors like ``x``, and one rank's inputs.
+    """Returns the form of an expression for results like ``x``, and one rank's inputs, which are sorted by name.
 
-    ``text`` is the expression, whose ``tensors`` and ``scalars`` are sorted by name. ``x`` has the shape, dtype and
-    device of the result. ``op`` is named in errors.
-
-    Raises:
-        ValueError: kernels do not sum the dtype of ``x``, or an argument does not fit ``x`` or the expression.
+    ValueError, which names ``op``, if kernels do not sum the dtype of ``x``, or an argument fits not ``x`` or ``text``.
     """
     properties = tuple([(tensor.dtype, tensor.numel(), tensor.device) for tensor in tensors])
     form = _form(op, text, x.shape, x.dtype, x.device, properties, len(scalars))

@@ -33,8 +33,8 @@ def trace(
 ) -> str:
     """Returns the text of the expression that a function computes; ValueError, which says why, if there is none.
 
-    The function takes the sum ``v`` of ``ndim`` dimensions, and by name the tensors, and 0-d tensors for the numbers.
-    ``kinds`` says of each tensor how it broadcasts (``_kind`` in epilogue.py), and its dtype.
+    The function takes the sum ``v`` of ``ndim`` dimensions, tensors and 0-d tensors for the numbers, both by name.
+    ``kinds`` says how each tensor broadcasts (``_kind`` in epilogue.py), and its dtype.
     """
     if ndim > len(_SIZES[0]):
         raise ValueError(f"epilogue: functions are traced for tensors of at most {len(_SIZES[0])} dimensions")

@@ -35,10 +35,7 @@ _KEPT_VIEWS = 64
 
 
 class Messages:
-    """The messages of one communicator over gloo, a transport. They meet no messages of other communicators.
-
-    ``name`` is the communicator's, equal on every rank and unlike the names of all other communicators.
-    """
+    """The transport of one communicator over gloo. ``name`` tells its messages from those of other communicators."""
 
     small_nbytes, chunk_nbytes = SMALL_NBYTES, 64 << 20
     two_shot_nbytes = 8 << 20  # a communicator keeps memory for this rank's shards of two chunks of each other rank
@@ -70,16 +67,12 @@ class Messages:
     def begin(self, words_hash: bytes, sequence: int, if_unlike: Callable[[int], None]) -> None:
         """Begins a call, whose first message brings a header.
 
-        If ranks begin different calls, that message runs ``if_unlike(sequence)`` on each of them, which raises their
-        error unless the call sends nothing else.
+        If ranks begin different calls, each runs ``if_unlike(sequence)``, which raises unless nothing else is sent.
         """
         self._header, self._sequence, self._if_unlike = words_hash, sequence, if_unlike
 
     def agree(self, timeout_s: float, nbytes: int = 0) -> None:
-        """Returns once all ranks have begun this call. Brings ``nbytes`` bytes of each behind its header.
-
-        GroupFailed if a header did not come within ``timeout_s`` seconds.
-        """
+        """Returns once all ranks have begun this call. Brings ``nbytes`` bytes of each behind its header."""
         self.announce(nbytes)
         self.await_headers(timeout_s)
 
@@ -101,7 +94,7 @@ class Messages:
         self._pending = receives, sends, failure
 
     def await_headers(self, timeout_s: float) -> None:
-        """Returns once all ranks are known to have announced this call; raises what :meth:`agree` raises."""
+        """Returns once all ranks have announced this call; GroupFailed if one has not within ``timeout_s`` seconds."""
         receives, sends, failure = self._pending or ({}, [], None)
         under_way, self._under_way, self._pending = self._under_way, [], None
         begin, arrived = time.monotonic(), set()

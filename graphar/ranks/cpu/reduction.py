@@ -30,10 +30,9 @@ _SEED_NBYTES = 16  # with padding: what follows is aligned for kernels
 def reduction_of(
     call: Call[Sum | Parts], calls: Iterator[int], tells_seed: bool, coder: Coder | None = None
 ) -> Callable[[], Reduction]:
-    """Returns a function that begins a call, and returns its reduction.
+    """Returns a function that begins a call, and returns its reduction. The arguments are those of fallback.bind.
 
-    ``calls`` counts the calls with a codec. With ``tells_seed`` ranks send the seed of stochastic rounding, since all
-    encode the sum with that of rank 0. ``coder`` encodes; None: torch does.
+    With ``tells_seed`` ranks send the seed of stochastic rounding, since all encode the sum with that of rank 0.
     """
     work, codec = call.work, call.wire
     known = work._replace(codec="") if codec else work._replace(epilogue=None, order="rank", out_dtype=None)
