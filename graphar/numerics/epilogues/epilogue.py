@@ -13,7 +13,7 @@ import torch
 
 from graphar.numerics.dtypes import TYPE_NAMES
 from graphar.numerics.epilogues import syntax
-from graphar.numerics.epilogues.code import Corner, Generated, Whole, Window, evaluate, generate
+from graphar.numerics.epilogues.code import Corner, Generated, evaluate, generate
 from graphar.numerics.epilogues.syntax import Expression, parse
 from graphar.numerics.epilogues.tracer import trace
 
@@ -231,19 +231,45 @@ class Pointwise:
         """Returns the fp32 values for the fp32 sums ``total``, from element ``first`` of a tensor of ``numel`` on."""
         result = torch.empty_like(total)
         for start in range(0, total.numel(), _WINDOW_NUMEL):
-            v = total[start : start + _WINDOW_NUMEL]
-            window = Window(first + start, v.numel(), self.columns, numel, v.device, inputs.corner)
-            result[start : start + _WINDOW_NUMEL] = evaluate(self.expression, v, inputs.tensors, inputs.scalars, window)
+            window = slice(start, start + _WINDOW_NUMEL)
+            result[window] = self._apply_window(total[window], inputs, first + start, numel)
         return result
+
+    def _apply_window(self, v: torch.Tensor, inputs: EpilogueInputs, first: int, numel: int) -> torch.Tensor:
+        # Past the tensor's end its last element is repeated.
+        index, columns = torch.arange(first, first + v.numel(), device=v.device).clamp_(max=numel - 1), self.columns
+        if inputs.corner is not None:
+            row, column, whole_columns = inputs.corner
+            index = (index // columns + row) * whole_columns + index % columns + column
+            columns = whole_columns
+
+        def at(place: str) -> torch.Tensor:
+            if place == "row":
+                return index // columns
+            return index % columns if place == "col" else index
+
+        def read(x: torch.Tensor, subscript: str) -> torch.Tensor:
+            return x.reshape(-1) if subscript == "0" else x.reshape(-1)[at(subscript)]
+
+        return evaluate(self.expression, v, inputs.tensors, inputs.scalars, at, read)
 
     def apply_whole(self, total: torch.Tensor, inputs: EpilogueInputs) -> torch.Tensor:
         """Returns the epilogue's values, in fp32, for all sums of a tensor. Differentiable."""
         if not total.numel():
             return total
-        rows = total.numel() // self.columns
-        there = Whole(rows, self.columns, total.device)
-        v = total.reshape(rows, self.columns)
-        return evaluate(self.expression, v, inputs.tensors, inputs.scalars, there).reshape(total.shape)
+        rows, columns = total.numel() // self.columns, self.columns
+        row, col = (torch.arange(count, device=total.device) for count in (rows, columns))
+        places = {"row": lambda: row[:, None], "col": lambda: col, "index": lambda: row[:, None] * columns + col}
+
+        def read(x: torch.Tensor, subscript: str) -> torch.Tensor:
+            # By broadcasting: then the gradient of an operand is a sum over rows or columns.
+            return x.reshape(
+                rows if subscript in ("row", "index") else 1, columns if subscript in ("col", "index") else 1
+            )
+
+        v = total.reshape(rows, columns)
+        values = evaluate(self.expression, v, inputs.tensors, inputs.scalars, lambda place: places[place](), read)
+        return values.reshape(total.shape)
 
 
 def bind(
