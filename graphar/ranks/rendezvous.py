@@ -10,7 +10,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -123,10 +123,9 @@ class StoreRendezvous:
 
         A rank raises its own error again, or CommunicatorError, which names the ranks that failed and their errors.
         """
-        results: list[T] = []
-        error: Exception | None = None
+        result, error = None, None
         try:
-            results.append(step())
+            result = step()
         except Exception as caught:
             error = caught
         words = self.exchange(what, f"{type(error).__name__}: {error}".encode() if error else b"\0")
@@ -135,7 +134,7 @@ class StoreRendezvous:
             raise error
         if failed:
             raise CommunicatorError(f"{what} failed on another rank\n" + "\n".join(failed))
-        return results[0]
+        return cast("T", result)
 
     def agree_on_none(self, what: str, problem: Reason | None) -> None:
         """Raises UnsupportedError on every rank if any rank has a ``problem``."""

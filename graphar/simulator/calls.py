@@ -72,18 +72,14 @@ class Subject:
 
         An algorithm from outside keeps its own.
         """
-        if self.is_from_outside:
+        if self.algorithm.row.digest:
             return self.algorithm.row
         parts = 1 if self.algorithm.op == "allreduce" else world_size
         return rows(small(numel * dtype.itemsize, parts))[self.algorithm]
 
-    @property
-    def is_from_outside(self) -> bool:
-        return bool(self.algorithm.row.digest)
-
     def fitting(self, numels: Sequence[int], world_size: int, dtype: torch.dtype) -> list[int]:
         """Returns the elements of a tensor, or of the largest part, that the algorithm takes."""
-        limit = self.algorithm.row.limit(world_size) if self.is_from_outside else None
+        limit = self.algorithm.row.limit(world_size) if self.algorithm.row.digest else None
         return [numel for numel in numels if limit is None or numel * dtype.itemsize <= limit]
 
     def takes(self, dtype: torch.dtype) -> bool:

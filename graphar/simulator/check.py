@@ -25,8 +25,6 @@ UNWRITTEN = 0xA5  # each byte of an output before a call: `guard` in sources/run
 # Kinds of records, as in cuda_src/device/sync/record.cuh.
 TIMED_OUT, OVERLAPPED, DISAGREED = 1, 2, 3
 
-Terms = Callable[[int, int], Sequence[torch.Tensor]]
-
 
 @dataclass(frozen=True)
 class Case:
@@ -251,7 +249,9 @@ class Mistake:
 
 
 def mistakes(
-    expected: Sequence[Sequence[torch.Tensor]], outcomes: Sequence[Outcome], terms: Terms = lambda call, rank: ()
+    expected: Sequence[Sequence[torch.Tensor]],
+    outcomes: Sequence[Outcome],
+    terms: Callable[[int, int], Sequence[torch.Tensor]] = lambda call, rank: (),
 ) -> list[Mistake]:
     """Returns all that is wrong, in the order in which it happened.
 

@@ -222,11 +222,6 @@ class Pointwise:
     def generated(self) -> Generated:
         return generate(self.text, self.dtypes)
 
-    @property
-    def kernel(self) -> str:
-        """A name that tells its kernels from other kernels of the same algorithm."""
-        return self.generated.name
-
     def apply(self, total: torch.Tensor, inputs: EpilogueInputs, first: int, numel: int) -> torch.Tensor:
         """Returns the fp32 values for the fp32 sums ``total``, from element ``first`` of a tensor of ``numel`` on."""
         result = torch.empty_like(total)
