@@ -95,7 +95,7 @@ class StoreRendezvous:
         self._set(self._key("process", rank), self._identity)
 
     def exchange(self, what: str, payload: bytes, timeout_s: float | None = None) -> list[bytes]:
-        """Returns every rank's payload, in rank order, once all ranks have come. An empty payload comes as a zero byte.
+        """Returns every rank's payload, in rank order, once all ranks have come.
 
         RanksAbsent, which names them, if ranks did not come in time or have ended; also on a rank that comes after
         another has given up. CommunicatorError on every rank if purposes, ``what``, differ.
@@ -128,8 +128,8 @@ class StoreRendezvous:
             result = step()
         except Exception as caught:
             error = caught
-        words = self.exchange(what, f"{type(error).__name__}: {error}".encode() if error else b"\0")
-        failed = [f"rank {r}: {word.decode()}" for r, word in enumerate(words) if word != b"\0"]
+        words = self.exchange(what, f"{type(error).__name__}: {error}".encode() if error else b"")
+        failed = [f"rank {r}: {word.decode()}" for r, word in enumerate(words) if word]
         if error is not None:
             raise error
         if failed:
@@ -140,7 +140,7 @@ class StoreRendezvous:
         """Raises UnsupportedError on every rank if any rank has a ``problem``."""
         words = self.exchange(what, (problem or "").encode())
         for rank, word in enumerate(words):
-            if word != b"\0":
+            if word:
                 raise UnsupportedError(f"rank {rank}: {word.decode()}" if len(words) > 1 else word.decode())
 
     # ---- words for other ranks --------------------------------------------------------------------------------------
@@ -220,7 +220,7 @@ class StoreRendezvous:
 
     def _meet(self, meeting: object, what: str, payload: bytes, timeout_s: float) -> list[bytes]:
         keys = [self._key(meeting, rank) for rank in range(self.world_size)]
-        self._set(keys[self.rank], what.encode() + _SEPARATOR + (payload or b"\0"))
+        self._set(keys[self.rank], what.encode() + _SEPARATOR + payload)
         begin = time.monotonic()
         try:
             self._wait(what, keys, timeout_s)
