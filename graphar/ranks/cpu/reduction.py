@@ -70,14 +70,12 @@ class ExactSum:
         if self.is_plain and target.device.type == "cpu":
             sum_into(target, parts)
             return target
-        form, out_dtype = self.work.epilogue, self.work.out_dtype
-        order = "tree" if self.work.order == "tree" else "rank"
+        form, order = self.work.epilogue, "tree" if self.work.order == "tree" else "rank"
+        total = reference.allreduce(parts, order=order, out_dtype=torch.float32 if form else target.dtype)
         if form:
             inputs = EpilogueInputs(list(operands.inputs[1:]), list(operands.numbers), operands.corner)
-            numel = operands.outputs[0].numel()
-            total = reference.sum_with_epilogue(parts, form, inputs, first, numel, order, out_dtype)
-        else:
-            total = reference.allreduce(parts, order=order, out_dtype=out_dtype)
+            values = form.apply(total, inputs, first, operands.outputs[0].numel())
+            total = with_canonical_nan(values.to(target.dtype))
         return target.copy_(total)
 
     def room(self, target: torch.Tensor) -> torch.Tensor:
