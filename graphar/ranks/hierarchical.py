@@ -182,7 +182,8 @@ class Hierarchy:
         self, source: torch.Tensor, target: torch.Tensor, timeout_s: float, codec: Codec | None
     ) -> Iterator[None]:
         """Sums a chunk inside, and starts to sum it across. The next step waits for that, and gathers inside."""
-        counts = _counts(source.numel(), self._groups[0].size(), TILE_NUMEL if codec else _LINE_NUMEL)
+        unit = TILE_NUMEL if codec else _LINE_NUMEL
+        counts = tuple(map(len, fallback.shards(source, self._groups[0].size(), unit)))
         part = self._sum_inside(source, counts, timeout_s)
         arrived = self._start_across(part, timeout_s, codec)
         yield
@@ -215,11 +216,10 @@ class Hierarchy:
 
     def _sum_inside(self, chunk: torch.Tensor, counts: tuple[int, ...], timeout_s: float) -> torch.Tensor:
         wide = chunk.to(ACCUMULATION_DTYPES[chunk.dtype])
-        part = wide.new_empty(counts[self._groups[0].rank()])
         if len(counts) == 1:
-            part.copy_(wide)
-        else:
-            self._inside("reducescatter", wide, part, counts, timeout_s)
+            return wide.clone()
+        part = wide.new_empty(counts[self._groups[0].rank()])
+        self._inside("reducescatter", wide, part, counts, timeout_s)
         return part
 
     def _start_across(self, part: torch.Tensor, timeout_s: float, codec: Codec | None) -> Callable[[], None]:
@@ -252,12 +252,6 @@ class Hierarchy:
         call = Call.of(work, x)
         coder = self._coder_of(call, call.wire, None) if call.wire else None
         fallback.bind(call, Group(group), timeout_s, repeat(0), coder)([Operands((x,), (out,))])
-
-
-def _counts(numel: int, ranks: int, unit: int) -> tuple[int, ...]:
-    """Returns the elements of each rank's part: equal multiples of ``unit``, with fewer at the end."""
-    share = -(-numel // (ranks * unit)) * unit
-    return tuple(min(share, max(0, numel - rank * share)) for rank in range(ranks))
 
 
 def _new_group(communicator: Ranks, what: str, ranks: list[int]) -> dist.ProcessGroup:

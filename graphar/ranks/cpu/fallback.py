@@ -91,7 +91,7 @@ def _allreduce(how: Reduction, call: SumCall, transport: Transport, timeout_s: f
         (x,), (out,), (rank,) = xs, outs, transport.ranks
 
         def two_shot(start: int, window: slice) -> Iterator[None]:
-            sources, targets = (_shards(tensor[window], transport.world_size, unit) for tensor in (x, out))
+            sources, targets = (shards(tensor[window], transport.world_size, unit) for tensor in (x, out))
             firsts = list(accumulate(map(len, sources), initial=start))[:-1]
             own = [(targets[rank], ranks[0], firsts[rank])]
             totals = yield from _sum_shards(how, transport, timeout_s, [sources], firsts, own)
@@ -121,7 +121,7 @@ def _allreduce(how: Reduction, call: SumCall, transport: Transport, timeout_s: f
             out[window].copy_(totals[key])
 
 
-def _shards(x: torch.Tensor, ranks: int, unit: int) -> list[torch.Tensor]:
+def shards(x: torch.Tensor, ranks: int, unit: int) -> list[torch.Tensor]:
     """Returns each rank's shard: equal multiples of ``unit`` elements, and smaller ones or empty ones at the end."""
     shard = -(-x.numel() // (ranks * unit)) * unit
     return [x[rank * shard : (rank + 1) * shard] for rank in range(ranks)]
@@ -155,8 +155,8 @@ def _sum_shards(
     whole tensor. ``owned`` has for each of these ranks its target, its operands, and its first element in the result.
     """
     sent = [
-        [how.encode(shard, rank, first) for shard, first in zip(shards, firsts, strict=True)]
-        for rank, shards in zip(transport.ranks, sources, strict=True)
+        [how.encode(shard, rank, first) for shard, first in zip(of_rank, firsts, strict=True)]
+        for rank, of_rank in zip(transport.ranks, sources, strict=True)
     ]
     arrived = transport.exchange([list(map(bytes_of, parts)) for parts in sent], None, timeout_s)
     yield
