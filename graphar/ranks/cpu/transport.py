@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from datetime import timedelta
-from itertools import chain
 from typing import Protocol
 
 import torch
@@ -82,10 +81,12 @@ class InProcess:
         return [by_device[x.device] for x in sent]
 
     def exchange(self, sent: Sequence[Tensors], rooms: Rooms, timeout_s: float) -> Arriving:
-        received = [[parts[rank].to(sent[rank][rank].device) for parts in sent] for rank in self.ranks]
-        for room, part in zip(chain(*rooms), chain(*received), strict=True) if rooms else ():
-            room.copy_(part)
-        return lambda: received
+        if rooms is None:
+            return lambda: [[parts[rank].to(sent[rank][rank].device) for parts in sent] for rank in self.ranks]
+        for rank, of_rank in enumerate(rooms):
+            for room, parts in zip(of_rank, sent, strict=True):
+                room.copy_(parts[rank])
+        return lambda: rooms
 
     def gather(self, sent: Tensors, rooms: Sequence[Tensors], timeout_s: float) -> Callable[[], None]:
         for of_rank in rooms:
