@@ -93,8 +93,8 @@ def _allreduce(how: Reduction, call: SumCall, transport: Transport, timeout_s: f
         def two_shot(start: int, window: slice) -> Iterator[None]:
             sources, targets = (shards(tensor[window], transport.world_size, unit) for tensor in (x, out))
             firsts = list(accumulate(map(len, sources), initial=start))[:-1]
-            own = [(targets[rank], ranks[0], firsts[rank])]
-            totals = yield from _sum_shards(how, transport, timeout_s, [sources], firsts, own)
+            owned = [(targets[rank], ranks[0], firsts[rank])]
+            totals = yield from _sum_shards(how, transport, timeout_s, [sources], firsts, owned)
             rooms = [how.room(target) for target in targets]
             gathered = transport.gather(totals, [rooms], timeout_s)
             yield
