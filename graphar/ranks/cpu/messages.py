@@ -8,7 +8,7 @@ still read each other's headers. Larger data travel in messages of their own, ta
 
 A large all-reduce is a two-shot, and a reduce-scatter its first step:
 
-    every rank -> rank r              shard r of a chunk, in a message that only ranks with equal headers receive
+    every rank -> rank r              shard r of a chunk: tagged by the header, or behind it if it is small
     rank r -> every other rank        the sum of shard r, once all headers are known to be equal
 """
 
