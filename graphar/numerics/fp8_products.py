@@ -33,14 +33,9 @@ RESULT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 class Scales:
     """The fp32 scales of a product, as :func:`checked_scales` returns them: views of the caller's, with any strides."""
 
-    in_blocks: bool  # whether they are of blocks; else they are of rows
+    format: str  # what each scale is of: "rows" or "blocks"
     a: torch.Tensor  # [M, 1] of rows; [M, K / 128] of blocks: one for 128 columns of a row
     w: torch.Tensor  # [N, 1] of rows; [N / 128, K / 128] of blocks: one for 128 columns of 128 rows
-
-    @property
-    def format(self) -> str:
-        """What each scale is of: "rows" or "blocks"."""
-        return "blocks" if self.in_blocks else "rows"
 
 
 def scaled_linear(
@@ -109,12 +104,12 @@ def product(a: torch.Tensor, w: torch.Tensor, scales: Scales) -> torch.Tensor:
     for block, first in enumerate(range(0, k, BLOCK)):
         columns = slice(first, first + BLOCK)
         added = leaf_tree.product(a[:, columns], w[:, columns], STEP)
-        if scales.in_blocks:
+        if scales.format == "blocks":
             of_rows = scales.w[:, block].repeat_interleave(BLOCK)[:n]
             total = fma(added, scales.a[:, block, None] * of_rows, total)
         else:
             total = total + added
-    return total if scales.in_blocks else total * scales.a * scales.w.t()
+    return total if scales.format == "blocks" else total * scales.a * scales.w.t()
 
 
 # ---- values with scales ----------------------------------------------------------------------------------------------
@@ -179,10 +174,10 @@ def checked_scales(op: str, a: torch.Tensor, w: torch.Tensor, a_scale: torch.Ten
     if of_w is None and w_scale.shape == (1, n):
         of_w = w_scale.t()
     if of_a is not None and of_w is not None:
-        return Scales(False, of_a, of_w)
+        return Scales("rows", of_a, of_w)
     a_blocks, w_blocks = [m, -(-k // BLOCK)], [-(-n // BLOCK), -(-k // BLOCK)]
     if [*a_scale.shape] == a_blocks and [*w_scale.shape] == w_blocks:
-        return Scales(True, a_scale, w_scale)
+        return Scales("blocks", a_scale, w_scale)
     raise ValueError(
         f"{op}: a_scale must be {[m, 1]} or one number and w_scale {[n, 1]}, {[1, n]} or one number, for scales of "
         f"rows; or {a_blocks} and {w_blocks}, for scales of blocks of {BLOCK}; got {list(a_scale.shape)} and "
@@ -193,9 +188,9 @@ def checked_scales(op: str, a: torch.Tensor, w: torch.Tensor, a_scale: torch.Ten
 def known_scales(format: str, a: torch.Tensor, w: torch.Tensor, a_scale: torch.Tensor, w_scale: torch.Tensor) -> Scales:
     """Returns the scales of a format that :func:`checked_scales` has found in them."""
     if format == "blocks":
-        return Scales(True, a_scale, w_scale)
+        return Scales("blocks", a_scale, w_scale)
     of_a, of_w = _of_rows(a_scale, len(a)), _of_rows(w_scale, len(w))
-    return Scales(False, a_scale if of_a is None else of_a, w_scale.t() if of_w is None else of_w)
+    return Scales("rows", a_scale if of_a is None else of_a, w_scale.t() if of_w is None else of_w)
 
 
 def _of_rows(scale: torch.Tensor, rows: int) -> torch.Tensor | None:

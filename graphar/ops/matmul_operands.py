@@ -125,9 +125,9 @@ def format_of(op: str, a: Sequence[torch.Tensor], w: Sequence[torch.Tensor], sca
     """Returns the format of the ranks' scales, "rows" or "blocks"; raises unless all have the same."""
     pairs = zip(a, w, scales[::2], scales[1::2], strict=True)
     checked = [fp8_products.checked_scales(op, flat(x), weight, flat_scale(s), t) for x, weight, s, t in pairs]
-    if len({scales.in_blocks for scales in checked}) > 1:
+    if len({scales.format for scales in checked}) > 1:
         raise ValueError(f"{op}: the scales of all ranks must be of rows, or all of blocks")
-    return "blocks" if checked[0].in_blocks else "rows"
+    return checked[0].format
 
 
 def multiplied(op: Op, a, w, arguments: Arguments) -> dict[str, Any]:

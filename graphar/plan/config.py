@@ -47,7 +47,7 @@ class Kernel(NamedTuple):
     def key(self) -> tuple:
         """The key of the loaded kernel. The seed of a codec and the columns of an epilogue are not part of it."""
         codec = self.codec and self.codec.type_name
-        epilogue = self.epilogue and self.epilogue.kernel
+        epilogue = self.epilogue and self.epilogue.generated.name
         return self.algorithm, self.dtype, self.direct, codec, epilogue, self.template
 
 

@@ -60,7 +60,7 @@ def load_tile(runner: Runner, algorithm: Algorithm, dtype: torch.dtype, tile: Ti
         }
 
     # The codec's type and not its text, which has the seed: ranks may have different seeds.
-    follows = wire.type_name if wire else epilogue and epilogue.kernel
+    follows = wire.type_name if wire else epilogue and epilogue.generated.name
     words = agreement.words_of_tile(algorithm, dtype, tile, work)
     return runner.prepare_all((algorithm, dtype, tile, follows, str(work.factors)), algorithm, words, load)
 

@@ -34,7 +34,7 @@ class Step(NamedTuple):
         return [self._part(piece, columns, out) for piece, out in parts if out.numel()]
 
     def _part(self, rows: slice, columns: slice, out: torch.Tensor) -> Step:
-        of = self.scales and Scales(self.scales.in_blocks, self.scales.a[rows], self.scales.w[columns])
+        of = self.scales and Scales(self.scales.format, self.scales.a[rows], self.scales.w[columns])
         return Step(self.a[rows], self.w[columns], out, of)
 
 
@@ -92,9 +92,9 @@ class MatmulOperands:
             return self
         a, w = (x.new_zeros(len(x), PACK_NBYTES // x.dtype.itemsize) for x in (self.a, self.w))
         scales = self.scales
-        if scales and scales.in_blocks:  # there are none
+        if scales and scales.format == "blocks":  # there are none
             ones = [x.new_ones(1, 1, dtype=torch.float32).expand(len(x), 1) for x in (a, w)]
-            scales = Scales(True, *ones)
+            scales = Scales("blocks", *ones)
         return replace(self, a=a, w=w, scales=scales)
 
     def with_features(self, features: int) -> MatmulOperands:

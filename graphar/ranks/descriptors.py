@@ -28,11 +28,8 @@ _CREDENTIALS = struct.Struct("3i")  # process, user and group
 class Channel:
     """Sockets between this process and those of the other ranks of a group.
 
-    Making it binds a socket in :func:`directory`, whose path is ``address``. Every rank then tells the others its
-    address, calls :meth:`connect`, and meets the others before it sends anything.
-
-    Raises:
-        OSError: the directory is not trusted, or no socket can be made there. The message says what to do.
+    Making it binds a socket in :func:`directory`, whose path is ``address``; OSError, which says what to do, if that
+    fails. Every rank then tells the others its address, calls :meth:`connect`, and meets them before it sends anything.
     """
 
     def __init__(self, rank: int, world_size: int) -> None:
@@ -84,10 +81,7 @@ class Channel:
             os.unlink(self.address)
 
     def send(self, exchange: int, descriptors: Sequence[int]) -> None:
-        """Sends descriptors to every other rank, without waiting for it.
-
-        ``exchange`` counts the exchanges, and is equal on all ranks, also if some of them failed.
-        """
+        """Sends descriptors to every other rank, without waiting. ``exchange`` counts exchanges, failed ones too."""
         if self._listener.fileno() >= 0:
             self._accept()
         if len(self._sockets) < self._world_size - 1:
@@ -140,10 +134,8 @@ class Channel:
 def directory() -> Path:
     """Returns the directory of the sockets, which is made if it does not exist: mode 0700, of this process's user.
 
-    It is the environment's GRAPHAR_SOCKET_DIR, or ``graphar-<user>`` in the directory for temporary files.
-
-    Raises:
-        OSError: it cannot be made, or another user may enter it. The message says what to do.
+    It is the environment's GRAPHAR_SOCKET_DIR, or ``graphar-<user>`` in the directory for temporary files. OSError,
+    which says what to do, if it cannot be made or another user may enter it.
     """
     user = os.geteuid()
     named = os.environ.get(DIRECTORY_SWITCH)

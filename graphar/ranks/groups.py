@@ -10,10 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 
 def process_group(group: dist.ProcessGroup | DeviceMesh | None, instead: str = "") -> dist.ProcessGroup:
-    """Returns ``group``, the group of a mesh of one dimension, or the default group for None.
-
-    ``instead`` is what a caller without a default group may do instead, for the text of the ValueError.
-    """
+    """Returns ``group``, the group of a mesh of one dimension, or the default group for None, else says ``instead``."""
     if isinstance(group, DeviceMesh):
         return group_of_mesh(group)
     if group is None:

@@ -80,11 +80,8 @@ def _is_list(value: object) -> TypeGuard[Sequence]:
 class Hierarchy:
     """The hosts of a communicator, and the process groups inside and across them, which the first call makes.
 
-    Args:
-        ranks: the communicator. Without a process group, :meth:`set_up` raises UnsupportedError.
-        hosts: each host's ranks, from check_hosts; None: the hosts that the processes run on.
-        make_kernels: makes the engine of a host's process group, with a deadline in seconds.
-        coder_of: makes what encodes across hosts.
+    ``hosts`` are from :func:`check_hosts`; None: those that the processes run on. ``make_kernels`` makes the engine of
+    a host's process group, with a deadline in seconds.
     """
 
     def __init__(
@@ -97,7 +94,7 @@ class Hierarchy:
         self._communicator, self._given, self._make_kernels, self._coder_of = ranks, hosts, make_kernels, coder_of
         self._hosts: list[list[int]] = []  # none until the first call
         self._groups: list[dist.ProcessGroup] = []  # inside this rank's host, and across hosts
-        self._kernels: Kernels | None = None  # inside this host, on GPUs
+        self.kernels: Kernels | None = None  # the engine inside this host, on GPUs
         self._beside: torch.cuda.Stream | None = None  # the stream of all-reduces across hosts
 
     def set_up(self, x: torch.Tensor) -> str:
@@ -111,9 +108,9 @@ class Hierarchy:
             capture.check_not_capturing("allreduce", [x.device])
             self._find_hosts()
             self._make_groups()
-        if x.is_cuda and not self._kernels:
+        if x.is_cuda and not self.kernels:
             self._beside = torch.cuda.Stream(x.device)
-            self._kernels = self._make_kernels(self._groups[0], self._communicator.timeout_s)
+            self.kernels = self._make_kernels(self._groups[0], self._communicator.timeout_s)
         return f"asked for: {len(self._hosts)} host(s) of {len(self._hosts[0])} rank(s), sums inside, then across"
 
     def _find_hosts(self) -> None:
@@ -146,8 +143,8 @@ class Hierarchy:
     def close(self) -> None:
         """Destroys the groups. Collective inside each host if kernels ran."""
         try:
-            if self._kernels:
-                self._kernels.close()
+            if self.kernels:
+                self.kernels.close()
         finally:
             self._end_groups()
 
@@ -160,22 +157,13 @@ class Hierarchy:
     def let_go_of_groups(self) -> None:
         """Drops the references to the process groups without destroying them."""
         self._groups = []
-        if self._kernels:
-            self._kernels.let_go_of_group()
-
-    def synchronize(self) -> None:
-        """Waits for the calls of the communicator inside this host, and raises their errors."""
-        if self._kernels:
-            self._kernels.synchronize()
-
-    def why_stays(self) -> Reason | None:
-        """Returns why the memory of the communicator inside this host cannot be given back."""
-        return self._kernels.why_stays() if self._kernels else None
+        if self.kernels:
+            self.kernels.let_go_of_group()
 
     def in_hosts(self, what: str, step: Callable[[Kernels], None]) -> None:
         """Runs a step with the engine inside each host; all ranks raise if it fails on one. Collective."""
-        if self._kernels:
-            self._communicator.rendezvous().agree(f"{what} inside hosts", partial(step, self._kernels))
+        if self.kernels:
+            self._communicator.rendezvous().agree(f"{what} inside hosts", partial(step, self.kernels))
 
     # ---- calls ------------------------------------------------------------------------------------------------------
 
@@ -194,7 +182,8 @@ class Hierarchy:
         self, source: torch.Tensor, target: torch.Tensor, timeout_s: float, codec: Codec | None
     ) -> Iterator[None]:
         """Sums a chunk inside, and starts to sum it across. The next step waits for that, and gathers inside."""
-        counts = _counts(source.numel(), self._groups[0].size(), TILE_NUMEL if codec else _LINE_NUMEL)
+        unit = TILE_NUMEL if codec else _LINE_NUMEL
+        counts = tuple(map(len, fallback.shards(source, self._groups[0].size(), unit)))
         part = self._sum_inside(source, counts, timeout_s)
         arrived = self._start_across(part, timeout_s, codec)
         yield
@@ -227,11 +216,10 @@ class Hierarchy:
 
     def _sum_inside(self, chunk: torch.Tensor, counts: tuple[int, ...], timeout_s: float) -> torch.Tensor:
         wide = chunk.to(ACCUMULATION_DTYPES[chunk.dtype])
-        part = wide.new_empty(counts[self._groups[0].rank()])
         if len(counts) == 1:
-            part.copy_(wide)
-        else:
-            self._inside("reducescatter", wide, part, counts, timeout_s)
+            return wide.clone()
+        part = wide.new_empty(counts[self._groups[0].rank()])
+        self._inside("reducescatter", wide, part, counts, timeout_s)
         return part
 
     def _start_across(self, part: torch.Tensor, timeout_s: float, codec: Codec | None) -> Callable[[], None]:
@@ -250,11 +238,11 @@ class Hierarchy:
         return lambda: torch.cuda.current_stream(part.device).wait_event(arrived)
 
     def _inside(self, op: str, x: torch.Tensor, out: torch.Tensor, counts: tuple[int, ...], timeout_s: float) -> None:
-        if x.is_cuda and self._kernels:
+        if x.is_cuda and self.kernels:
             # Leave SMs to the all-reduce across hosts, or hosts could wait for each other in a circle.
-            blocks = self._kernels.table.beside.blocks
+            blocks = self.kernels.table.beside.blocks
             call = Call.of(Parts(op, counts), x, timeout_s=timeout_s, blocks=blocks)
-            self._kernels.run(call, [Operands((x,), (out,))])
+            self.kernels.run(call, [Operands((x,), (out,))])
         else:
             self._run(Parts(op, counts), x, out, self._groups[0], timeout_s)
 
@@ -264,12 +252,6 @@ class Hierarchy:
         call = Call.of(work, x)
         coder = self._coder_of(call, call.wire, None) if call.wire else None
         fallback.bind(call, Group(group), timeout_s, repeat(0), coder)([Operands((x,), (out,))])
-
-
-def _counts(numel: int, ranks: int, unit: int) -> tuple[int, ...]:
-    """Returns the elements of each rank's part: equal multiples of ``unit``, with fewer at the end."""
-    share = -(-numel // (ranks * unit)) * unit
-    return tuple(min(share, max(0, numel - rank * share)) for rank in range(ranks))
 
 
 def _new_group(communicator: Ranks, what: str, ranks: list[int]) -> dist.ProcessGroup:

@@ -10,14 +10,14 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 
 from graphar.errors import CommunicatorError, Reason, UnsupportedError
-from graphar.ranks.processes import has_ended, identify
+from graphar.ranks.hosts import has_ended, identify
 
 T = TypeVar("T")
 
@@ -67,17 +67,8 @@ class Ranks(Protocol):
 class StoreRendezvous:
     """The rendezvous of a process group's ranks through torch.distributed's store.
 
-    Args:
-        prefix: the prefix of all keys; equal on every rank, and new for every communicator.
-        timeout_s: how long one meeting may take, in seconds.
-        processes: the ranks' numbers in the default group; None: equal to the ranks.
-
-    Attributes:
-        beside_meeting: takes the purpose of an exchange and its limit in seconds, and returns the context in which
-            ranks meet: for ranks that may make a call elsewhere in place of the exchange. None: there is no such call.
-        waited_s: how long all meetings together have waited for ranks to come, in seconds.
-        has_met: whether all ranks have come to a meeting.
-        is_served: whether the store can still be expected to answer.
+    ``prefix`` begins all keys; it is equal on every rank, and new for every communicator. ``timeout_s`` is for one
+    meeting. ``processes`` are the ranks' numbers in the default group; None: equal to the ranks.
     """
 
     def __init__(
@@ -94,23 +85,20 @@ class StoreRendezvous:
         self.prefix, self._timeout_s = prefix, timeout_s
         self._processes = list(range(world_size) if processes is None else processes)
         self._meetings = self._notes = 0
-        self.waited_s, self.has_met = 0.0, False
-        self.is_served: Callable[[], bool] = lambda: True
+        self.waited_s = 0.0  # for ranks to come, in all meetings
+        self.has_met = False  # whether all ranks have come to a meeting
+        self.is_served: Callable[[], bool] = lambda: True  # whether the store can still be expected to answer
         self._keys: set[str] = set()  # of this rank, in the store
+        # For ranks that may make a call in place of an exchange: the context of its meeting, by its purpose and limit.
         self.beside_meeting: Callable[[str, float], contextlib.AbstractContextManager[None]] | None = None
         self._identity = identify()
         self._set(self._key("process", rank), self._identity)
 
     def exchange(self, what: str, payload: bytes, timeout_s: float | None = None) -> list[bytes]:
-        """Returns every rank's payload, in rank order, once all ranks have come. An empty payload comes as a zero byte.
+        """Returns every rank's payload, in rank order, once all ranks have come.
 
-        ``what`` is the purpose of the meeting, equal on every rank. It may take ``timeout_s`` seconds; None: the limit
-        of the rendezvous.
-
-        Raises:
-            RanksAbsent: ranks did not come in time, or have ended. The message names them. A rank that comes after
-                another has given up on this meeting gets it too.
-            CommunicatorError: on every rank, if purposes differ. The message has the purpose of each rank.
+        RanksAbsent, which names them, if ranks did not come in time or have ended; also on a rank that comes after
+        another has given up. CommunicatorError on every rank if purposes, ``what``, differ.
         """
         limit_s = timeout_s or self._timeout_s
         with self.beside_meeting(what, limit_s) if self.beside_meeting else contextlib.nullcontext():
@@ -133,28 +121,26 @@ class StoreRendezvous:
     def agree(self, what: str, step: Callable[[], T]) -> T:
         """Runs ``step`` on every rank and returns its result. If it raises on one rank, all ranks raise.
 
-        A rank whose own step raised raises that error again. The others raise CommunicatorError, which names the ranks
-        that failed and their errors.
+        A rank raises its own error again, or CommunicatorError, which names the ranks that failed and their errors.
         """
-        results: list[T] = []
-        error: Exception | None = None
+        result, error = None, None
         try:
-            results.append(step())
+            result = step()
         except Exception as caught:
             error = caught
-        words = self.exchange(what, f"{type(error).__name__}: {error}".encode() if error else b"\0")
-        failed = [f"rank {r}: {word.decode()}" for r, word in enumerate(words) if word != b"\0"]
+        words = self.exchange(what, f"{type(error).__name__}: {error}".encode() if error else b"")
+        failed = [f"rank {r}: {word.decode()}" for r, word in enumerate(words) if word]
         if error is not None:
             raise error
         if failed:
             raise CommunicatorError(f"{what} failed on another rank\n" + "\n".join(failed))
-        return results[0]
+        return cast("T", result)
 
     def agree_on_none(self, what: str, problem: Reason | None) -> None:
         """Raises UnsupportedError on every rank if any rank has a ``problem``."""
         words = self.exchange(what, (problem or "").encode())
         for rank, word in enumerate(words):
-            if word != b"\0":
+            if word:
                 raise UnsupportedError(f"rank {rank}: {word.decode()}" if len(words) > 1 else word.decode())
 
     # ---- words for other ranks --------------------------------------------------------------------------------------
@@ -234,7 +220,7 @@ class StoreRendezvous:
 
     def _meet(self, meeting: object, what: str, payload: bytes, timeout_s: float) -> list[bytes]:
         keys = [self._key(meeting, rank) for rank in range(self.world_size)]
-        self._set(keys[self.rank], what.encode() + _SEPARATOR + (payload or b"\0"))
+        self._set(keys[self.rank], what.encode() + _SEPARATOR + payload)
         begin = time.monotonic()
         try:
             self._wait(what, keys, timeout_s)

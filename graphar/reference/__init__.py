@@ -24,7 +24,6 @@ from graphar.reference.sums import (
     quantized_reducescatter,
     reducescatter,
     reducescatter_residual_rmsnorm,
-    sum_with_epilogue,
 )
 
 __all__ = [
@@ -48,7 +47,6 @@ __all__ = [
     "reducescatter_residual_rmsnorm",
     "rounded_after",
     "scaled_linear",
-    "sum_with_epilogue",
     "widened",
     "with_bias",
 ]

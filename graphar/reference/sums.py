@@ -12,7 +12,7 @@ from graphar.numerics import leaf_tree, norms
 from graphar.numerics.codec_reference import SUM, Noise, encode, first_elements, part_of_wires, sum_of_wires
 from graphar.numerics.codecs import Codec, CodecName, as_codec
 from graphar.numerics.dtypes import ACCUMULATION_DTYPES, with_canonical_nan
-from graphar.numerics.epilogues.epilogue import EpilogueInputs, Pointwise, as_epilogue, bind
+from graphar.numerics.epilogues.epilogue import as_epilogue, bind
 
 Order = Literal["rank", "tree"]  # in which the tensors of ranks are added
 
@@ -49,24 +49,6 @@ def allreduce(
     elif len(parts) == 1 and dtype == first.dtype:
         return first.clone()
     return with_canonical_nan(total.to(dtype))
-
-
-def sum_with_epilogue(
-    parts: Sequence[torch.Tensor],
-    form: Pointwise,
-    inputs: EpilogueInputs,
-    first: int,
-    numel: int,
-    order: Order = "rank",
-    out_dtype: torch.dtype | None = None,
-) -> torch.Tensor:
-    """Returns the sum of one flat chunk of every rank's tensor, with an epilogue applied before rounding.
-
-    The chunk begins at element ``first`` of a tensor of ``numel`` elements. ``order`` and ``out_dtype`` are those of
-    :func:`allreduce`.
-    """
-    total = form.apply(_sum(parts, order), inputs, first, numel)
-    return with_canonical_nan(total.to(out_dtype or parts[0].dtype))
 
 
 def _sum(parts: Sequence[torch.Tensor], order: str = "rank") -> torch.Tensor:

@@ -250,7 +250,8 @@ class Engine:
 
     def synchronize(self) -> None:
         """Waits for all work on this process's devices, and raises the errors that kernels reported."""
-        self.hierarchy.synchronize()
+        if self.hierarchy.kernels:
+            self.hierarchy.kernels.synchronize()
         if self.runner:
             self.runner.synchronize()
 
@@ -268,7 +269,8 @@ class Engine:
 
     def why_stays(self) -> Reason | None:
         """Returns why memory of this process cannot be given back while its addresses stay."""
-        reason, inside = self.runner.memory.why_stays if self.runner else None, self.hierarchy.why_stays()
+        reason = self.runner.memory.why_stays if self.runner else None
+        inside = self.hierarchy.kernels.why_stays() if self.hierarchy.kernels else None
         return reason or (inside and f"inside a host, {inside}")
 
     def suspend(self, keep: str | None) -> None:

@@ -5,7 +5,7 @@ rank goes on, so a seed repeats a run. ThreadSanitizer, AddressSanitizer and UBS
 """
 
 from graphar.simulator.build import SANITIZERS, Mutation
+from graphar.simulator.calls import ALGORITHMS
 from graphar.simulator.check import Case, Failure, Report, run
-from graphar.simulator.subject import ALGORITHMS
 
 __all__ = ["ALGORITHMS", "SANITIZERS", "Case", "Failure", "Mutation", "Report", "run"]

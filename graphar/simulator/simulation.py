@@ -39,11 +39,7 @@ _ENVIRONMENT = {
 
 
 class KernelFailure(GrapharError):
-    """A sanitizer reported an error, or the threads waited for one another for ever.
-
-    Attributes:
-        step: the number of the scheduler's step at which the run ended.
-    """
+    """A sanitizer reported an error, or the threads waited for one another for ever, at a step of the scheduler."""
 
     def __init__(self, message: str, step: int) -> None:
         super().__init__(message, step)
@@ -64,10 +60,8 @@ class Call:
     output_nbytes: tuple[int, ...]  # of every rank
     offset: int = 0  # bytes by which inputs and outputs lie off a 128-byte boundary
     blocks: tuple[int, ...] = ()  # of each rank's grid; empty: the shape's
-    # Whether the output is the input; of an all-gather, whether it holds the input as its rank's part.
-    in_place: bool = False
-    # Ranks that do not take part. All ranks end this call before any of them begins the next one.
-    absent: tuple[int, ...] = ()
+    in_place: bool = False  # whether the output is the input; of an all-gather, whether it holds it as the rank's part
+    absent: tuple[int, ...] = ()  # ranks that do not take part; all ranks end this call before any begins the next one
     twice: tuple[int, ...] = ()  # ranks that also launch it on a second stream, too. There it has no predecessor.
     timeout_ns: int = ENOUGH_NS  # of the simulated clock
     late_ns: int = 0  # how much later than the others the last rank begins, on that clock
@@ -80,13 +74,11 @@ class Call:
     scalars: tuple[float, ...] = ()  # its numbers
     columns: int = 1  # of the tensor, if the call has an epilogue
     cluster: int = 1  # the blocks of each
-    # Whether the kernel waits for its predecessor, which still writes the input. False is a mistake.
-    waits: bool = True
+    waits: bool = True  # whether the kernel waits for its predecessor, which still writes the input; False is a mistake
     skipped: int = 0  # elements of every rank's part before those of this call, if it has an epilogue
     fingerprints: tuple[int, ...] = ()  # of what each rank calls; empty: alike
     places: int = 1  # of a GPU's room that a block takes
-    # Of a kernel that is launched early behind it, and waits for it. It takes as many places a block.
-    next_blocks: int = 0
+    next_blocks: int = 0  # of a kernel that is launched early behind it, waits for it, and takes as many places a block
 
     def result_nbytes(self, rank: int) -> int:
         return self.output_nbytes[rank] + (self.inputs[rank].nbytes if self.feeds_back else 0)
@@ -121,20 +113,14 @@ class Simulation:
     epoch: int = 0  # calls made before
     busy: bool = False  # whether other calls already run when the first call begins
     aborted: bool = False  # whether a call of another algorithm has given up before
-    # Whether the communicator is suspended: counters are those of a guard, and scratch is only read.
-    suspended: bool = False
+    suspended: bool = False  # whether the communicator is: counters are those of a guard, and scratch is only read
     room: int = 1 << 20  # places for blocks on each GPU. Blocks that find none wait until others have ended.
     # Of the same ranks, each of which makes the calls. A rank launches them in an order of its own, rotated by its
     # number. The outcomes are those of the first one's ranks, then of the next one's.
     communicators: int = 1
 
     def run(self, calls: Sequence[Call]) -> list[Outcome]:
-        """Returns the outcome of every rank.
-
-        Raises:
-            KernelFailure: a sanitizer found something, or the kernels did not end.
-            UnsupportedError: ThreadSanitizer cannot run on this machine.
-        """
+        """Returns the outcome of every rank; KernelFailure if a sanitizer found something, or kernels did not end."""
         done, raw, shown = self._execute(calls)
         if "unexpected memory mapping" in done.stderr:
             raise UnsupportedError(

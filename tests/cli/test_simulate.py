@@ -77,14 +77,14 @@ def test_as_json_it_has_the_failures(asked, capsys):
 
 
 def test_without_a_compiler_it_says_what_to_install(monkeypatch, capsys):
-    from graphar.simulator import compiler
+    from graphar.simulator import build
 
     monkeypatch.setenv("CXX", "/nowhere/g++")
-    compiler.compiler.cache_clear()
+    build.compiler.cache_clear()
 
     assert main(["simulate", "one_shot", "--ranks", "2"]) == 1
 
-    compiler.compiler.cache_clear()
+    build.compiler.cache_clear()
     assert re.match(r"graphar: the simulator needs g\+\+ 12 or newer.*apt install g\+\+", capsys.readouterr().err)
 
 

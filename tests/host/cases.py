@@ -20,10 +20,9 @@ from graphar.plan.config import Config
 from graphar.plan.scratch import PACK_NBYTES, Scratch
 from graphar.plan.work import MAX_TENSORS, Exchange
 from graphar.runtime.catalogue import KERNELS, KernelSource, kernel_source
-from graphar.simulator.calls import Drawn, arguments_of, first_epoch
-from graphar.simulator.mistakes import mistakes
+from graphar.simulator.calls import Drawn, arguments_of, first_epoch, small
+from graphar.simulator.check import mistakes
 from graphar.simulator.simulation import Call, Outcome, Simulation
-from graphar.simulator.subject import small
 from tests.cases import FLOAT_FILLS, far_apart, in_turns, left_after_scatter
 from tests.host.build import TMA_CHANNELS
 

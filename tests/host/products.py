@@ -86,7 +86,7 @@ class Integers:
     @staticmethod
     def product(a, w, scales, leaves):
         a, w = a.double(), w.double()
-        if scales and scales.in_blocks:
+        if scales and scales.format == "blocks":
             a = a * scales.a.repeat_interleave(BLOCK, 1)[:, : a.shape[1]]
             w = w * scales.w.repeat_interleave(BLOCK, 0)[: len(w)].repeat_interleave(BLOCK, 1)[:, : a.shape[1]]
         elif scales:
@@ -145,7 +145,7 @@ def draw_scales(form: str, m: int, n: int, k: int, data, choices: random.Random,
         scale = data.scale((1, 1) if one_number else shape, generator)
         scale = scale.t().contiguous().t() if choices.random() < 0.5 else scale
         found.append(scale.expand(rows, 1) if one_number else scale)
-    return Scales(form == BLOCKS, *found)
+    return Scales("blocks" if form == BLOCKS else "rows", *found)
 
 
 def aligned_rows(values: torch.Tensor) -> torch.Tensor:
@@ -164,7 +164,7 @@ def packed(own: Operands, m: int, layout: str = "by_rows", *, with_bias=False, *
     if own.scales:  # a column that a scale has but once has no stride
         words = [
             len(in_memory[0]),
-            *(s for one in scales for s in (one.stride(0), one.stride(1) * own.scales.in_blocks)),
+            *(s for one in scales for s in (one.stride(0), one.stride(1) * (own.scales.format == "blocks"))),
         ]
     header = torch.tensor([m, n, k, with_bias, *(sizes.get(name, 0) for name in names), *words, 0])
     matrices = own.a, own.w if layout == "by_rows" else own.w.t(), own.bias.view(1, n)
@@ -424,7 +424,7 @@ class Products:
         return [total.to(dtype) for total in totals], beside
 
     def _of_gathered(self, kind: Kind, own: Operands, ranks: list[Operands]) -> torch.Tensor:
-        scales = own.scales and Scales(own.scales.in_blocks, torch.cat([one.scales.a for one in ranks]), own.scales.w)
+        scales = own.scales and Scales(own.scales.format, torch.cat([one.scales.a for one in ranks]), own.scales.w)
         return self._data(kind).product(torch.cat([one.a for one in ranks]), own.w, scales, kind.tile.leaves)
 
     def _sum(self, kind: Kind, ranks: list[Operands], counts) -> torch.Tensor:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from graphar import reference
-from graphar.numerics.dtypes import TYPE_NAMES
+from graphar.numerics.dtypes import TYPE_NAMES, with_canonical_nan
 from graphar.numerics.epilogues.code import generate
 from graphar.numerics.epilogues.epilogue import EpilogueInputs, Pointwise
 from graphar.numerics.epilogues.syntax import parse
@@ -105,7 +105,8 @@ def draw_call(algorithm: Algorithm, world_size: int, dtype: torch.dtype, at: int
     scalars = [0.375 + k for k in range(len(found.scalars))]
     form, operands = Pointwise(text, dtypes, columns), EpilogueInputs(tensors, scalars)
     shares = zip(*(x.split(counts) for x in xs), strict=True)
-    parts = [reference.sum_with_epilogue(share, form, operands, skipped, numel) for share in shares]
+    sums = [reference.allreduce(share, out_dtype=torch.float32) for share in shares]
+    parts = [with_canonical_nan(form.apply(total, operands, skipped, numel).to(xs[0].dtype)) for total in sums]
     parts = parts if len(counts) > 1 else parts * world_size
     threads = choices.choice(way.threads(world_size))
     shape = Config(algorithm, choices.choice([1, 2, 3]), threads, choices.choice([1, 3]) if way.chunked else 0)

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from graphar import reference
-from graphar.numerics.dtypes import TYPE_NAMES
+from graphar.numerics.dtypes import TYPE_NAMES, with_canonical_nan
 from graphar.numerics.epilogues.code import generate
 from graphar.numerics.epilogues.epilogue import EpilogueInputs, Pointwise
 from graphar.plan.algorithms import Algorithm
@@ -135,7 +135,8 @@ def _draw_call(algorithm: Algorithm, world_size: int, choices: random.Random) ->
         form, numel = Pointwise(EXPRESSION, DTYPES_OF_TENSORS, 1), max(plain.counts)
         operands, scalars = (normal(99, numel, BF16),), (0.375,)
         inputs = EpilogueInputs(list(operands), list(scalars))
-        parts = [reference.sum_with_epilogue(one, form, inputs, 0, numel, order, out_dtype) for one in shares]
+        sums = [reference.allreduce(one, order=order, out_dtype=FP32) for one in shares]
+        parts = [with_canonical_nan(form.apply(one, inputs, 0, numel).to(out_dtype)) for one in sums]
     else:
         parts = [reference.allreduce(one, order=order, out_dtype=out_dtype) for one in shares]
     parts = parts * world_size if whole else parts

@@ -211,7 +211,7 @@ def test_scales_of_blocks_may_be_column_major():
     a, w, (a_scale, w_scale) = operand(M, K), operand(N, K, 1), scales_of("blocks")
     found = checked_scales("op", a, w, a_scale.t().contiguous().t(), w_scale.t().contiguous().t())
 
-    assert found.in_blocks
+    assert found.format == "blocks"
     assert found.a.stride() == (1, M)
     assert same_bits(product(a, w, found), product(a, w, checked_scales("op", a, w, a_scale, w_scale))) == 0
 
@@ -219,8 +219,8 @@ def test_scales_of_blocks_may_be_column_major():
 def test_a_product_of_one_block_has_scales_of_rows_if_its_weights_have_one_number():
     a, w = operand(3, 100), operand(8, 100, 1)
 
-    assert not checked_scales("op", a, w, torch.ones(3, 1), torch.ones(1, 1)).in_blocks
-    assert checked_scales("op", a, operand(200, 100), torch.ones(3, 1), torch.ones(2, 1)).in_blocks
+    assert checked_scales("op", a, w, torch.ones(3, 1), torch.ones(1, 1)).format == "rows"
+    assert checked_scales("op", a, operand(200, 100), torch.ones(3, 1), torch.ones(2, 1)).format == "blocks"
 
 
 # ---- what is refused ------------------------------------------------------------------------------------------------

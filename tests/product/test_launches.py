@@ -74,7 +74,7 @@ def test_epilogues_that_differ_in_their_text_alone_share_no_launch(engine, algor
         launches = by_call[call]
         launches._launch(MEMBER, launches._place(MatmulOperands(a, w, None, out)), one)
 
-    assert forms[0].kernel == forms[1].kernel
+    assert forms[0].generated == forms[1].generated
     assert [text.split(", ")[2] for text in engine.runner.words] == [
         f"epilogue v * a by {algorithm.value}",
         f"epilogue v * b by {algorithm.value}",
@@ -144,7 +144,7 @@ def test_boxes_of_rows_are_no_higher_than_their_owners_part(monkeypatch, tile):
 def scaled(k=256, rows=32):
     """e4m3 operands with scales of blocks, of a rank with more rows than a launch takes."""
     a, w = (torch.zeros(count, k, dtype=FP8) for count in (rows, 384))
-    scales = Scales(True, torch.ones(rows, k // BLOCK), torch.ones(len(w) // BLOCK, k // BLOCK))
+    scales = Scales("blocks", torch.ones(rows, k // BLOCK), torch.ones(len(w) // BLOCK, k // BLOCK))
     return MatmulOperands(a, w, None, torch.zeros(2 * rows, len(w), dtype=torch.bfloat16), scales=scales)
 
 

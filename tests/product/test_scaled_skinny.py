@@ -193,7 +193,7 @@ def test_zeros_stand_in_place_of_no_columns_have_scales_and_are_not_constant(lau
     assert not any(one.float().any() for one in (placed.a, placed.w))
     assert sizes.constant_weight == 0
     if scales:
-        assert (placed.scales.in_blocks, w.columns, sizes.k) == (scales == "blocks", 16, 16)
+        assert (placed.scales.format, w.columns, sizes.k) == (scales, 16, 16)
         assert sizes.a_scale == placed.scales.a.data_ptr() != 0
         assert len(placed.scales.a) == ROWS
 

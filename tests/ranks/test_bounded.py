@@ -18,10 +18,10 @@ from graphar import CollectiveTimeout, CommunicatorError
 from graphar.plan.algorithms import Algorithm
 from graphar.plan.call import Call, Operands
 from graphar.plan.work import Sum
-from graphar.ranks import processes
+from graphar.ranks import hosts
 from graphar.ranks.cpu import without_kernels
 from graphar.ranks.cpu.transport import GroupFailed
-from graphar.ranks.processes import has_ended, identify
+from graphar.ranks.hosts import has_ended, identify
 from graphar.ranks.rendezvous import RanksAbsent, StoreRendezvous, meet
 from graphar.runtime.registry import engine_of
 from tests.processes import on_ranks, run_ranks
@@ -44,7 +44,7 @@ def repeat(function, *args):
 
 def test_a_process_is_seen_to_have_ended_whether_its_parent_knows_or_not():
     # The file alone: graphar would import torch.
-    code = f"import runpy; print(runpy.run_path({processes.__file__!r})['identify'](), flush=True); input()"
+    code = f"import runpy; print(runpy.run_path({hosts.__file__!r})['identify'](), flush=True); input()"
     child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     identity = child.stdout.readline().strip()
     assert not has_ended(identity)

@@ -42,7 +42,7 @@ def test_every_rank_gets_the_specifications_bits(rank, world_size):
 def test_graphars_kernels_serve_what_is_inside_and_nothing_else(rank, world_size):
     with graphar.Communicator(hosts=TWO_BY_TWO) as communicator:
         summed(communicator, torch.ones(8199, device="cuda"))
-        assert communicator.engine.hierarchy._kernels.why_no_runner is None
+        assert communicator.engine.hierarchy.kernels.why_no_runner is None
         assert communicator.engine.runner is None
 
 

@@ -226,7 +226,7 @@ def fail_in_one_host(rank, world_size, step):
     communicator, x = graphar.Communicator(hosts=[[0], [1]], timeout_s=20), torch.ones(4)
     outer = communicator.engine
     communicator.allreduce(x, algorithm="hierarchical")
-    outer.hierarchy._kernels = inner = outer._part(outer.hierarchy._groups[0], 20.0)
+    outer.hierarchy.kernels = inner = outer._part(outer.hierarchy._groups[0], 20.0)
 
     def fail(*_):
         inner.suspended = step in ("give_back", "resume")

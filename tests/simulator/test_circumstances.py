@@ -140,7 +140,7 @@ def test_thirty_seeds_draw_other_orders_sizes_grids_parts_starts_and_data(drawn,
     assert all(len(one.calls) >= 6 for _, one in drawn)  # more than two calls behind a counter's largest value
     assert len({tuple(max(call.counts) for call in one.calls) for _, one in drawn}) > 20
     assert {call.offset for call in calls} == {0, 16, itemsize}
-    assert {call.kernel for call in calls} == set(range(len(simulator.subject.find(algorithm).variants)))
+    assert {call.kernel for call in calls} == set(range(len(simulator.calls.find(algorithm).variants)))
     assert {call.shape.blocks for call in calls} >= ({1} if (row.only_threads or 0) >= 256 else {1, 2, 3})
     assert row.only_threads or len({call.shape.threads for call in calls}) == 2
     assert not row.chunked or len({call.shape.chunk for call in calls}) > 1

@@ -9,8 +9,8 @@ import time
 import pytest
 
 from graphar.errors import CompileError, UnsupportedError
-from graphar.simulator import compiler
-from graphar.simulator.compiler import check_libraries, compile_file
+from graphar.simulator import build
+from graphar.simulator.build import check_libraries, compile_file
 
 needs_compiler = pytest.mark.skipif(not shutil.which("g++"), reason="needs g++")
 
@@ -19,9 +19,9 @@ needs_compiler = pytest.mark.skipif(not shutil.which("g++"), reason="needs g++")
 def looked_up_anew(monkeypatch):
     """The compiler that a test sets is found, and the usual one afterwards."""
     monkeypatch.delenv("CXX", raising=False)
-    compiler.compiler.cache_clear()
+    build.compiler.cache_clear()
     yield
-    compiler.compiler.cache_clear()
+    build.compiler.cache_clear()
 
 
 @pytest.fixture
@@ -43,21 +43,21 @@ def test_without_a_compiler_the_error_says_what_to_install(monkeypatch, tmp_path
     monkeypatch.setenv("PATH", str(tmp_path))
 
     with pytest.raises(UnsupportedError, match=r"needs g\+\+ 12 or newer.*apt install g\+\+.*; g\+\+ is not there"):
-        compiler.compiler()
+        build.compiler()
 
 
 def test_a_compiler_that_cxx_names_and_is_not_there_is_named(monkeypatch):
     monkeypatch.setenv("CXX", "/nowhere/g++-12")
 
     with pytest.raises(UnsupportedError, match=r"apt install g\+\+.*; CXX=/nowhere/g\+\+-12 is not there"):
-        compiler.compiler()
+        build.compiler()
 
 
 def test_an_older_compiler_is_refused_with_its_version(monkeypatch, tmp_path):
     monkeypatch.setenv("CXX", install(tmp_path, "echo '#define __GNUC__ 11'"))
 
     with pytest.raises(UnsupportedError, match=r"needs g\+\+ 12 or newer.* is version 11"):
-        compiler.compiler()
+        build.compiler()
 
 
 @pytest.mark.parametrize("text", ["echo '#define __GNUC__ 13'\necho '#define __clang__ 1'", "exit 1"])
@@ -65,13 +65,13 @@ def test_another_compiler_is_refused(monkeypatch, tmp_path, text):
     monkeypatch.setenv("CXX", install(tmp_path, text))
 
     with pytest.raises(UnsupportedError, match="is another compiler"):
-        compiler.compiler()
+        build.compiler()
 
 
 def test_cxx_may_have_arguments(monkeypatch, tmp_path):
     monkeypatch.setenv("CXX", install(tmp_path, "echo '#define __GNUC__ 12'") + " -m64")
 
-    assert compiler.compiler() == (f"{tmp_path}/c++", "-m64")
+    assert build.compiler() == (f"{tmp_path}/c++", "-m64")
 
 
 def test_a_sanitizer_whose_library_is_missing_is_told(monkeypatch, tmp_path):
@@ -108,7 +108,7 @@ def test_an_error_names_file_and_line_and_leaves_nothing(folder):
 def test_outputs_that_were_not_used_for_a_month_are_deleted(folder):
     old, used = (compile_file({"one.cpp": f"int one = {at};\n"}, "one.cpp", ("-c",)) for at in range(2))
     for path in (old, used):
-        os.utime(path, (0, time.time() - 2 * compiler.KEPT_S))
+        os.utime(path, (0, time.time() - 2 * build.KEPT_S))
     compile_file({"one.cpp": "int one = 1;\n"}, "one.cpp", ("-c",))
 
     compile_file({"one.cpp": "int one = 2;\n"}, "one.cpp", ("-c",))

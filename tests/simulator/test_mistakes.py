@@ -7,7 +7,7 @@ import torch
 
 from graphar import reference
 from graphar.runtime.arguments import Record
-from graphar.simulator.mistakes import DISAGREED, OVERLAPPED, TIMED_OUT, mistakes
+from graphar.simulator.check import DISAGREED, OVERLAPPED, TIMED_OUT, mistakes
 from graphar.simulator.simulation import Outcome
 
 EXPECTED = torch.tensor([1.5, 2.0, -0.0], dtype=torch.bfloat16)

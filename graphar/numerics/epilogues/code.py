@@ -5,9 +5,8 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 
@@ -72,64 +71,17 @@ def _printed(node: Node, whole: Expression) -> str:
 Corner = tuple[int, int, int]  # of a panel: its first row and column in the larger tensor, and that tensor's columns
 
 
-class Window:
-    """The places and the operands of a range of a tensor's elements. Past the tensor's end the last one is repeated.
-
-    ``corner`` is that of a panel of a larger tensor: places are those in the larger tensor then.
-    """
-
-    def __init__(
-        self, first: int, count: int, columns: int, numel: int, device: torch.device, corner: Corner | None = None
-    ) -> None:
-        index = torch.arange(first, first + count, device=device).clamp_(max=numel - 1)
-        if corner is not None:
-            row, column, whole_columns = corner
-            index = (index // columns + row) * whole_columns + index % columns + column
-            columns = whole_columns
-        self._index, self._columns = index, columns
-
-    def at(self, place: str) -> torch.Tensor:
-        if place == "row":
-            return self._index // self._columns
-        return self._index % self._columns if place == "col" else self._index
-
-    def element(self, tensor: torch.Tensor, subscript: str) -> torch.Tensor:
-        flat = tensor.reshape(-1)
-        return flat[self.at(subscript)] if subscript in PLACES else flat
-
-
-class Whole(NamedTuple):
-    """The places and the operands of a tensor's elements as tensors that broadcast.
-
-    Broadcasting makes the gradient of an operand a sum over rows or columns.
-    """
-
-    rows: int
-    columns: int
-    device: torch.device
-
-    def at(self, place: str) -> torch.Tensor:
-        row = torch.arange(self.rows, device=self.device)[:, None]
-        if place == "row":
-            return row
-        col = torch.arange(self.columns, device=self.device)
-        return col if place == "col" else row * self.columns + col
-
-    def element(self, tensor: torch.Tensor, subscript: str) -> torch.Tensor:
-        rows, columns = subscript in ("row", "index"), subscript in ("col", "index")
-        return tensor.reshape(self.rows if rows else 1, self.columns if columns else 1)
-
-
 def evaluate(
     expression: Expression,
     v: torch.Tensor,
     tensors: Sequence[torch.Tensor],
     scalars: Sequence[float],
-    places: Window | Whole,
+    at: Callable[[str], torch.Tensor],
+    read: Callable[[torch.Tensor, str], torch.Tensor],
 ) -> torch.Tensor:
-    """Returns an expression's values in fp32 for the fp32 sums ``v``, which lie at ``places``.
+    """Returns an expression's values in fp32 for the fp32 sums ``v``, with ``tensors`` and ``scalars`` sorted by name.
 
-    ``tensors`` and ``scalars`` are the expression's, sorted by name.
+    ``at`` gives the sums' places of a name in PLACES, and ``read`` what they read of a tensor at a subscript.
     """
 
     def value(node: Node) -> torch.Tensor:
@@ -139,11 +91,11 @@ def evaluate(
             case Name("v"):
                 return v
             case Name(name) if name in PLACES:
-                return places.at(name).to(torch.float32)
+                return at(name).to(torch.float32)
             case Name(name):
                 return torch.full((), scalars[expression.scalars.index(name)], dtype=torch.float32, device=v.device)
             case Operand(name, subscript):
-                return places.element(tensors[expression.tensors.index(name)], subscript).to(torch.float32)
+                return read(tensors[expression.tensors.index(name)], subscript).to(torch.float32)
             case Apply(operation, of):
                 return OPERATIONS[operation][1](*map(value, of))
         raise AssertionError(node)

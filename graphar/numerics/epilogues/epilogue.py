@@ -13,7 +13,7 @@ import torch
 
 from graphar.numerics.dtypes import TYPE_NAMES
 from graphar.numerics.epilogues import syntax
-from graphar.numerics.epilogues.code import Corner, Generated, Whole, Window, evaluate, generate
+from graphar.numerics.epilogues.code import Corner, Generated, evaluate, generate
 from graphar.numerics.epilogues.syntax import Expression, parse
 from graphar.numerics.epilogues.tracer import trace
 
@@ -82,14 +82,9 @@ class Epilogue:
         self.key = (what, *self.tensors, None, *self.scalars)
 
     def text(self, x: torch.Tensor, whole: int | None = None) -> str:
-        """Returns the expression for sums like ``x``.
+        """Returns the expression for sums like ``x``; ValueError if there is none, or an argument is missing.
 
-        Args:
-            x: a tensor with the shape of the sum.
-            whole: a dimension that a tensor with that dimension must have at full length. None: there is none.
-
-        Raises:
-            ValueError: the function cannot become an expression, or an argument is missing. The message says which.
+        A tensor that has the dimension ``whole`` must have it at full length. None: there is no such dimension.
         """
         if isinstance(self.what, str):
             return _text(self.what, tuple(self.tensors), tuple(self.scalars))
@@ -106,13 +101,7 @@ class Epilogue:
     def after_bias(
         self, bias: torch.Tensor | Sequence[torch.Tensor], x: torch.Tensor, whole: int | None = None
     ) -> Epilogue:
-        """Returns an epilogue that adds ``bias[col]`` to the sum first. It takes one more tensor, the bias.
-
-        Args:
-            bias: one element a column; in a call with a list, one tensor a device.
-            x: a tensor with the shape of the sum.
-            whole: a dimension that a tensor with that dimension must have at full length. None: there is none.
-        """
+        """Returns an epilogue that adds ``bias[col]`` to sums like ``x`` first. It takes one more tensor, the bias."""
         text, name = _text_after_bias(self.text(x, whole), tuple(self.tensors), tuple(self.scalars))
         return Epilogue(text, **self.tensors, **self.scalars, **{name: bias})
 
@@ -233,43 +222,57 @@ class Pointwise:
     def generated(self) -> Generated:
         return generate(self.text, self.dtypes)
 
-    @property
-    def kernel(self) -> str:
-        """A name that tells its kernels from other kernels of the same algorithm."""
-        return self.generated.name
-
     def apply(self, total: torch.Tensor, inputs: EpilogueInputs, first: int, numel: int) -> torch.Tensor:
-        """Returns the epilogue's values, in fp32, for the fp32 sums ``total`` of a range of a tensor.
-
-        The range begins at element ``first`` of a tensor of ``numel`` elements.
-        """
+        """Returns the fp32 values for the fp32 sums ``total``, from element ``first`` of a tensor of ``numel`` on."""
         result = torch.empty_like(total)
         for start in range(0, total.numel(), _WINDOW_NUMEL):
-            v = total[start : start + _WINDOW_NUMEL]
-            window = Window(first + start, v.numel(), self.columns, numel, v.device, inputs.corner)
-            result[start : start + _WINDOW_NUMEL] = evaluate(self.expression, v, inputs.tensors, inputs.scalars, window)
+            window = slice(start, start + _WINDOW_NUMEL)
+            result[window] = self._apply_window(total[window], inputs, first + start, numel)
         return result
+
+    def _apply_window(self, v: torch.Tensor, inputs: EpilogueInputs, first: int, numel: int) -> torch.Tensor:
+        # Past the tensor's end its last element is repeated.
+        index, columns = torch.arange(first, first + v.numel(), device=v.device).clamp_(max=numel - 1), self.columns
+        if inputs.corner is not None:
+            row, column, whole_columns = inputs.corner
+            index = (index // columns + row) * whole_columns + index % columns + column
+            columns = whole_columns
+
+        def at(place: str) -> torch.Tensor:
+            if place == "row":
+                return index // columns
+            return index % columns if place == "col" else index
+
+        def read(x: torch.Tensor, subscript: str) -> torch.Tensor:
+            return x.reshape(-1) if subscript == "0" else x.reshape(-1)[at(subscript)]
+
+        return evaluate(self.expression, v, inputs.tensors, inputs.scalars, at, read)
 
     def apply_whole(self, total: torch.Tensor, inputs: EpilogueInputs) -> torch.Tensor:
         """Returns the epilogue's values, in fp32, for all sums of a tensor. Differentiable."""
         if not total.numel():
             return total
-        rows = total.numel() // self.columns
-        there = Whole(rows, self.columns, total.device)
-        v = total.reshape(rows, self.columns)
-        return evaluate(self.expression, v, inputs.tensors, inputs.scalars, there).reshape(total.shape)
+        rows, columns = total.numel() // self.columns, self.columns
+        row, col = (torch.arange(count, device=total.device) for count in (rows, columns))
+        places = {"row": lambda: row[:, None], "col": lambda: col, "index": lambda: row[:, None] * columns + col}
+
+        def read(x: torch.Tensor, subscript: str) -> torch.Tensor:
+            # By broadcasting: then the gradient of an operand is a sum over rows or columns.
+            return x.reshape(
+                rows if subscript in ("row", "index") else 1, columns if subscript in ("col", "index") else 1
+            )
+
+        v = total.reshape(rows, columns)
+        values = evaluate(self.expression, v, inputs.tensors, inputs.scalars, lambda place: places[place](), read)
+        return values.reshape(total.shape)
 
 
 def bind(
     op: str, text: str, x: torch.Tensor, tensors: Sequence[torch.Tensor], scalars: Sequence[float]
 ) -> tuple[Pointwise, EpilogueInputs]:
-    """Returns the form of an epilogue for tensors like ``x``, and one rank's inputs.
+    """Returns the form of an expression for results like ``x``, and one rank's inputs, which are sorted by name.
 
-    ``text`` is the expression, whose ``tensors`` and ``scalars`` are sorted by name. ``x`` has the shape, dtype and
-    device of the result. ``op`` is named in errors.
-
-    Raises:
-        ValueError: kernels do not sum the dtype of ``x``, or an argument does not fit ``x`` or the expression.
+    ValueError, which names ``op``, if kernels do not sum the dtype of ``x``, or an argument fits not ``x`` or ``text``.
     """
     properties = tuple([(tensor.dtype, tensor.numel(), tensor.device) for tensor in tensors])
     form = _form(op, text, x.shape, x.dtype, x.device, properties, len(scalars))

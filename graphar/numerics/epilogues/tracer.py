@@ -33,8 +33,8 @@ def trace(
 ) -> str:
     """Returns the text of the expression that a function computes; ValueError, which says why, if there is none.
 
-    The function takes the sum ``v`` of ``ndim`` dimensions, and by name the tensors, and 0-d tensors for the numbers.
-    ``kinds`` says of each tensor how it broadcasts (``_kind`` in epilogue.py), and its dtype.
+    The function takes the sum ``v`` of ``ndim`` dimensions, tensors and 0-d tensors for the numbers, both by name.
+    ``kinds`` says how each tensor broadcasts (``_kind`` in epilogue.py), and its dtype.
     """
     if ndim > len(_SIZES[0]):
         raise ValueError(f"epilogue: functions are traced for tensors of at most {len(_SIZES[0])} dimensions")
@@ -223,18 +223,10 @@ def _div(a: Node, b: Node, rounding_mode: str | None = None) -> Node:
     return Apply("/", (a, b))
 
 
-def _gelu(a: Node, approximate: str = "none") -> Node:
-    return Apply({"none": "gelu", "tanh": "gelu_tanh"}[approximate], (a,))
-
-
 def _pow(a: Node, b: Node) -> Node:
     if b == number(2.0):
         return Apply("*", (a, a))
     return Apply("sqrt", (a,)) if b == number(0.5) else Apply("pow", (a, b))
-
-
-def _leaky_relu(a: Node, slope: Node = _SLOPE) -> Node:
-    return Apply("?:", (Apply(">", (a, number(0.0))), a, Apply("*", (a, slope))))
 
 
 def _times(a: Node, factor: Node) -> Node:
@@ -282,8 +274,8 @@ RULES: dict[str, Callable[..., Node]] = {
     "clamp_min": _of("max"),
     "clamp_max": _of("min"),
     "hardtanh": lambda a, low=_MINUS_ONE, high=_ONE: _clamp(a, low, high),
-    "leaky_relu": _leaky_relu,
-    "gelu": _gelu,
+    "leaky_relu": lambda a, slope=_SLOPE: Apply("?:", (Apply(">", (a, number(0.0))), a, Apply("*", (a, slope)))),
+    "gelu": lambda a, approximate="none": Apply({"none": "gelu", "tanh": "gelu_tanh"}[approximate], (a,)),
     "softplus": _softplus,
     "elu": _elu,
     "celu": lambda a, alpha=_ONE: _elu(a, alpha, _ONE, alpha if alpha == _ONE else Apply("/", (_ONE, alpha))),

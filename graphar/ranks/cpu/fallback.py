@@ -8,7 +8,7 @@ ranks. An all-to-all sends each rank its part.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from functools import partial
 from itertools import accumulate, repeat
 
@@ -21,8 +21,8 @@ from graphar.plan.algorithms import Algorithm
 from graphar.plan.call import Call, Operands
 from graphar.plan.row import Specification
 from graphar.plan.work import Exchange, Parts, Sum
-from graphar.ranks.cpu.reduction import Chunk, Coder, Reduction, reduction_of
-from graphar.ranks.cpu.transport import InProcess, Transport, bytes_of
+from graphar.ranks.cpu.reduction import Coder, Reduction, Tensors, reduction_of
+from graphar.ranks.cpu.transport import InProcess, Transport, bytes_of, pipelined
 
 _CHUNK_NUMEL = 256 << 10  # of a shard with a codec, whose encoder takes some hundred bytes an element on GPUs
 _SHARD_UNIT = 64  # elements: exact shards begin where those of other dtypes would, in lines of a cache
@@ -88,14 +88,22 @@ def _allreduce(how: Reduction, call: SumCall, transport: Transport, timeout_s: f
     if call.nbytes > transport.small_nbytes:
         step = transport.two_shot_nbytes // call.dtype.itemsize
         step, unit = (transport.world_size * _CHUNK_NUMEL, TILE_NUMEL) if is_coded else (step, _SHARD_UNIT)
-        (x,), (out,), (rank,), (operands,) = xs, outs, transport.ranks, ranks
+        (x,), (out,), (rank,) = xs, outs, transport.ranks
 
-        def chunk(start: int, window: slice) -> Chunk:
-            sources, targets = (_shards(tensor[window], transport.world_size, unit) for tensor in (x, out))
-            firsts = list(accumulate(map(len, sources), initial=start))
-            return Chunk(how, operands, rank, sources, targets, firsts[:-1], firsts[rank])
+        def two_shot(start: int, window: slice) -> Iterator[None]:
+            sources, targets = (shards(tensor[window], transport.world_size, unit) for tensor in (x, out))
+            firsts = list(accumulate(map(len, sources), initial=start))[:-1]
+            owned = [(targets[rank], ranks[0], firsts[rank])]
+            totals = yield from _sum_shards(how, transport, timeout_s, [sources], firsts, owned)
+            rooms = [how.room(target) for target in targets]
+            gathered = transport.gather(totals, [rooms], timeout_s)
+            yield
+            gathered()
+            for peer, (target, room) in enumerate(zip(targets, rooms, strict=True)):
+                if peer != rank:
+                    how.arrived(target, room)
 
-        transport.two_shot(([chunk(*at)] for at in _windows(numel, step)), timeout_s)
+        pipelined(two_shot(*at) for at in _windows(numel, step))
         return
     for start, window in _windows(numel, _CHUNK_NUMEL if is_coded else numel):
         sent = [how.encode(x[window], rank, start) for rank, x in zip(transport.ranks, xs, strict=True)]
@@ -113,7 +121,7 @@ def _allreduce(how: Reduction, call: SumCall, transport: Transport, timeout_s: f
             out[window].copy_(totals[key])
 
 
-def _shards(x: torch.Tensor, ranks: int, unit: int) -> list[torch.Tensor]:
+def shards(x: torch.Tensor, ranks: int, unit: int) -> list[torch.Tensor]:
     """Returns each rank's shard: equal multiples of ``unit`` elements, and smaller ones or empty ones at the end."""
     shard = -(-x.numel() // (ranks * unit)) * unit
     return [x[rank * shard : (rank + 1) * shard] for rank in range(ranks)]
@@ -125,14 +133,38 @@ def _reducescatter(how: Reduction, call: SumCall, transport: Transport, timeout_
     step = transport.two_shot_nbytes // (len(counts) * call.dtype.itemsize)
     of_ranks = [operands.inputs[0].view(-1).split(counts) for operands in ranks]
 
-    def chunk(rank: int, start: int, window: slice) -> Chunk:
-        sources, operands = [part[window] for part in of_ranks[rank]], ranks[rank]
-        targets = [operands.outputs[0].view(-1)[window]]
-        place = transport.ranks[rank]
-        return Chunk(how, operands, place, sources, targets, [first + start for first in firsts], start, gathers=False)
+    def one_shot(start: int, window: slice) -> Iterator[None]:
+        sources, begin = [[part[window] for part in parts] for parts in of_ranks], [first + start for first in firsts]
+        owned = [(operands.outputs[0].view(-1)[window], operands, start) for operands in ranks]
+        yield from _sum_shards(how, transport, timeout_s, sources, begin, owned)
 
-    windows = _windows(most, _CHUNK_NUMEL if call.work.codec else step)
-    transport.two_shot(([chunk(rank, *at) for rank in range(len(ranks))] for at in windows), timeout_s)
+    pipelined(one_shot(*at) for at in _windows(most, _CHUNK_NUMEL if call.work.codec else step))
+
+
+def _sum_shards(
+    how: Reduction,
+    transport: Transport,
+    timeout_s: float,
+    sources: Sequence[Tensors],
+    firsts: Sequence[int],
+    owned: Sequence[tuple[torch.Tensor, Operands, int]],
+) -> Generator[None, None, list[torch.Tensor]]:
+    """Sends each owner its shard of every rank's tensor. The next step writes the sums, and gives them as they travel.
+
+    ``sources`` are the shards of each rank of this process, and ``firsts`` the indices of their first elements in the
+    whole tensor. ``owned`` has for each of these ranks its target, its operands, and its first element in the result.
+    """
+    sent = [
+        [how.encode(shard, rank, first) for shard, first in zip(of_rank, firsts, strict=True)]
+        for rank, of_rank in zip(transport.ranks, sources, strict=True)
+    ]
+    arrived = transport.exchange([list(map(bytes_of, parts)) for parts in sent], None, timeout_s)
+    yield
+    totals = []
+    for rank, parts, received, (target, operands, first) in zip(transport.ranks, sent, arrived(), owned, strict=True):
+        parts = [part.view(parts[rank].dtype) for part in received]
+        totals.append(how.into(target, parts, operands, first) if target.numel() else target)
+    return totals
 
 
 def _allgather(how: Reduction, call: SumCall, transport: Transport, timeout_s: float, ranks: OfRanks) -> None:
@@ -158,7 +190,7 @@ def _alltoall(call: Call[Exchange], transport: Transport, timeout_s: float, rank
         rooms = [part if part.is_contiguous() else part.new_empty(part.shape) for part in parts]
         received.append(list(map(bytes_of, rooms)))
         targets += [pair for pair in zip(parts, rooms, strict=True) if pair[0] is not pair[1]]
-    transport.exchange(sent, received, timeout_s)
+    transport.exchange(sent, received, timeout_s)()
     for part, room in targets:
         part.copy_(room)
 

@@ -8,7 +8,7 @@ still read each other's headers. Larger data travel in messages of their own, ta
 
 A large all-reduce is a two-shot, and a reduce-scatter its first step:
 
-    every rank -> rank r              shard r of a chunk, in a message that only ranks with equal headers receive
+    every rank -> rank r              shard r of a chunk: tagged by the header, or behind it if it is small
     rank r -> every other rank        the sum of shard r, once all headers are known to be equal
 """
 
@@ -19,15 +19,15 @@ import functools
 import hashlib
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from graphar.ranks.cpu.reduction import Chunk, Tensors
-from graphar.ranks.cpu.transport import ROW_UNIT, GroupFailed, deadline, pipelined, wait
+from graphar.ranks.cpu.reduction import Tensors
+from graphar.ranks.cpu.transport import ROW_UNIT, Arriving, GroupFailed, Rooms, deadline, wait
 
 SMALL_NBYTES = 256 << 10  # of a tensor that travels behind the header
 _HEADER_NBYTES = 64  # a multiple of every dtype's size, so that the tensor behind it is aligned
@@ -35,10 +35,7 @@ _KEPT_VIEWS = 64
 
 
 class Messages:
-    """The messages of one communicator over gloo, a transport. They meet no messages of other communicators.
-
-    ``name`` is the communicator's, equal on every rank and unlike the names of all other communicators.
-    """
+    """The transport of one communicator over gloo. ``name`` tells its messages from those of other communicators."""
 
     small_nbytes, chunk_nbytes = SMALL_NBYTES, 64 << 20
     two_shot_nbytes = 8 << 20  # a communicator keeps memory for this rank's shards of two chunks of each other rank
@@ -70,16 +67,12 @@ class Messages:
     def begin(self, words_hash: bytes, sequence: int, if_unlike: Callable[[int], None]) -> None:
         """Begins a call, whose first message brings a header.
 
-        If ranks begin different calls, that message runs ``if_unlike(sequence)`` on each of them, which raises their
-        error unless the call sends nothing else.
+        If ranks begin different calls, each runs ``if_unlike(sequence)``, which raises unless nothing else is sent.
         """
         self._header, self._sequence, self._if_unlike = words_hash, sequence, if_unlike
 
     def agree(self, timeout_s: float, nbytes: int = 0) -> None:
-        """Returns once all ranks have begun this call. Brings ``nbytes`` bytes of each behind its header.
-
-        GroupFailed if a header did not come within ``timeout_s`` seconds.
-        """
+        """Returns once all ranks have begun this call. Brings ``nbytes`` bytes of each behind its header."""
         self.announce(nbytes)
         self.await_headers(timeout_s)
 
@@ -101,7 +94,7 @@ class Messages:
         self._pending = receives, sends, failure
 
     def await_headers(self, timeout_s: float) -> None:
-        """Returns once all ranks are known to have announced this call; raises what :meth:`agree` raises."""
+        """Returns once all ranks have announced this call; GroupFailed if one has not within ``timeout_s`` seconds."""
         receives, sends, failure = self._pending or ({}, [], None)
         under_way, self._under_way, self._pending = self._under_way, [], None
         begin, arrived = time.monotonic(), set()
@@ -138,69 +131,47 @@ class Messages:
         if self._header:
             self.agree(timeout_s)
         received = [mine if rank == self._rank else mine.new_empty(length) for rank, length in enumerate(lengths)]
-        gloo, tag = self._gloo, self._tag
-        moves = [self._post(gloo.recv, received[peer], peer, tag) for peer in self.peers if lengths[peer]]
-        moves += [self._post(gloo.send, mine, peer, tag) for peer in self.peers if mine.numel()]
-        wait(moves, timeout_s)
+        self.gather(sent, [received], timeout_s)()
         return [received]
 
-    def exchange(self, sent: Sequence[Tensors], received: Sequence[Tensors], timeout_s: float) -> None:
+    def exchange(self, sent: Sequence[Tensors], rooms: Rooms, timeout_s: float) -> Arriving:
         """Small parts travel behind the header, if the call has brought none yet, and others while headers do."""
-        (mine,), (rooms,) = sent, received
-        most = SMALL_NBYTES if self._header else 0  # of a part behind a header
+        (mine,), rank, gloo = sent, self._rank, self._gloo
+        received = rooms[0] if rooms else self._scratch_like(mine[rank])
+        most = self.small_nbytes if self._header else 0  # of a part behind a header
         if self._header:
             self.announce(parts=[part[: part.numel() if part.numel() <= most else 0] for part in mine])
-        tag, gloo = zlib.crc32(b"parts", self._tag_of_call) >> 1, self._gloo
-        moves = [self._post(gloo.recv, rooms[peer], peer, tag) for peer in self.peers if rooms[peer].numel() > most]
-        moves += [self._post(gloo.send, mine[peer], peer, tag) for peer in self.peers if mine[peer].numel() > most]
+        tag, large = self._tag_of_call, [peer for peer in self.peers if received[peer].numel() > most]
+        arriving = [self._post(gloo.recv, received[peer], peer, tag) for peer in large]
+        sending = [self._post(gloo.send, mine[peer], peer, tag) for peer in self.peers if mine[peer].numel() > most]
         if self._pending:
             self.await_headers(timeout_s)
-        for rank, room in enumerate(rooms):
-            if rank == self._rank:
-                room.copy_(mine[rank])
-            elif room.numel() <= most:
-                room.copy_(self._tensors[rank][_HEADER_NBYTES:][: room.numel()])
-        wait(moves, timeout_s)
+        received[rank].copy_(mine[rank])
+        for peer in set(self.peers) - set(large):
+            received[peer].copy_(self._tensors[peer][_HEADER_NBYTES:][: received[peer].numel()])
 
-    def two_shot(self, chunks: Iterable[Sequence[Chunk]], timeout_s: float) -> None:
-        self.announce()
-        pipelined(self._sum_chunk(chunk, timeout_s) for (chunk,) in chunks)
+        def arrived():
+            wait([*arriving, *sending], timeout_s)
+            return [received]
 
-    def _sum_chunk(self, chunk: Chunk, timeout_s: float) -> Iterator[None]:
-        """Sums a chunk. The first one's summands are under way while headers are.
+        return arrived
 
-        The output may be the input: a rank's sum of a shard comes after that rank has all summands of the shard.
-        """
-        rank, peers, tag = self._rank, self.peers, self._tag_of_call
-        parts = chunk.sent()
-        mine = parts[rank]
-        summands = self._scratch_like(mine) | {rank: mine}
-        arriving = [self._post(self._gloo.recv, summands[peer], peer, tag) for peer in peers if mine.numel()]
-        sending = [self._post(self._gloo.send, parts[peer], peer, tag) for peer in peers if parts[peer].numel()]
-        if self._pending:
-            self.await_headers(timeout_s)
-        rooms, tag = chunk.rooms(), zlib.crc32(b"sums", tag) >> 1
-        owners = [peer for peer in peers if rooms and rooms[peer].numel()]
-        gathering = [self._post(self._gloo.recv, rooms[owner], owner, tag) for owner in owners]
-        yield
-        wait(arriving, timeout_s)
-        total = chunk.add([summands[source] for source in range(self.world_size)]) if mine.numel() else mine
-        if chunk.gathers and mine.numel():
-            sending += [self._post(self._gloo.send, total, peer, tag) for peer in peers]
-        yield
-        wait(gathering, timeout_s)
-        wait(sending, timeout_s)
-        chunk.arrived(rooms)
+    def gather(self, sent: Tensors, rooms: Sequence[Tensors], timeout_s: float) -> Callable[[], None]:
+        (mine,), (received,) = sent, rooms
+        gloo, tag = self._gloo, zlib.crc32(b"gather", self._tag_of_call) >> 1
+        moves = [self._post(gloo.recv, received[peer], peer, tag) for peer in self.peers if received[peer].numel()]
+        moves += [self._post(gloo.send, mine, peer, tag) for peer in self.peers if mine.numel()]
+        return partial(wait, moves, timeout_s)
 
-    def _scratch_like(self, like: torch.Tensor) -> dict[int, torch.Tensor]:
-        """Returns memory for a tensor like ``like`` from every other rank. The chunk after the next uses it again."""
-        nbytes = -(-like.nbytes // ROW_UNIT) * ROW_UNIT
+    def _scratch_like(self, mine: torch.Tensor) -> list[torch.Tensor]:
+        """Returns ``mine``, and memory like it for every other rank, which the exchange after the next uses again."""
+        nbytes = -(-mine.nbytes // ROW_UNIT) * ROW_UNIT
         self._scratch.reverse()
         if self._scratch[0].numel() < len(self.peers) * nbytes:
             with torch.inference_mode(False):
                 self._scratch[0] = torch.empty(len(self.peers) * nbytes, dtype=torch.uint8)
-        rows = {peer: self._scratch[0][at * nbytes :][: like.nbytes] for at, peer in enumerate(self.peers)}
-        return {peer: row.view(like.dtype) for peer, row in rows.items()}
+        rows = [self._scratch[0][at * nbytes :][: mine.nbytes] for at in range(len(self.peers))]
+        return [*rows[: self._rank], mine, *rows[self._rank :]]
 
     def _post(self, start: Callable[..., dist.Work], x: torch.Tensor, peer: int, tag: int) -> dist.Work:
         """Begins a message of this call with a tag of its own. GroupFailed if the connection is broken.

@@ -27,50 +27,12 @@ _PIECE = 1 << 17  # elements that are summed at a time, in fp32
 _SEED_NBYTES = 16  # with padding: what follows is aligned for kernels
 
 
-@dataclass(frozen=True)
-class Chunk:
-    """A part of an all-reduce, of which each rank owns a shard; or of a reduce-scatter, with this rank's target alone.
-
-    An empty shard is an empty tensor in each list.
-    """
-
-    how: Reduction
-    operands: Operands
-    rank: int
-    sources: list[torch.Tensor]
-    targets: list[torch.Tensor]
-    firsts: list[int]  # the index of each shard's first element in the whole tensor, for random numbers
-    first: int  # and of this rank's in its result
-    gathers: bool = True  # whether ranks receive all shards of the sum
-
-    def sent(self) -> list[torch.Tensor]:
-        """Returns what this rank sends to each owner, itself included. It is called once."""
-        shards = zip(self.sources, self.firsts, strict=True)
-        return [self.how.encode(source, self.rank, first) if source.numel() else source for source, first in shards]
-
-    def add(self, received: Tensors) -> torch.Tensor:
-        """Writes the sum of what all ranks sent to this owner, and returns what the owner sends to all ranks."""
-        target = self.targets[self.rank if self.gathers else 0]
-        return self.how.into(target, received, self.operands, self.first)
-
-    def rooms(self) -> list[torch.Tensor]:
-        """Returns tensors for what the owners send."""
-        return [self.how.room(target) for target in self.targets] if self.gathers else []
-
-    def arrived(self, rooms: Tensors) -> None:
-        """Writes the sums of the other owners."""
-        for rank, room in enumerate(rooms):
-            if rank != self.rank and room.numel():
-                self.how.arrived(self.targets[rank], room)
-
-
 def reduction_of(
     call: Call[Sum | Parts], calls: Iterator[int], tells_seed: bool, coder: Coder | None = None
 ) -> Callable[[], Reduction]:
-    """Returns a function that begins a call, and returns its reduction.
+    """Returns a function that begins a call, and returns its reduction. The arguments are those of fallback.bind.
 
-    ``calls`` counts the calls with a codec. With ``tells_seed`` ranks send the seed of stochastic rounding, since all
-    encode the sum with that of rank 0. ``coder`` encodes; None: torch does.
+    With ``tells_seed`` ranks send the seed of stochastic rounding, since all encode the sum with that of rank 0.
     """
     work, codec = call.work, call.wire
     known = work._replace(codec="") if codec else work._replace(epilogue=None, order="rank", out_dtype=None)
@@ -108,14 +70,12 @@ class ExactSum:
         if self.is_plain and target.device.type == "cpu":
             sum_into(target, parts)
             return target
-        form, out_dtype = self.work.epilogue, self.work.out_dtype
-        order = "tree" if self.work.order == "tree" else "rank"
+        form, order = self.work.epilogue, "tree" if self.work.order == "tree" else "rank"
+        total = reference.allreduce(parts, order=order, out_dtype=torch.float32 if form else target.dtype)
         if form:
             inputs = EpilogueInputs(list(operands.inputs[1:]), list(operands.numbers), operands.corner)
-            numel = operands.outputs[0].numel()
-            total = reference.sum_with_epilogue(parts, form, inputs, first, numel, order, out_dtype)
-        else:
-            total = reference.allreduce(parts, order=order, out_dtype=out_dtype)
+            values = form.apply(total, inputs, first, operands.outputs[0].numel())
+            total = with_canonical_nan(values.to(target.dtype))
         return target.copy_(total)
 
     def room(self, target: torch.Tensor) -> torch.Tensor:
@@ -139,6 +99,8 @@ class CodedSum:
 
     def encode(self, part: torch.Tensor, rank: int, first: int) -> torch.Tensor:
         """A codec with feedback overwrites the part with its rounding errors."""
+        if not part.numel():
+            return part
         seed = self.codec.seed or 0
         wire = self.coder.encode(part, Noise(seed, self.call, rank, first))
         if not self.tells_seed:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Protocol
 
@@ -18,9 +18,12 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions
 
 from graphar.errors import UnsupportedError
-from graphar.ranks.cpu.reduction import Chunk, Tensors
+from graphar.ranks.cpu.reduction import Tensors
 
 ROW_UNIT = 64  # bytes: a multiple of every dtype's size, and of kernels' packs
+
+Rooms = Sequence[Tensors] | None  # for each rank of this process, what receives from each rank
+Arriving = Callable[[], Sequence[Tensors]]  # waits for what each rank of this process receives, and returns it
 
 
 class GroupFailed(Exception):
@@ -53,15 +56,15 @@ class Transport(Protocol):
         """
         ...
 
-    def exchange(self, sent: Sequence[Tensors], received: Sequence[Tensors], timeout_s: float) -> None:
-        """All-to-all: each rank of this process sends a tensor to each rank, and receives one from each."""
+    def exchange(self, sent: Sequence[Tensors], rooms: Rooms, timeout_s: float) -> Arriving:
+        """Begins an all-to-all: each rank of this process sends bytes to each rank, and receives some from each.
+
+        Without ``rooms`` what comes is like what a rank sends itself, and stays until the exchange after the next.
+        """
         ...
 
-    def two_shot(self, chunks: Iterable[Sequence[Chunk]], timeout_s: float) -> None:
-        """Reduce-scatter, and all-gather if chunks gather: each rank adds its shard of all inputs.
-
-        There is a chunk for each rank of this process. The next chunk is encoded while the last one travels.
-        """
+    def gather(self, sent: Tensors, rooms: Sequence[Tensors], timeout_s: float) -> Callable[[], None]:
+        """Begins an all-gather into the rooms of other ranks, once calls are compared, and returns what waits."""
         ...
 
 
@@ -77,16 +80,19 @@ class InProcess:
         by_device = {device: [x.to(device) for x in sent] for device in dict.fromkeys(x.device for x in sent)}
         return [by_device[x.device] for x in sent]
 
-    def exchange(self, sent: Sequence[Tensors], received: Sequence[Tensors], timeout_s: float) -> None:
-        for rank, rooms in enumerate(received):
-            for room, of_peer in zip(rooms, sent, strict=True):
-                room.copy_(of_peer[rank])
+    def exchange(self, sent: Sequence[Tensors], rooms: Rooms, timeout_s: float) -> Arriving:
+        if rooms is None:
+            return lambda: [[parts[rank].to(sent[rank][rank].device) for parts in sent] for rank in self.ranks]
+        for rank, of_rank in enumerate(rooms):
+            for room, parts in zip(of_rank, sent, strict=True):
+                room.copy_(parts[rank])
+        return lambda: rooms
 
-    def two_shot(self, chunks: Iterable[Sequence[Chunk]], timeout_s: float) -> None:
-        for of_ranks in chunks:  # which do not gather: each rank has all tensors at hand
-            sent = [chunk.sent() for chunk in of_ranks]
-            for rank, chunk in enumerate(of_ranks):
-                chunk.add([shards[rank].to(sent[rank][rank].device) for shards in sent])
+    def gather(self, sent: Tensors, rooms: Sequence[Tensors], timeout_s: float) -> Callable[[], None]:
+        for of_rank in rooms:
+            for room, x in zip(of_rank, sent, strict=True):
+                room.copy_(x)
+        return lambda: None
 
 
 class Group:
@@ -106,40 +112,34 @@ class Group:
         self._wait(gathering, mine.device, timeout_s)
         return [[row[:n].view(mine.dtype) for row, n in zip(rows, nbytes, strict=True)]]
 
-    def exchange(self, sent: Sequence[Tensors], received: Sequence[Tensors], timeout_s: float) -> None:
-        (mine,), (rooms,) = sent, received
-        scattering, parts = self._scatter(mine, [room.nbytes for room in rooms], timeout_s)
-        self._wait(scattering, mine[0].device, timeout_s)
-        for room, part in zip(rooms, parts, strict=True):
-            bytes_of(room).copy_(part)
-
-    def two_shot(self, chunks: Iterable[Sequence[Chunk]], timeout_s: float) -> None:
-        pipelined(self._sum_chunk(chunk, timeout_s) for (chunk,) in chunks)
-
-    def _sum_chunk(self, chunk: Chunk, timeout_s: float) -> Iterator[None]:
-        sent = chunk.sent()
-        mine, device = sent[self._rank], sent[self._rank].device
-        scattering, parts = self._scatter(sent, [mine.nbytes] * self.world_size, timeout_s)
-        yield
-        self._wait(scattering, device, timeout_s)
-        total = chunk.add([part.view(mine.dtype) for part in parts]) if mine.numel() else mine
-        if not chunk.gathers:
-            return
-        rooms = chunk.rooms()
-        gathering, rows = self._gather(total, max(room.nbytes for room in rooms), timeout_s)
-        yield
-        self._wait(gathering, device, timeout_s)
-        for room, row in zip(rooms, rows, strict=True):
-            bytes_of(room).copy_(row[: room.nbytes])
-        chunk.arrived(rooms)
-
-    def _scatter(self, parts: Tensors, receives: list[int], timeout_s: float) -> tuple[dist.Work, Tensors]:
-        """Begins to send a part to each rank. Returns the work, and the bytes that it receives from each."""
-        flat = torch.cat([bytes_of(part) for part in parts])
-        received = flat.new_empty(sum(receives))
+    def exchange(self, sent: Sequence[Tensors], rooms: Rooms, timeout_s: float) -> Arriving:
+        (mine,) = sent
+        nbytes = [room.nbytes for room in rooms[0]] if rooms else [mine[self._rank].nbytes] * self.world_size
+        flat = torch.cat(list(mine))
+        received = flat.new_empty(sum(nbytes))
         options = self._options(dist.distributed_c10d.AllToAllOptions(), flat.device, timeout_s)
-        work = self._group.alltoall_base(received, flat, receives, [part.nbytes for part in parts], options)
-        return work, received.split(receives)
+        work = self._group.alltoall_base(received, flat, nbytes, [part.nbytes for part in mine], options)
+
+        def arrived():
+            self._wait(work, flat.device, timeout_s)
+            parts = received.split(nbytes)
+            for room, part in zip(rooms[0], parts, strict=True) if rooms else ():
+                room.copy_(part)
+            return [parts]
+
+        return arrived
+
+    def gather(self, sent: Tensors, rooms: Sequence[Tensors], timeout_s: float) -> Callable[[], None]:
+        (mine,), (of_ranks,) = sent, rooms
+        gathering, rows = self._gather(mine, max(room.nbytes for room in of_ranks), timeout_s)
+
+        def arrived():
+            self._wait(gathering, mine.device, timeout_s)
+            for rank, room in enumerate(of_ranks):
+                if rank != self._rank:
+                    bytes_of(room).copy_(rows[rank, : room.nbytes])
+
+        return arrived
 
     def _gather(self, mine: torch.Tensor, most: int, timeout_s: float) -> tuple[dist.Work, torch.Tensor]:
         """Begins to gather tensors of at most ``most`` bytes. Returns the work, and the ranks' bytes as padded rows."""

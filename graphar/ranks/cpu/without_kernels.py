@@ -86,11 +86,8 @@ class WithoutKernels:
 class GroupCalls:
     """The calls of one communicator over torch.distributed.
 
-    Ranks compare their calls before data is delivered: over gloo by headers of their messages, over another backend at
-    ``rendezvous``. They meet there before their first call in any case.
-
-    Attributes:
-        messages: the messages over gloo; None if calls have no headers.
+    Ranks compare their calls before data is delivered: over gloo by headers of their ``messages``, over another backend
+    at ``rendezvous``. They meet there before their first call in any case.
     """
 
     def __init__(self, group: dist.ProcessGroup, rendezvous: StoreRendezvous) -> None:
@@ -109,10 +106,9 @@ class GroupCalls:
     def bind(self, call: Call, x: torch.Tensor, timeout_s: float, run: Callable, algorithm: Algorithm) -> Callable:
         """Returns ``run``, a function of the call's operands, wrapped to compare calls and to name absent ranks.
 
-        The wrapper raises CommunicatorError on every rank if ranks call different things, and CollectiveTimeout if a
-        rank does not come within ``timeout_s`` seconds; on the CPU also if one fails later. A CUDA call is only queued:
-        once all ranks have come, the process group's own time-out applies. The hierarchical algorithm, which is meant
-        to be fast between hosts, compares nothing on GPUs.
+        It raises CommunicatorError on every rank if calls differ, and CollectiveTimeout if a rank does not come within
+        ``timeout_s`` seconds; on the CPU also if one fails later. A CUDA call is only queued: then the process group's
+        own time-out applies. The hierarchical algorithm, which shall be fast between hosts, compares nothing on GPUs.
         """
         on_cpu, by_hosts = x.device.type == "cpu", algorithm.row.across_hosts
         if by_hosts and not on_cpu:
@@ -166,14 +162,10 @@ class GroupCalls:
 
     @contextlib.contextmanager
     def one_call(self, op: str, agreed: str, by: str, timeout_s: float, notes: bool) -> Iterator[int]:
-        """The context of a call, which gives its number. It raises CollectiveTimeout for GroupFailed and RanksAbsent.
+        """The context of a call, ``agreed`` in words, which gives its number; CollectiveTimeout if ranks fail.
 
-        Two threads that are inside at the same time get ConcurrentCallError, and so do all later calls.
-
-        Args:
-            agreed: the call in words.
-            by: the algorithm, or the backend that makes the call.
-            notes: whether to record the call for other ranks. Without, GroupFailed knows which ranks have not made it.
+        Two threads that are inside at the same time get ConcurrentCallError, and so do all later calls. ``by`` is the
+        algorithm or the backend. Without ``notes`` for other ranks, GroupFailed knows which of them made no call.
         """
         begin = time.monotonic()
         if not self._one_thread.acquire(blocking=False):
@@ -228,8 +220,7 @@ class GroupCalls:
     def _last_words(self, broken: bool, absent: Collection[int] | None) -> list[LastWord]:
         """Returns what every rank did last. If a connection is ``broken``, waits a moment for a process to end.
 
-        The ranks ``absent`` are known not to have made this call, and all others to have made it; None: what ranks
-        recorded tells.
+        All but the ranks ``absent`` have made this call; None: what ranks recorded tells.
         """
         deadline = time.monotonic() + _GRACE_S
         while True:

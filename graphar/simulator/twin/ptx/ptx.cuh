@@ -109,11 +109,9 @@ inline void after_poll() {
   look_at_poll();
   after_load();
 }
-}  // namespace twin
 
 // ---- barriers of blocks and warps -----------------------------------------------------------------------------------
 
-namespace twin {
 inline void release(std::atomic<u32>& word, simulator::Reach reach = simulator::of_block) {
   simulator::extend_reach(reach);
   word.fetch_add(1, std::memory_order_release);
@@ -168,16 +166,9 @@ inline u32 block_of_all() {
   if (gridDim.x > most_blocks / 8) std::abort();
   return simulator::self().rank * (most_blocks / 8) + blockIdx.x;
 }
-}  // namespace twin
 
-inline u32 same_in_warp(u32 v) { return v; }
-inline u32 held(u32 v) { return v; }
-inline u64 __cvta_generic_to_global(const void* p) { return reinterpret_cast<u64>(p); }
-inline void* __cvta_global_to_generic(u64 p) { return reinterpret_cast<void*>(p); }
-inline bool elected() { return threadIdx.x % 32 == 5; }  // any one
-inline u32 block_in_cluster() { return blockIdx.x % twin::cluster_size(); }
+inline u32 first_of_cluster() { return block_of_all() - blockIdx.x % cluster_size(); }
 
-namespace twin {
 // Waits until `all` threads have arrived at a barrier, which only counts up, and acquires what they have released.
 inline void wait_for_arrivals(const std::atomic<u32>& word, u32 all) {
   const simulator::Waiting waiting("a barrier of the cluster, or of some warps");
@@ -195,39 +186,13 @@ inline void meet(std::atomic<u32> (&words)[2], u32 members, u32& times) {
   release(word);
   wait_for_arrivals(word, all);
 }
-}  // namespace twin
 
-// The arrival is relaxed: of what this thread has done, it releases the initialisation of mbarriers alone.
-inline void sync_cluster_mbarriers() {
-  static std::atomic<u32> words[twin::most_blocks][64];  // one a kernel
-  auto& word = words[twin::block_of_all() - block_in_cluster()][simulator::self().kernel];
-  simulator::release_view(&word, simulator::inits, simulator::generic);
-  simulator::release_view(&word, simulator::inits_for_copies, simulator::async_shared);
-  word.fetch_add(1, std::memory_order_relaxed);
-  twin::wait_for_arrivals(word, twin::cluster_size() * blockDim.x);
-}
-
-namespace twin {
 // `number` counts the barriers of a kernel from 0. Two words alternate as above.
 inline std::atomic<u32>& arrivals_at_cluster(u32 number) {
   static std::atomic<u32> words[most_blocks][64][2];  // two a kernel
-  return words[block_of_all() - block_in_cluster()][simulator::self().kernel][number % 2];
-}
-}  // namespace twin
-
-inline void arrive_at_cluster() { twin::release(twin::arrivals_at_cluster(simulator::self().cluster_barriers++)); }
-
-inline void wait_for_cluster() {
-  const u32 number = simulator::self().cluster_barriers - 1;
-  twin::wait_for_arrivals(twin::arrivals_at_cluster(number), (number / 2 + 1) * twin::cluster_size() * blockDim.x);
+  return words[first_of_cluster()][simulator::self().kernel][number % 2];
 }
 
-inline void store_in_cluster(float* here, u32 block, float v) {
-  const u32 first = blockIdx.x - block_in_cluster();
-  *static_cast<float*>(simulator::dynamic_shared_of(first + block, here)) = v;
-}
-
-namespace twin {
 // Two turns alternate: a lane that begins a third turn has met all lanes since they read the first.
 struct Exchange {
   u32 given[2][32];
@@ -244,6 +209,35 @@ inline Word exchange(Word v, Choose source) {
   return std::bit_cast<Word>(__atomic_load_n(&warp.given[turn][source(lane)], __ATOMIC_RELAXED));
 }
 }  // namespace twin
+
+inline u32 same_in_warp(u32 v) { return v; }
+inline u32 held(u32 v) { return v; }
+inline u64 __cvta_generic_to_global(const void* p) { return reinterpret_cast<u64>(p); }
+inline void* __cvta_global_to_generic(u64 p) { return reinterpret_cast<void*>(p); }
+inline bool elected() { return threadIdx.x % 32 == 5; }  // any one
+inline u32 block_in_cluster() { return blockIdx.x % twin::cluster_size(); }
+
+// The arrival is relaxed: of what this thread has done, it releases the initialisation of mbarriers alone.
+inline void sync_cluster_mbarriers() {
+  static std::atomic<u32> words[twin::most_blocks][64];  // one a kernel
+  auto& word = words[twin::first_of_cluster()][simulator::self().kernel];
+  simulator::release_view(&word, simulator::inits, simulator::generic);
+  simulator::release_view(&word, simulator::inits_for_copies, simulator::async_shared);
+  word.fetch_add(1, std::memory_order_relaxed);
+  twin::wait_for_arrivals(word, twin::cluster_size() * blockDim.x);
+}
+
+inline void arrive_at_cluster() { twin::release(twin::arrivals_at_cluster(simulator::self().cluster_barriers++)); }
+
+inline void wait_for_cluster() {
+  const u32 number = simulator::self().cluster_barriers - 1;
+  twin::wait_for_arrivals(twin::arrivals_at_cluster(number), (number / 2 + 1) * twin::cluster_size() * blockDim.x);
+}
+
+inline void store_in_cluster(float* here, u32 block, float v) {
+  const u32 first = blockIdx.x - block_in_cluster();
+  *static_cast<float*>(simulator::dynamic_shared_of(first + block, here)) = v;
+}
 
 template <class Word>
 Word __shfl_xor_sync(u32, Word v, int mask) {
@@ -407,6 +401,12 @@ inline T& static_shared() {
 namespace twin {
 // The ends of a rank's kernels and the begins of those after them; two words alternate, as for barriers.
 inline std::atomic<u32> order_of_kernels[8][2];
+
+inline void end_of_thread() {
+  carry_out_where([](const simulator::Copy&) { return true; });
+  simulator::make_own_visible();
+  release(order_of_kernels[simulator::self().rank][simulator::self().kernel % 2]);
+}
 }  // namespace twin
 
 inline void wait_for_previous_kernel() {
@@ -416,14 +416,6 @@ inline void wait_for_previous_kernel() {
 }
 
 inline void wait_for_previous_kernel(u32) { wait_for_previous_kernel(); }
-
-namespace twin {
-inline void end_of_thread() {
-  carry_out_where([](const simulator::Copy&) { return true; });
-  simulator::make_own_visible();
-  release(order_of_kernels[simulator::self().rank][simulator::self().kernel % 2]);
-}
-}  // namespace twin
 
 inline void release_next_kernel() { simulator::release_next_kernel(); }
 inline u64 global_time_ns() { return simulator::now_ns(); }

@@ -17,11 +17,7 @@ namespace twin {
 inline void check(const TensorMap& map) {
   if (map.base == nullptr) std::abort();
 }
-}  // namespace twin
 
-inline void prefetch(const TensorMap& map) { twin::check(map); }
-
-namespace twin {
 // 8 rows of a box on their way, between the matrix and shared memory.
 struct Piece {
   TensorMap map;
@@ -71,6 +67,8 @@ inline void add_pieces(const TensorMap& map, u32 x, u32 y, const void* shared, A
     add(new (simulator::make_memory(sizeof(Piece))) Piece{map, u32(x * map.element_nbytes / 2), y + r, box + r * 128});
 }
 }  // namespace twin
+
+inline void prefetch(const TensorMap& map) { twin::check(map); }
 
 inline void tensor_load(void* shared, const TensorMap& map, u32 x, u32 y, Mbarrier& loaded, u32 blocks) {
   for (u32 block = 0; blocks >> block; ++block) {

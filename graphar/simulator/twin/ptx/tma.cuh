@@ -25,8 +25,7 @@ inline u32 shared_address(const void* p) { return static_cast<const char*>(p) - 
 namespace twin {
 // The address in another block of the cluster that corresponds to `p` in this one.
 inline char* shared_of_block(u32 block, const void* p) {
-  const u32 first = block_of_all() - block_in_cluster();
-  return shared_of_blocks[first + block].load(std::memory_order_relaxed) + (shared_address(p) - 1024);
+  return shared_of_blocks[first_of_cluster() + block].load(std::memory_order_relaxed) + (shared_address(p) - 1024);
 }
 }  // namespace twin
 
