@@ -24,7 +24,7 @@ from torch import Tensor
 from graphar.numerics import codec_reference as specification
 from graphar.numerics.codec_reference import LANES, ROWS, RUN, WORD, Noise
 from graphar.numerics.codecs import TILE_NUMEL, Codec
-from graphar.numerics.dtypes import with_canonical_nan
+from graphar.numerics.dtypes import SAME_SIZE_INTEGER, with_canonical_nan
 
 _CHUNK_TILES = 256  # 1 MB of fp32. Of less, calling torch's functions would take longer than they do
 _CHECKED = 32  # elements that are looked at together, and rounded again together
@@ -66,7 +66,7 @@ def encode(values: Tensor, codec: Codec, noise: Noise | None = None) -> Tensor:
         if bad is not None:
             buckets[bad] = inverse[bad] = 0
         _pack_codes(codes, _codes(x, inverse, codec, halves), codec)
-        scales.view(-1).copy_(specification._pack_scales(scale, scale if zero is None else zero, codec))
+        _pack_scales(scales, scale, zero, bad, codec)
     return wire
 
 
@@ -120,6 +120,17 @@ def _scales(buckets: Tensor, codec: Codec) -> tuple[Tensor, Tensor | None, Tenso
     scale, zero = specification.scales(ends, codec)
     bad = scale.isnan()
     return scale, zero if codec.scheme == "minmax" else None, bad if bad.any() else None
+
+
+def _pack_scales(wire: Tensor, scale: Tensor, zero: Tensor | None, bad: Tensor | None, codec: Codec) -> None:
+    numbers = scale[:, None] if zero is None else torch.stack([scale, zero], 1)
+    bits = numbers.to(codec.scale_dtype).view(SAME_SIZE_INTEGER[codec.scale_dtype.itemsize])
+    if bad is not None:
+        bits[bad, 0] = torch.iinfo(bits.dtype).max
+    in_order = bits.view(len(wire), *specification._rows_and_buckets(codec), -1).transpose(1, 2)
+    held = in_order[0].numel() * bits.itemsize
+    wire[:, :held].view(bits.dtype).view(in_order.shape).copy_(in_order)
+    wire[:, held:] = 0
 
 
 # ---- codes ----------------------------------------------------------------------------------------------------------
