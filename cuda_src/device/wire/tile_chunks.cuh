@@ -57,14 +57,21 @@ DEVICE void send_tile(const Wire<C>& to, u32 j, const Tensor<T>& x, const Tensor
   if constexpr (C::feedback) store_error(errors, tile, mine, coded);
 }
 
-// The sum of the tiles at place j of the slots `slot_of(rank)`.
+// Place j of the slots `slot_of(rank)`.
+template <class C, class SlotOf>
+struct FromSlots {
+  SlotOf slot_of;
+  u32 j;
+
+  template <int Count>
+  DEVICE bool operator()(int first, Received<C> (&part)[Count]) const {
+#pragma unroll
+    for (int r = 0; r < Count; ++r) visit_received(slot_of(first + r), j, part[r], Load{});
+    return true;
+  }
+};
+
 template <class C, int N, class SlotOf>
 DEVICE void sum_of_slots(SlotOf slot_of, u32 j, float (&total)[tile_rows][run_numel]) {
-  const auto fetch = [=](int first, auto& part) {
-#pragma unroll
-    for (int r = 0; r < int(sizeof(part) / sizeof(part[0])); ++r)
-      visit_received(slot_of(first + r), j, part[r], Load{});
-    return true;
-  };
-  sum_of_parts<C, N>(fetch, total);
+  sum_of_parts<C, N>(FromSlots<C, SlotOf>{slot_of, j}, total);
 }
