@@ -65,11 +65,6 @@ def _order(work: Sum | Parts | Norm) -> list[str]:
     return ["added as a tree", *result] if work.order == "tree" else []
 
 
-def _is_plain(work: Sum | Parts) -> bool:
-    """Whether no option changes the result: sums are in rank order, in the dtype of the tensor."""
-    return not (work.codec or work.epilogue or work.out_dtype) and work.order == "rank"
-
-
 def _options(work: Sum | Parts) -> list[str]:
     return _wire_and_epilogue(work) + _order(work) + _beside(work)
 
@@ -87,8 +82,12 @@ class Sum(NamedTuple):
 
     op = "allreduce"
     unit = "elements"
-    is_plain = property(_is_plain)
     options = property(_options)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether no option changes the result: it is the sum in rank order, in the dtype of the tensor."""
+        return self._replace(shape=(), beside="") == type(self)(self.numel)
 
     @property
     def parts(self) -> tuple[int, ...]:
@@ -112,8 +111,12 @@ class Parts(NamedTuple):
     out_dtype: torch.dtype | None = None  # the dtype of the result; None: that of the tensor
 
     unit = "elements"
-    is_plain = property(_is_plain)
     options = property(_options)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether no option changes the result: sums are in rank order, in the dtype of the tensor."""
+        return self._replace(axis=0, beside="", row=()) == type(self)(self.op, self.parts)
 
     def amount(self, dtype: torch.dtype) -> str:
         axis = f" along axis {self.axis}" if self.axis else ""

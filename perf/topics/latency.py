@@ -64,7 +64,6 @@ def cases(world_size: int) -> list[Case]:
         case(op="allreduce", size=256 * MB, dtype="float32"),
         case(op="allreduce", size=256 * MB),
         *scattered,
-        *([case(op="reducescatter", size=256 * MB)] if world_size == 2 else []),
         *norms,
         *(
             case(op="allreduce", size=size, codec=codec)

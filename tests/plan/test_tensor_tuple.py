@@ -67,8 +67,9 @@ def test_a_launch_is_given_every_tensor_and_the_rows_of_every_rank(monkeypatch):
     made, published, call = [], {}, call_of(WORK)
     rendezvous = SimpleNamespace(publish=published.__setitem__)
     engine = rank_one_of_four(monkeypatch, FLAGGED, lambda runner, *bound: made.append(bound), rendezvous)
-    monkeypatch.setattr(collective, "plan_of_slices", lambda *_: collective.Plan(None, None))
-    engine.select = lambda call, x: select.select(call, FACTS)
+    config, reason = select.select(call, FACTS)
+    monkeypatch.setattr(collective, "plan_of_slices", lambda *_: collective.Plan(None, config))
+    engine.select = lambda call, x: (config, reason)
 
     collective.bind_tuple(engine, call, [Operands((torch.empty(2),), ())])
 
@@ -77,7 +78,6 @@ def test_a_launch_is_given_every_tensor_and_the_rows_of_every_rank(monkeypatch):
     assert list(arguments.row_nbytes) == [7, 12, 0, 0]
     assert list(arguments.rows) == [3, 0, 2, 1, 0, 0, 0, 0]
     assert list(arguments.first_row) == [0, 3, 3, 5, 0, 0, 0, 0]
-    config, _ = select.select(call, FACTS)
     assert list(published.values()) == [
         f"{words_of(WORK)} by allgather_flagged in {config.blocks} blocks of {config.threads} threads"
     ]
