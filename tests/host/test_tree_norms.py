@@ -173,7 +173,7 @@ MUTANTS = {
     ),
     "a residual added by the owner and by its peers": (
         TWO_SHOT,
-        "norm.template take<is_tree<Order>>(row,",
+        "norm.template take<are_same<Order, TreeOrder>>(row,",
         "norm.take(row,",
         "allreduce_rmsnorm_two_shot",
     ),
