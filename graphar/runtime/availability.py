@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import itertools
+import operator
 import os
 import re
 import tomllib
@@ -145,7 +146,8 @@ def meets(version: str, specifier: str) -> bool:
     rules = [re.fullmatch(r"(>=|<)(\d.*)", rule) for rule in filter(None, specifier.replace(" ", "").split(","))]
     if not all(rules):
         raise ValueError(f"{specifier} has a rule other than >= and <")
-    return all((_numbers(version) >= _numbers(rule[2])) == (rule[1] == ">=") for rule in rules if rule)
+    allows = {">=": operator.ge, "<": operator.lt}
+    return all(allows[rule[1]](_numbers(version), _numbers(rule[2])) for rule in rules if rule)
 
 
 def install(*names: str) -> str:

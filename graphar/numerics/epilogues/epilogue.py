@@ -272,7 +272,8 @@ def bind(
 ) -> tuple[Pointwise, EpilogueInputs]:
     """Returns the form of an expression for results like ``x``, and one rank's inputs, which are sorted by name.
 
-    ValueError, which names ``op``, if kernels do not sum the dtype of ``x``, or an argument fits not ``x`` or ``text``.
+    ValueError, which names ``op``, if kernels do not sum the dtype of ``x``, or an argument does not fit ``x`` or the
+    expression.
     """
     properties = tuple([(tensor.dtype, tensor.numel(), tensor.device) for tensor in tensors])
     form = _form(op, text, x.shape, x.dtype, x.device, properties, len(scalars))
