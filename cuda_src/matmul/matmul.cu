@@ -70,6 +70,10 @@ __device__ void consume_scaled(const ScaledMatmulArguments& a, const TensorMap& 
   tiles.wait();
 }
 
+// A kernel that is launched early puts two blocks on each SM that is free first, and leaves others idle. The sum of a C
+// with this many elements or more loses more time by that than it gains (reports/h200x2/notes.md).
+constexpr u64 early_numel = 3 << 20;
+
 template <class T, class Tile, OperandLayout W, class Result, class Scales = Unscaled>
 __global__ void __launch_bounds__(128 + 128 * Tile::consumers, 1)
     matmul(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap w_map,
@@ -92,7 +96,7 @@ __global__ void __launch_bounds__(128 + 128 * Tile::consumers, 1)
     if (threadIdx.x < 32 && elected()) {
       fence_async_proxy_global();  // the kernel before may have written A
       Producer<Tile, W, T>{a, a_map, w_map, ring}.run(Walk<Tile>{a});
-      release_next_kernel();
+      if (u64(a.m) * a.n < early_numel) release_next_kernel();
     }
   } else {
     if constexpr (Tile::consumers == 2) grow_registers<232>();
