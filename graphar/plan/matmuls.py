@@ -55,15 +55,18 @@ def is_skinny(world_size: int, rows: int, columns: int, itemsize: int = 2) -> bo
     return any(rows <= algorithm.row.tiles[-1].rows and algorithm.row.fits(world_size, nbytes) for algorithm in _SKINNY)
 
 
+def _fits_skinny(work: Product, world_size: int) -> bool:
+    """Returns whether a skinny kernel can multiply and sum a product of 16-bit elements, whole on every rank."""
+    is_whole = not (work.codec or work.owns_rows)
+    return is_whole and is_skinny(world_size, sum(work.parts), work.columns, work.sent_itemsize)
+
+
 def fused_algorithm(table: Table, work: Product, world_size: int) -> Algorithm:
     """Returns the algorithm of a product of 16-bit elements in one kernel, summed or with gathered rows."""
-    rows, columns = sum(work.parts), work.columns
-    # With a codec or an epilogue each rank sums its own rows, which no skinny kernel does.
-    itemsize = work.sent_itemsize
-    skinny = not work.codec and not work.epilogue and is_skinny(world_size, rows, columns, itemsize)
-    takers = with_kernels(work.summing_op)
+    takers, skinny = with_kernels(work.summing_op), _fits_skinny(work, world_size)
     fitting = [taker for taker in takers if taker.row.is_skinny == skinny] or takers  # not every op has skinny kernels
-    return next(taker for taker in fitting if taker.row.suits(table, world_size, itemsize * rows * columns))
+    nbytes = sum(work.parts) * work.columns * work.sent_itemsize
+    return next(taker for taker in fitting if taker.row.suits(table, world_size, nbytes))
 
 
 class MatmulChoice(NamedTuple):
@@ -107,36 +110,26 @@ def _nearest(measured: tuple[MeasuredMatmul, ...], m: int, n: int, k: int) -> Me
     return min(measured, key=lambda other: sum(abs(math.log2(a / b)) for a, b in zip(other[:3], shape, strict=True)))
 
 
-def prefers_tiles(
-    policy: MatmulPolicy,
-    chip: Chip,
-    world_size: int,
-    rows: int,
-    columns: int,
-    scattered: bool = False,
-    codec: str = "",
-    factors: Factors = PLAIN,
-    sent_itemsize: int = 2,
-) -> bool:
-    """Returns whether one fused kernel was measured to be faster than a matmul followed by its sum, [rows, columns].
+def prefers_tiles(work: Product, policy: MatmulPolicy, chip: Chip, world_size: int) -> bool:
+    """Returns whether one fused kernel was measured to be faster than a matmul followed by its sum.
 
-    ``scattered``: whether each rank sums its own rows even of a skinny result, which no skinny kernel does: in a
-    reduce-scatter, or with an epilogue. Tiles of e4m3 operands and of fp32 partials have the same threshold as others
-    (e4m3, 512 x 8192 between two H200s: 49.7 us in tiles, 56.1 us in two steps). Nothing was measured where more than
-    two communicators share a GPU: a fused kernel has only a share of its SMs.
+    Tiles of e4m3 operands and of fp32 partials have the same threshold as others (e4m3, 512 x 8192 between two H200s:
+    49.7 us in tiles, 56.1 us in two steps). Nothing was measured where more than two communicators share a GPU: a fused
+    kernel has only a share of its SMs.
     """
     if chip.communicators > 2:
         return False
-    if not scattered and not codec and is_skinny(world_size, rows, columns, sent_itemsize):
-        if factors.most_skinny_rows and rows > factors.most_skinny_rows:
+    rows, columns = sum(work.parts), work.columns
+    if _fits_skinny(work, world_size):
+        if work.factors.most_skinny_rows and rows > work.factors.most_skinny_rows:
             return False
         blocks, room = -(-columns // SkinnyTile.columns), chip.shared_blocks()
         waves = -(-blocks // room)
         is_busy = waves == 1 or blocks / (waves * room) >= policy.skinny_least_busy
         return is_busy and columns >= policy.skinny_from_columns.get(world_size, math.inf)
-    if codec and scattered:
+    if work.codec and work.owns_rows:
         return False
-    return rows * columns >= policy.tiles_from(world_size, bool(codec))
+    return rows * columns >= policy.tiles_from(world_size, bool(work.codec))
 
 
 def may_take_one_kernel(work: Product, dtype: torch.dtype) -> bool:
@@ -152,10 +145,7 @@ def takes_one_kernel(work: Product, policy: MatmulPolicy, chip: Chip, world_size
     """Whether one kernel multiplies and sums: it can, and the call asks for it, or it was measured to be faster."""
     if why_not_columns(work, chip, world_size):
         return False
-    if work.partition == "tiles":
-        return True
-    shape, scattered = (sum(work.parts), work.columns), work.scattered or work.epilogue is not None
-    return prefers_tiles(policy, chip, world_size, *shape, scattered, work.codec, work.factors, work.sent_itemsize)
+    return work.partition == "tiles" or prefers_tiles(work, policy, chip, world_size)
 
 
 def why_not_columns(work: Product, chip: Chip, world_size: int) -> Reason | None:
