@@ -286,7 +286,9 @@ def _lossless(sizes: Sizes, op: str) -> Row:
         max_blocks=sizes.pipeline_blocks,
         compresses=True,
         default_grid=lambda world_size, nbytes: Grid(sizes.pipeline_blocks, 512, sizes.lossless_chunk),
-        packs_a_block=lambda world_size, threads, chunk: chunk * world_size * 2 * TILE_NUMEL // PACK_NBYTES,
+        packs_a_block=lambda world_size, threads, chunk: (
+            chunk * (world_size if is_sum else 1) * 2 * TILE_NUMEL // PACK_NBYTES
+        ),
     )
 
 

@@ -16,8 +16,7 @@ from graphar.numerics.codecs import codec as codec_of_text
 from graphar.numerics.partitions import BATCH_INVARIANT, TP_INVARIANT, split
 from graphar.plan.algorithms import MATMUL_ARCH, MATMUL_TYPES, Algorithm, kernels_that, with_kernels
 from graphar.plan.policy import Chip, MatmulPolicy, MeasuredMatmul, TileCost
-from graphar.plan.scratch import MATMUL_BOX_ROWS, MATMUL_PARTIAL_PLACES
-from graphar.plan.slices import rows_a_launch
+from graphar.plan.scratch import MATMUL_BOX_COLUMNS, MATMUL_BOX_ROWS, MATMUL_PARTIAL_PLACES, boxes_a_slot
 from graphar.plan.tables import Table
 from graphar.plan.tiles import (
     FP8_TILES,
@@ -158,8 +157,9 @@ def why_not_columns(work: Product, chip: Chip, world_size: int) -> Reason | None
 
 
 def summed_rows_a_launch(work: Product, world_size: int) -> int:
-    """Returns how many rows of each rank's part one launch sums. Partials take several places in the scratch."""
-    return rows_a_launch(world_size, work.columns, MATMUL_PARTIAL_PLACES if work.as_tree else 1)
+    """Returns how many rows of each rank's part one launch sums."""
+    places = MATMUL_PARTIAL_PLACES if work.as_tree else 1  # of a box in the scratch
+    return boxes_a_slot(world_size) // places // -(-work.columns // MATMUL_BOX_COLUMNS) * MATMUL_BOX_ROWS
 
 
 # ---- estimates: which tile multiplies a shape in the least time, of any kind of tiles --------------------------------
@@ -224,7 +224,7 @@ def _is_useful(tile: MatmulTile, shape: Shape, sms: Sms) -> bool:
     several (H100). A last round gains less than 10 % after more than four others. A tile of 96 columns loads its rows
     for few products, and is for one round, too.
     """
-    tiles, count, room = _tiles(tile, shape.rows, shape.n), sms.total, sms.room(tile)
+    tiles, count, room = tiles_of_clusters(tile, shape.rows, shape.n), sms.total, sms.room(tile)
     if tile.tail_split > 1:
         return count <= tiles < 5 * count and 0 < tiles % count <= room // tile.tail_split
     return (tile.split == 1 and tile.columns != 96) or tiles <= room // tile.split
@@ -236,7 +236,7 @@ def _alone(cost: TileCost, tile: MatmulTile, shape: Shape, sms: Sms) -> tuple[fl
     The weight comes from memory. That limits matmuls with few rows whether their leaves are split or not.
     """
     parts, n, k, _ = shape
-    tiles, rows = _tiles(tile, parts, n), min(sum(parts), tile.rows)
+    tiles, rows = tiles_of_clusters(tile, parts, n), min(sum(parts), tile.rows)
     if tail := tile.of_tail:
         busiest = tiles // sms.total * clocks(cost, tile, [rows], tile.columns, k, 1)
         busiest += _split_clocks(cost, tail, rows, tiles % sms.total, k) + cost.clocks_a_tail * 64 / k
@@ -264,7 +264,7 @@ def clocks(cost: TileCost, tile: MatmulTile, rows: Sequence[int], n: int, k: int
     Blocks that split the leaves of a tile each compute a part of it, not counting what they exchange. ``rows`` are the
     rows of each part of C, which has ``n`` columns; no tile spans two parts.
     """
-    rounds = -(-_tiles(tile, rows, n) // max(sms // tile.blocks, 1))  # tiles of the busiest cluster
+    rounds = -(-tiles_of_clusters(tile, rows, n) // max(sms // tile.blocks, 1))  # tiles of the busiest cluster
     step = max(tile.rows * tile.columns * cost.clocks_a_product, (tile.rows + tile.columns) * cost.clocks_a_line)
     step += (tile.rows + tile.columns / tile.cluster) * cost.wait_a_line
     step *= cost.clustered if tile.cluster > 1 else 1
@@ -273,7 +273,7 @@ def clocks(cost: TileCost, tile: MatmulTile, rows: Sequence[int], n: int, k: int
     return (rounds * step + stored * 64 / k) / tile.split
 
 
-def _tiles(tile: MatmulTile, rows: Sequence[int], n: int) -> int:
+def tiles_of_clusters(tile: MatmulTile, rows: Sequence[int], n: int) -> int:
     """Returns how many tiles clusters compute: a cluster that loads W together has tiles below each other."""
     return sum(-(-m // (tile.rows * tile.cluster)) for m in rows) * -(-n // tile.columns)
 

@@ -91,7 +91,8 @@ class Row:
     policy_grid: PolicyGrid | None = None  # None: an entry of a tuning table has the grid
     # A function from world size and bytes to the largest grid that it has without an entry.
     default_grid: Callable[[int, int], Grid] = lambda world_size, nbytes: Grid(128, 256)
-    # A function from world size, threads and chunk to the packs of the tensor that a block handles at a time.
+    # A function from world size, threads and chunk to the packs of the tensor, or of the largest part, that a block
+    # handles at a time.
     packs_a_block: Callable[[int, int, int], int] = lambda world_size, threads, chunk: threads
     in_groups: bool = False  # whether a block has a group of whole warps for each rank
     # Whether one block more than has work is launched, if there is room: the last block tells the other ranks what is

@@ -179,12 +179,12 @@ def _measured(call: Call[Sum | Parts | TensorTuple | Exchange], facts: Facts, as
     if copying and isinstance(call.work, Exchange) and copying.row.direct not in call.symmetric:
         copying = None  # through scratch its copies take longer than its kernels
     table = serving(facts.table, facts.world_size) if is_sum else facts.table
-    entries, ranks = (table.rows[facts.world_size], facts.world_size) if is_sum else (table.parts[call.op], 1)
+    entries = table.rows[facts.world_size] if is_sum else table.parts[call.op]
     taken = asked or compressing or copying
     if taken and taken.row.copies:
         config = by_policy(taken, call, facts)
     else:
-        config = by_entries(entries, ranks, call.nbytes, taken)
+        config = by_entries(entries, facts.world_size, call.nbytes, taken)
     by_size = ("a guess " if table.name == DEFAULT else "the fastest ") if is_sum else ""
     why = "lossless compression, chosen " if compressing else "asked for, shaped " if asked else by_size
     if config.algorithm.row.copies:
@@ -192,7 +192,7 @@ def _measured(call: Call[Sum | Parts | TensorTuple | Exchange], facts: Facts, as
         why = f"by copy engines, 1 block while ranks meet{adds}, {why if asked else 'chosen '}"
     off = "; lossless compression is off" if compresses and not compressing else ""
     choice = Choice(config, f"{why}{_by_table(table, call, facts)}{off}")
-    config, reason = choice if taken else _served(*choice, entries, ranks, call, facts)
+    config, reason = choice if taken else _served(choice, entries, call, facts)
     direct = config.algorithm.row.direct
     if direct and direct in call.symmetric:
         config, reason = replace(config, direct=True), f"{reason}, {_DIRECTLY[direct]}"
@@ -204,13 +204,14 @@ def _by_table(table: Table, call: Call, facts: Facts) -> str:
     return f"by table {table.name!r} for {facts.world_size} ranks and {size}"
 
 
-def _served(config: Config, reason: str, entries: Sequence[dict], world_size: int, call: Call, facts: Facts) -> Choice:
+def _served(choice: Choice, entries: Sequence[dict], call: Call, facts: Facts) -> Choice:
     """Returns what a table chose, or if that cannot serve the call, the algorithm that can serve every call."""
+    config, reason = choice
     if not is_loaded(named := named_by(entries, call.nbytes)):
         reason = f"{reason}; the table's {named} is not loaded in this process"
     if lacks := _lacks(config.algorithm.row, call.work) or _why_not(config.algorithm, call, facts):
         reason = f"{config.algorithm.value}, {reason}, {lacks}"
-        config = by_entries(entries, world_size, call.nbytes, GENERAL[call.op])
+        config = by_entries(entries, facts.world_size, call.nbytes, GENERAL[call.op])
     return Choice(config, reason)
 
 
@@ -221,7 +222,8 @@ def _of_any_sizes(call: Call, facts: Facts, asked: Algorithm | None) -> Choice:
         raise UnsupportedError(
             f"{call.op}: {call.algorithm} cannot serve this call: no rank knows all sizes; {general.value} does"
         )
-    config = by_entries(table.parts[call.op], 1, sys.maxsize, general)  # the grid is that of the largest parts
+    # The grid is that of the largest parts.
+    config = by_entries(table.parts[call.op], facts.world_size, sys.maxsize, general)
     return Choice(config, f"{'asked for, shaped ' if asked else ''}by table {table.name!r} for parts of any size")
 
 

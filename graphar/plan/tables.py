@@ -52,9 +52,7 @@ class Table:
     parts: dict[str, list[dict]] = field(default_factory=_default("parts"))
     chip: policy.Chip = field(default_factory=_default("chip"))  # the kind of GPU that the table is for
     quantized: policy.QuantizedPolicy = field(default_factory=_default("quantized"))  # grids with a codec on the wire
-    lossless: policy.LargeCallsPolicy = field(
-        default_factory=_default("lossless")
-    )  # thresholds of lossless compression
+    lossless: policy.LargeCallsPolicy = field(default_factory=_default("lossless"))  # thresholds of compression
     copies: policy.CopiesPolicy = field(default_factory=_default("copies"))  # thresholds and chunks of copy engines
     norm: policy.NormPolicy = field(default_factory=_default("norm"))  # thresholds of all-reduces with RMSNorm
     beside: policy.BesidePolicy = field(default_factory=_default("beside"))  # the grid beside other work
@@ -70,9 +68,8 @@ class Table:
 
     def to_json(self) -> str:
         """Returns the table as JSON text, with one entry a line."""
-        sections = {key: getattr(self, key) for key in _HEAD}
-        sections |= {key: dict(sorted(getattr(self, key).items())) for key in _BY_WORLD_SIZE}
-        sections |= {"parts": self.parts} | {key: _written(getattr(self, key)) for key in POLICIES}
+        sections = _written(self)
+        sections |= {key: dict(sorted(sections[key].items())) for key in _BY_WORLD_SIZE}
         return _text({key: section for key, section in sections.items() if section or key in _REQUIRED}) + "\n"
 
 
@@ -129,7 +126,7 @@ def by_entries(entries: Sequence[dict], world_size: int, nbytes: int, algorithm:
     """Returns the configuration of a call of ``nbytes``, by its first entry of an algorithm that is loaded and fits.
 
     With ``algorithm`` the configuration has this algorithm: by its first entry that fits, else by its last entry, or
-    with its default grid if it has no entry. Entries of parts serve every world size: theirs is 1.
+    with its default grid if it has no entry.
     """
     known = [entry for entry in entries if entry["algorithm"] == algorithm.value] if algorithm else loaded(entries)
     if algorithm is not None and not known:
