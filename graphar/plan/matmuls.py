@@ -249,8 +249,7 @@ def _alone(cost: TileCost, tile: MatmulTile, shape: Shape, sms: Sms) -> tuple[fl
 def _split_clocks(cost: TileCost, tile: MatmulTile, rows: int, tiles: int, k: int, limit: float = 0) -> float:
     """Returns the estimated clocks, for 64 of K, of a round of tiles of ``rows`` whose leaves are split.
 
-    Blocks that split leaves load as many lines through L2 as fewer blocks do, and exchange their sums. Something else
-    takes ``limit`` clocks or more.
+    Blocks that split leaves load as many lines through L2 as others, and exchange their sums. ``limit`` is a minimum.
     """
     alone, lines = clocks(cost, tile, [rows], tile.columns, k, tile.blocks), tiles * (rows + tile.columns)
     return max(alone, limit, lines * cost.clocks_a_line_of_l2) + cost.clocks_an_exchange * 64 / k

@@ -94,8 +94,7 @@ class QuantizedPolicy:
 class LargeCallsPolicy:
     """An algorithm that "auto" takes for large calls alone."""
 
-    # By world size, the bytes of the tensor, or of the largest part, from which on "auto" takes the algorithm. Without
-    # an entry it never does.
+    # By world size, the bytes of the tensor or the largest part from which on "auto" takes it; no entry: it never does.
     allreduce_from_nbytes: ByWorldSize
     reducescatter_from_nbytes: ByWorldSize
     allgather_from_nbytes: ByWorldSize

@@ -17,6 +17,7 @@ from graphar.numerics.codecs import Codec
 from graphar.numerics.codecs import codec as codec_of_text
 from graphar.numerics.dtypes import BYTE, TYPE_NAMES
 from graphar.numerics.epilogues.epilogue import Pointwise
+from graphar.plan import tables
 from graphar.plan.algorithms import (
     COMPRESSING,
     COPYING,
@@ -34,23 +35,9 @@ from graphar.plan.grids import CLUSTERS
 from graphar.plan.policy import Chip, LargeCallsPolicy
 from graphar.plan.row import Row
 from graphar.plan.scratch import MAX_BLOCKS, MAX_RANKS, NORM_ROW_PACKS, PACK_NBYTES
-from graphar.plan.tables import (
-    DEFAULT,
-    Table,
-    by_entries,
-    expected_quantized_us,
-    expected_us,
-    loaded,
-    named_by,
-    serving,
-)
 from graphar.plan.work import MOVING, Exchange, Norm, Parts, Sum, TensorTuple, template_of
 
 _DIRECTLY = {"input": "straight from the symmetric inputs", "output": "straight into the symmetric output"}
-
-
-def _refuse_hierarchy() -> str:
-    raise UnsupportedError("allreduce: hierarchical cannot serve this call: no process group is known")
 
 
 @dataclass(frozen=True)
@@ -58,13 +45,13 @@ class Facts:
     """The inputs of a choice besides the call."""
 
     world_size: int
-    table: Table
+    table: tables.Table
     chip: Chip  # what the ranks' GPUs have in common; meaningless with a ``problem``
     problem: Reason | None = None  # why no kernel can serve the call
     # Returns why multimem algorithms are not available. The first call is collective.
     why_no_multicast: Callable[[], Reason | None] = lambda: None
-    # Makes the groups of the hierarchical algorithm, and returns their description. Collective.
-    set_up_hierarchy: Callable[[], str] = _refuse_hierarchy
+    # Makes the groups of the hierarchical algorithm, and describes them. Collective. None: there is no process group.
+    set_up_hierarchy: Callable[[], str] | None = None
     stand_in: bool = False  # whether multimem algorithms run without multimem instructions, for tests
     lossless: bool = True  # whether "auto" may compress bf16 without loss
 
@@ -154,6 +141,8 @@ def _hierarchical(call: Call[Sum | Parts | TensorTuple | Exchange], facts: Facts
     if codec and (codec.feedback or codec.rounding == "stochastic"):
         kind = "a residual" if codec.feedback else "stochastic rounding"
         raise UnsupportedError(f"{call.op}: hierarchical cannot serve this call: it rounds sums, without {kind}")
+    if facts.set_up_hierarchy is None:
+        raise UnsupportedError(f"{call.op}: hierarchical cannot serve this call: no process group is known")
     reason = facts.set_up_hierarchy()
     across = f"{reason}; across hosts {codec.bits_per_element:g} bits an element" if codec else reason
     return Choice(HIERARCHICAL, across)
@@ -178,14 +167,14 @@ def _measured(call: Call[Sum | Parts | TensorTuple | Exchange], facts: Facts, as
     copying = None if asked or compressing else _for_large(COPYING, facts.table.copies, call, facts)
     if copying and isinstance(call.work, Exchange) and copying.row.direct not in call.symmetric:
         copying = None  # through scratch its copies take longer than its kernels
-    table = serving(facts.table, facts.world_size) if is_sum else facts.table
+    table = tables.serving(facts.table, facts.world_size) if is_sum else facts.table
     entries = table.rows[facts.world_size] if is_sum else table.parts[call.op]
     taken = asked or compressing or copying
     if taken and taken.row.copies:
         config = by_policy(taken, call, facts)
     else:
-        config = by_entries(entries, facts.world_size, call.nbytes, taken)
-    by_size = ("a guess " if table.name == DEFAULT else "the fastest ") if is_sum else ""
+        config = tables.by_entries(entries, facts.world_size, call.nbytes, taken)
+    by_size = ("a guess " if table.name == tables.DEFAULT else "the fastest ") if is_sum else ""
     why = "lossless compression, chosen " if compressing else "asked for, shaped " if asked else by_size
     if config.algorithm.row.copies:
         adds = "" if call.op in MOVING else f" and {config.blocks} while a rank adds"
@@ -199,7 +188,7 @@ def _measured(call: Call[Sum | Parts | TensorTuple | Exchange], facts: Facts, as
     return Choice(config, f"{reason}{_what_is_added(call.work)}")
 
 
-def _by_table(table: Table, call: Call, facts: Facts) -> str:
+def _by_table(table: tables.Table, call: Call, facts: Facts) -> str:
     size = f"{call.nbytes} bytes" if isinstance(call.work, Sum) else f"a largest part of {call.nbytes} bytes"
     return f"by table {table.name!r} for {facts.world_size} ranks and {size}"
 
@@ -207,11 +196,11 @@ def _by_table(table: Table, call: Call, facts: Facts) -> str:
 def _served(choice: Choice, entries: Sequence[dict], call: Call, facts: Facts) -> Choice:
     """Returns what a table chose, or if that cannot serve the call, the algorithm that can serve every call."""
     config, reason = choice
-    if not is_loaded(named := named_by(entries, call.nbytes)):
+    if not is_loaded(named := tables.named_by(entries, call.nbytes)):
         reason = f"{reason}; the table's {named} is not loaded in this process"
     if lacks := _lacks(config.algorithm.row, call.work) or _why_not(config.algorithm, call, facts):
         reason = f"{config.algorithm.value}, {reason}, {lacks}"
-        config = by_entries(entries, facts.world_size, call.nbytes, GENERAL[call.op])
+        config = tables.by_entries(entries, facts.world_size, call.nbytes, GENERAL[call.op])
     return Choice(config, reason)
 
 
@@ -223,7 +212,7 @@ def _of_any_sizes(call: Call, facts: Facts, asked: Algorithm | None) -> Choice:
             f"{call.op}: {call.algorithm} cannot serve this call: no rank knows all sizes; {general.value} does"
         )
     # The grid is that of the largest parts.
-    config = by_entries(table.parts[call.op], facts.world_size, sys.maxsize, general)
+    config = tables.by_entries(table.parts[call.op], facts.world_size, sys.maxsize, general)
     return Choice(config, f"{'asked for, shaped ' if asked else ''}by table {table.name!r} for parts of any size")
 
 
@@ -334,7 +323,7 @@ def needed_kernels(
     symmetric: bool = False,
     trees: bool = False,
 ) -> Iterator[Kernel]:
-    """Yields every kernel that calls of ``ops`` may need, apart from those of matmuls.
+    """Yields every kernel that calls of ``ops`` may need, apart from those of matmuls and losses.
 
     ``ops`` are names in PREPARED, and algorithms from outside the package; UnsupportedError if such an algorithm has no
     kernel for these ranks. Tensors have at most ``max_nbytes`` (None: any size). Calls may have one of ``codecs`` or of
@@ -346,36 +335,30 @@ def needed_kernels(
             if why := _why_not_here(Algorithm(op), facts):
                 raise UnsupportedError(f"prepare: {op} cannot be prepared: {why}")
             yield from _variants([Algorithm(op)], dtypes, symmetric)
-            continue
-        if any(algorithm.row.tiles for algorithm in with_kernels(op)):
-            continue
-        if op == PREPARED_TUPLE:
+        elif op == PREPARED_TUPLE:
             for algorithm in _up_to(facts, None, "allgather"):
                 if TUPLE_VARIANT in algorithm.row.variants:
                     yield Kernel(algorithm, BYTE, template=TUPLE_VARIANT)
-            continue
-        if op in norms.PREPARED:
+        elif op in norms.PREPARED:
             of, output = norms.PREPARED[op]
             orders = ("rank", "tree") if trees and output == "like_input" else ("rank",)
             clusters = CLUSTERS if facts.chip.has_clusters else CLUSTERS[:1]
             for order, algorithm, dtype, cluster in itertools.product(orders, with_kernels(of), dtypes, clusters):
-                norm = Norm(of, (), 1, output, order=order, out_dtype=dtype)
-                yield Kernel(
-                    algorithm, torch.float32 if order == "tree" else dtype, template=template_of(norm, cluster)
-                )
-            continue
-        plain, general = _up_to(facts, max_nbytes, op), GENERAL[op]
-        results = [(dtypes, "rank", None), *(((torch.float32,), "tree", dtype) for dtype in dtypes if trees)]
-        for (elements, order, result), epilogue in itertools.product(results, (None, *epilogues)):
-            work = Sum(0, epilogue=epilogue, order=order, out_dtype=result)
-            takers = dict.fromkeys(general if _lacks(taker.row, work) else taker for taker in plain)
-            if not _lacks(general.row, work):
-                yield from _variants(list(takers), elements, symmetric, epilogue, template_of(work))
-        least = facts.table.lossless.least(op, facts.world_size)
-        if facts.lossless and least is not None and (max_nbytes is None or max_nbytes >= least):
-            yield from _variants([COMPRESSING[op]], dtypes, symmetric)
-        for codec, dtype in itertools.product(codecs, dtypes):
-            yield from [Kernel(algorithm, dtype, codec=codec) for algorithm in algorithms_of(codec, op)]
+                template = template_of(Norm(of, (), 1, output, order=order, out_dtype=dtype), cluster)
+                yield Kernel(algorithm, torch.float32 if order == "tree" else dtype, template=template)
+        elif op in GENERAL:
+            plain, general = _up_to(facts, max_nbytes, op), GENERAL[op]
+            results = [(dtypes, "rank", None), *(((torch.float32,), "tree", dtype) for dtype in dtypes if trees)]
+            for (elements, order, result), epilogue in itertools.product(results, (None, *epilogues)):
+                work = Sum(0, epilogue=epilogue, order=order, out_dtype=result)
+                takers = dict.fromkeys(general if _lacks(taker.row, work) else taker for taker in plain)
+                if not _lacks(general.row, work):
+                    yield from _variants(list(takers), elements, symmetric, epilogue, template_of(work))
+            least = facts.table.lossless.least(op, facts.world_size)
+            if facts.lossless and least is not None and (max_nbytes is None or max_nbytes >= least):
+                yield from _variants([COMPRESSING[op]], dtypes, symmetric)
+            for codec, dtype in itertools.product(codecs, dtypes):
+                yield from [Kernel(algorithm, dtype, codec=codec) for algorithm in algorithms_of(codec, op)]
 
 
 def _variants(
@@ -395,18 +378,15 @@ def _variants(
 def _up_to(facts: Facts, max_nbytes: int | None, op: str) -> Sequence[Algorithm]:
     """Returns the algorithms that "auto" takes up to ``max_nbytes``, also with few blocks beside other work."""
     if op == "allreduce":
-        entries = loaded(serving(facts.table, facts.world_size).rows[facts.world_size])
+        entries = tables.loaded(tables.serving(facts.table, facts.world_size).rows[facts.world_size])
     else:  # the largest part may have any share of the bytes
-        entries, max_nbytes = loaded(facts.table.parts[op]), None
+        entries, max_nbytes = tables.loaded(facts.table.parts[op]), None
     smaller = [max_nbytes is None or (entry["max_nbytes"] or math.inf) < max_nbytes for entry in entries]
     algorithms = [Algorithm(entry["algorithm"]) for entry in entries[: sum(smaller) + 1]]
     beside = max_nbytes is None or max_nbytes >= facts.table.beside.pipelined_from_nbytes
     # The general algorithm serves the calls that an algorithm from outside does not.
     general = [GENERAL[op]] if beside or any(map(is_from_outside, algorithms)) else []
     return list(dict.fromkeys([taker for taker in (*algorithms, *general) if not _why_not_here(taker, facts)]))
-
-
-# ---- in words -------------------------------------------------------------------------------------------------------
 
 
 def explain(call: Call, facts: Facts) -> Explanation:
@@ -416,10 +396,10 @@ def explain(call: Call, facts: Facts) -> Explanation:
     stand_in = "stand-in for " if facts.stand_in and algorithm.row.multimem else ""
     expected = exact = None
     if call.algorithm == "auto" and _was_measured(call, config, facts):
-        expected = expected_us(facts.table, facts.world_size, call.nbytes)
+        expected = tables.expected_us(facts.table, facts.world_size, call.nbytes)
         if codec := call.wire:
             exact = expected
-            expected = expected_quantized_us(facts.table, codec, facts.world_size, work.numel)
+            expected = tables.expected_quantized_us(facts.table, codec, facts.world_size, work.numel)
     times = expected, exact
     scratch_nbytes = algorithm.row.scratch_nbytes(facts.world_size)
     return Explanation(stand_in + algorithm.value, config.blocks, config.threads, reason, *times, scratch_nbytes)
@@ -427,8 +407,8 @@ def explain(call: Call, facts: Facts) -> Explanation:
 
 def _was_measured(call: Call, config: Config, facts: Facts) -> bool:
     """Whether a table's times are of calls like ``call``."""
-    work, table = call.work, serving(facts.table, facts.world_size)
+    work, table = call.work, tables.serving(facts.table, facts.world_size)
     plain = isinstance(work, Sum) and work.order == "rank" and not work.epilogue and not config.direct
     if not (plain and config.blocks) or config.algorithm.row.compresses:
         return False
-    return bool(work.codec) or config.algorithm == named_by(table.rows[facts.world_size], call.nbytes)
+    return bool(work.codec) or config.algorithm == tables.named_by(table.rows[facts.world_size], call.nbytes)

@@ -40,13 +40,11 @@ class Table:
     machine: str  # the machine that was measured
     date: str  # the date of the measurement
     report: str | None  # the path of the report with the figures, or None
-    # By world size, the entries of all-reduces: the largest tensor in bytes that an entry is for (None: any size), an
-    # algorithm and its grid.
+    # By world size, the entries of all-reduces: the bytes of the largest tensor (None: any), an algorithm and its grid.
     rows: dict[int, list[dict]]
     # By world size, the points [bytes of one rank's tensor, microseconds of the chosen entry], sizes ascending.
     measured: dict[int, list[list]] = field(default_factory=dict)
-    # By world size and a codec's text, the points [bytes of a bf16 tensor, microseconds] of all-reduces with that
-    # codec, sizes ascending.
+    # By world size and a codec's text, the points [bytes of a bf16 tensor, microseconds], sizes ascending.
     codecs: dict[int, dict[str, list[list]]] = field(default_factory=dict)
     # By op, the entries of reduce-scatters, all-gathers and all-to-alls, by the bytes of the largest part.
     parts: dict[str, list[dict]] = field(default_factory=_default("parts"))

@@ -39,8 +39,7 @@ CodecTimes = Mapping[str, Mapping[int, float]]  # microseconds by codec text and
 def candidates(op: str, world_sizes: Sequence[int], nbytes: int, chip: Chip) -> list[Config]:
     """Returns the configurations that may be the fastest at a size, of a tensor or of the largest part.
 
-    They have a block on all SMs but one, or the most allowed. One entry serves all of ``world_sizes``, so each is
-    possible with all of them.
+    They have a block on all SMs but one, or the most allowed. Each serves all ``world_sizes``, as an entry must.
     """
     configs = []
     for algorithm in in_tables(op):

@@ -13,19 +13,10 @@ import torch
 from graphar.errors import UnsupportedError
 from graphar.numerics.codecs import codec as codec_of_text
 from graphar.numerics.epilogues.code import Corner
+from graphar.plan import matmuls
 from graphar.plan.algorithms import Algorithm
 from graphar.plan.call import Call, Operands
 from graphar.plan.config import Config
-from graphar.plan.matmuls import (
-    Shape,
-    best_tile,
-    summed_rows_a_launch,
-    tile_for,
-    tiles_of_clusters,
-    tiles_that_serve,
-    tiles_to_load,
-    why_not_columns,
-)
 from graphar.plan.policy import Chip
 from graphar.plan.scratch import PACK_NBYTES, gathered_slot_offset
 from graphar.plan.slices import Slice, gathered_rows_a_launch, row_slices
@@ -90,7 +81,7 @@ class Fused(ABC):
         self._engine, self._runner, self._call, self.algorithm = engine, runner_of(engine), call, algorithm
         self._tile, self._slices = tile, self._cut(call.work)
         # The tiles whose kernels every rank loads: ranks may take different ones of them.
-        chosen = tiles_to_load(engine.table.matmul, algorithm, call.work, self._runner.chip, engine.world_size)
+        chosen = matmuls.tiles_to_load(engine.table.matmul, algorithm, call.work, self._runner.chip, engine.world_size)
         self.tiles = (tile,) if tile else chosen
         # Each member's kernels by tile and layout of W, in which ranks may differ.
         of_tiles = [load_tile(self._runner, algorithm, call.dtype, tile, call.work) for tile in self.tiles]
@@ -107,7 +98,7 @@ class Fused(ABC):
 
     def _tile_of(self, operands: MatmulOperands, piece: Slice, layout: str) -> Tile:
         """Returns the tile that a rank takes, of those that all ranks load."""
-        return tile_for(self._engine.table.matmul, self.tiles, operands.a.shape[1])
+        return matmuls.tile_for(self._engine.table.matmul, self.tiles, operands.a.shape[1])
 
     def plan(self, reason: str) -> Plan:
         """Returns the plan of a call by these launches, with the ``reason`` for them."""
@@ -195,7 +186,7 @@ class Fused(ABC):
 
 def _grid(tile: MatmulTile, matrices: Matrices, piece: Slice, chip: Chip) -> Grid:
     """Returns the grid of a kernel with a block for each tile, as far as there is room."""
-    tiles = tiles_of_clusters(tile, piece.count, matrices.out.columns)
+    tiles = matmuls.tiles_of_clusters(tile, piece.count, matrices.out.columns)
     blocks = min(chip.shared_blocks(cluster=tile.cluster), tiles * tile.cluster)
     return Grid(blocks, tile.threads, tile.shared_nbytes, overlaps=False, cluster=tile.cluster)
 
@@ -212,9 +203,9 @@ class Summed(Fused):
     """
 
     def _cut(self, work: Product) -> list[Slice]:
-        if reason := why_not_columns(work, self._runner.chip, self._engine.world_size):
+        if reason := matmuls.why_not_columns(work, self._runner.chip, self._engine.world_size):
             raise UnsupportedError(f"{work.op}: {reason}")
-        return row_slices(work.parts, summed_rows_a_launch(work, self._engine.world_size))
+        return row_slices(work.parts, matmuls.summed_rows_a_launch(work, self._engine.world_size))
 
     def _place(self, operands: MatmulOperands) -> MatmulOperands:
         whole, leaves, out = operands.with_columns(), self._call.work.leaves(self._engine.world_size), operands.out
@@ -290,9 +281,9 @@ class Gathered(Fused):
 
     def _tile_of(self, operands: MatmulOperands, piece: Slice, layout: str) -> Tile:
         # Each rank takes the one with the least estimated time for its weight.
-        kind = tiles_that_serve(self.algorithm, self._call.work, self._engine.world_size)
+        kind = matmuls.tiles_that_serve(self.algorithm, self._call.work, self._engine.world_size)
         (n, k), cost = operands.w.shape, self._engine.table.matmul.cost
-        return self._tile or best_tile(kind, Shape(piece.count, n, k, layout), cost, self._runner.chip)
+        return self._tile or matmuls.best_tile(kind, matmuls.Shape(piece.count, n, k, layout), cost, self._runner.chip)
 
     def _tensors(self, member: Member, operands: MatmulOperands, piece: Slice) -> tuple:
         (a, *tensors), _, *more = super()._tensors(member, operands, piece)

@@ -133,17 +133,15 @@ def softmax_backward_source(dtype: torch.dtype) -> KernelSource:
 
 
 def matmul_source(
-    dtype: torch.dtype, tile: MatmulTile, layout: str, out_dtype: torch.dtype | None = None
+    dtype: torch.dtype, tile: MatmulTile, layout: str, out_dtype: torch.dtype | None = None, format: str = ""
 ) -> KernelSource:
-    """Returns the kernel of a matmul of one of MATMUL_TYPES, with a result in ``dtype`` or fp32."""
-    name = f"matmul<{TYPE_NAMES[dtype]}, {tile}, {layout}, {TYPE_NAMES[out_dtype or dtype]}>"
-    return KernelSource("matmul/matmul.cu", name, only_arch=MATMUL_ARCH)
+    """Returns the kernel of a matmul of one of MATMUL_TYPES, or, with one of SCALE_FORMATS, of e4m3 operands.
 
-
-def scaled_matmul_source(tile: MatmulTile, out_dtype: torch.dtype, format: str) -> KernelSource:
-    """Returns the kernel of a matmul of e4m3 operands with one of SCALE_FORMATS, whose weight is by rows."""
-    name = f"matmul<e4m3, {tile}, by_rows, {TYPE_NAMES[out_dtype]}, {format}>"
-    return KernelSource("matmul/matmul.cu", name, only_arch=MATMUL_ARCH)
+    The result has ``out_dtype``, or without one ``dtype``. A weight in e4m3 lies by rows.
+    """
+    element, result = "e4m3" if format else TYPE_NAMES[dtype], TYPE_NAMES[out_dtype or dtype]
+    arguments = ", ".join(map(str, filter(None, (element, tile, layout, result, format))))
+    return KernelSource("matmul/matmul.cu", f"matmul<{arguments}>", only_arch=MATMUL_ARCH)
 
 
 def fused_matmul_source(
