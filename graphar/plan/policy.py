@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from graphar.plan.tiles import NAMED_TILES, MatmulTile
 
@@ -236,12 +236,16 @@ class AllgatherMatmulPolicy:
         return "tiles" if has_tiles else "none"
 
 
-class Policies(Protocol):  # of a tuning table, that rows of algorithms go by
-    @property
-    def quantized(self) -> QuantizedPolicy: ...
-    @property
-    def copies(self) -> CopiesPolicy: ...
-    @property
-    def norm(self) -> NormPolicy: ...
-    @property
-    def matmul(self) -> MatmulPolicy: ...
+@dataclass(frozen=True, kw_only=True)
+class Policies:
+    """The sections of a tuning table that have a class here."""
+
+    chip: Chip  # the kind of GPU that the table is for
+    quantized: QuantizedPolicy
+    lossless: LargeCallsPolicy
+    copies: CopiesPolicy
+    norm: NormPolicy
+    beside: BesidePolicy
+    training: TrainingPolicy
+    matmul: MatmulPolicy
+    allgather_matmul: AllgatherMatmulPolicy
