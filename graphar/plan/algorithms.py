@@ -464,9 +464,8 @@ NAMED: dict[str, dict[str, Algorithm]] = {
     op: {algorithm.value: algorithm for algorithm, row in ROWS.items() if row.op == op and not row.takes_codec}
     for op in ("allreduce", "reducescatter", "allgather", "alltoall")
 }
-# By op, the algorithm that compresses bf16 without loss.
+# By op, the algorithm that compresses bf16 without loss, and the one whose parts travel by copy engines.
 COMPRESSING = {row.op: algorithm for algorithm, row in ROWS.items() if row.compresses}
-# By op, the algorithm whose parts travel by copy engines.
 COPYING = {row.op: algorithm for algorithm, row in ROWS.items() if row.copies}
 MEETING = Algorithm.ALLGATHER_FLAGGED  # its kernel makes ranks meet before and after copies
 # By op, the algorithm for every call without a codec: of any size, with any option of the op, in few blocks or many.

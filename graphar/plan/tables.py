@@ -165,9 +165,7 @@ def expected_quantized_us(table: Table, codec: Codec, world_size: int, numel: in
     measured = serving(table, world_size).codecs.get(world_size, {}).items()
     codecs = [(codec_of_text(text), points) for text, points in measured]
     alike = [(other, points) for other, points in codecs if other.spares_a_word == codec.spares_a_word]
-    if not alike:
-        return None
-    _, points = min(alike, key=lambda pair: abs(pair[0].bits_per_element - codec.bits_per_element))
+    _, points = min(alike, key=lambda pair: abs(pair[0].bits_per_element - codec.bits_per_element), default=(codec, []))
     return _between(points, numel * torch.bfloat16.itemsize)
 
 

@@ -13,6 +13,7 @@ to a meeting before any of them multiplies: loading a matmul can wait for kernel
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -30,6 +31,11 @@ from graphar.runtime.engine import Engine, runner_of
 from graphar.runtime.member import Member
 from graphar.runtime.memory.symmetric_tensors import tensor_at
 from graphar.runtime.plan import BoundedCache
+
+
+@dataclass
+class _Lane(Lane):
+    mine: MatmulOperands
 
 
 class GatheredChunks:
@@ -50,43 +56,41 @@ class GatheredChunks:
             lanes = []
             for member, mine in zip(self._runner.members, members, strict=True):
                 main, side = streams_of(mine.a.device)
-                lanes.append(Lane(member, main, [side]))
-            members, work = [mine.placed(a=mine.a.contiguous()) for mine in members], self._call.work
+                lanes.append(_Lane(member, main, [side], mine))
+            rows, work = [mine.a.contiguous() for mine in members], self._call.work
             step = gathered_rows_a_launch(self._algorithm, self._engine.world_size, work.columns)
             for piece in row_slices(work.parts, step):
-                self._run_slice(lanes, members, piece)
+                self._run_slice(lanes, rows, piece)
 
-    def _run_slice(self, lanes: Sequence[Lane], members: Sequence[MatmulOperands], piece: Slice) -> None:
+    def _run_slice(self, lanes: Sequence[_Lane], rows: Sequence[torch.Tensor], piece: Slice) -> None:
         world_size = self._engine.world_size
-        parts = [
-            mine.a[piece.offset :][: piece.count[lane.member.rank]] for lane, mine in zip(lanes, members, strict=True)
-        ]
+        parts = [x[piece.offset :][: piece.count[lane.member.rank]] for lane, x in zip(lanes, rows, strict=True)]
         self._meet()
         try:
-            sent = [self._send(lane, rows) for lane, rows in zip(lanes, parts, strict=True)]
+            sent = [self._send(lane, x) for lane, x in zip(lanes, parts, strict=True)]
             for hop in range(world_size):
                 if hop:
                     for lane, ends in zip(lanes, sent, strict=True):
                         lane.wait(ends[hop - 1])
                     self._meet()
-                for lane, mine, rows in zip(lanes, members, parts, strict=True):
-                    self._take(lane, mine, rows, hop, piece)
+                for lane, x in zip(lanes, parts, strict=True):
+                    self._take(lane, x, hop, piece)
         finally:  # copies read the rows, also after an error
             for lane in lanes:
                 lane.join()
                 lane.member.leave()
 
-    def _take(self, lane: Lane, mine: MatmulOperands, rows: torch.Tensor, hop: int, piece: Slice) -> None:
+    def _take(self, lane: _Lane, rows: torch.Tensor, hop: int, piece: Slice) -> None:
         """Keeps and multiplies the rows of the rank ``hop`` places before, which are here; 0: own rows."""
         source = (lane.member.rank - hop) % self._engine.world_size
         if count := piece.count[source]:
             here = self._slot(lane.member, hop, (count, rows.shape[1]), rows.dtype) if hop else rows
-            begin = piece.begin[source]
+            begin, mine = piece.begin[source], lane.mine
             if mine.gathered is not None:
                 lane.copy([(mine.gathered[begin].data_ptr(), here.data_ptr(), here.nbytes)])
             multiply(here, mine.w, mine.out[begin : begin + count], mine.bias)
 
-    def _send(self, lane: Lane, rows: torch.Tensor) -> list[Event | None]:
+    def _send(self, lane: _Lane, rows: torch.Tensor) -> list[Event | None]:
         """Copies own rows to the peers, the next rank first; returns the end of each copy."""
         hops = range(1, self._engine.world_size)
         there = [self._address((lane.member.rank + hop) % self._engine.world_size, hop) for hop in hops]
