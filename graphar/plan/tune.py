@@ -18,7 +18,7 @@ from graphar.plan.matmuls import fills_wave
 from graphar.plan.policy import Chip, MatmulPolicy
 from graphar.plan.scratch import PACK_NBYTES
 from graphar.plan.sizes import GB, KB, MB, format_nbytes
-from graphar.plan.tables import POLICIES, Table, entry_of, expected_us, fitted, measured_config, serving
+from graphar.plan.tables import Table, entry_of, expected_us, fitted, measured_config, serving
 from graphar.plan.tiles import NAMED_TILES
 
 SIZES = (
@@ -98,14 +98,12 @@ def update(
     measurements: Mapping[int, Measurements],
     codec_times: Mapping[int, CodecTimes] | None = None,
 ) -> Table:
-    """Returns ``new``, which has a name, machine, date, report and chip, with the measured entries and points.
+    """Returns ``new`` with the measured entries and points. It is ``old`` but for name, machine, date, report and chip.
 
     Sizes above the largest measured one have the entries and points of ``old``, or of the default table. World sizes
-    and codecs that were not measured are taken from ``old`` if it has the same name. All other sections come from
-    ``old``, the table in use until now: trials begin from them.
+    and codecs that were not measured stay if ``old`` has the same name.
     """
     before = (old.rows, old.measured, old.codecs) if old.name == new.name else ({}, {}, {})
-    new = replace(new, parts=old.parts, **{name: getattr(old, name) for name in POLICIES if name != "chip"})
     entries, points, codecs = map(dict, before)
     for world_size, by_size in measurements.items():
         served = serving(old, world_size)
