@@ -10,6 +10,7 @@ import torch
 from graphar.numerics.codecs import Codec
 from graphar.numerics.dtypes import BYTE, TYPE_NAMES
 from graphar.numerics.epilogues.code import Generated
+from graphar.numerics.fp8_products import FP8
 from graphar.plan.algorithms import MATMUL_ARCH, Algorithm, kernels_that
 from graphar.plan.config import Kernel
 from graphar.plan.tiles import MatmulTile, SkinnyTile
@@ -135,13 +136,13 @@ def softmax_backward_source(dtype: torch.dtype) -> KernelSource:
 def matmul_source(
     dtype: torch.dtype, tile: MatmulTile, layout: str, out_dtype: torch.dtype | None = None, format: str = ""
 ) -> KernelSource:
-    """Returns the kernel of a matmul of one of MATMUL_TYPES, or, with one of SCALE_FORMATS, of e4m3 operands.
+    """Returns the kernel of a matmul of one of MATMUL_TYPES, with a result in ``dtype`` or fp32; or of e4m3 operands.
 
-    The result has ``out_dtype``, or without one ``dtype``. A weight in e4m3 lies by rows.
+    Those have ``format``, one of SCALE_FORMATS, a weight by rows and an ``out_dtype``.
     """
-    element, result = "e4m3" if format else TYPE_NAMES[dtype], TYPE_NAMES[out_dtype or dtype]
-    arguments = ", ".join(map(str, filter(None, (element, tile, layout, result, format))))
-    return KernelSource("matmul/matmul.cu", f"matmul<{arguments}>", only_arch=MATMUL_ARCH)
+    operands = (TYPE_NAMES | {FP8: "e4m3"})[dtype]
+    arguments = [operands, str(tile), layout, TYPE_NAMES[out_dtype or dtype], *filter(None, [format])]
+    return KernelSource("matmul/matmul.cu", f"matmul<{', '.join(arguments)}>", only_arch=MATMUL_ARCH)
 
 
 def fused_matmul_source(

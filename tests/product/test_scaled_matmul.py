@@ -38,8 +38,7 @@ def operand(rows, columns):
 @pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("scales", SCALE_FORMATS)
 def test_the_assembler_keeps_the_products_asynchronous_and_all_sums_in_registers(tile, out_dtype, scales):
-    source = matmul_source(FP8, tile, "by_rows", out_dtype, scales)
-    assert_asynchronous_and_in_registers(source, tile.threads)
+    assert_asynchronous_and_in_registers(matmul_source(FP8, tile, "by_rows", out_dtype, scales), tile.threads)
 
 
 # ---- which tile -----------------------------------------------------------------------------------------------------
