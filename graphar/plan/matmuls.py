@@ -48,24 +48,19 @@ def owned_rows(rows: int, world_size: int) -> list[int]:
     return [end - begin for begin, end in itertools.pairwise(ends)]
 
 
-def is_skinny(world_size: int, rows: int, columns: int, itemsize: int = 2) -> bool:
-    """Returns whether skinny kernels can compute a result of at most 64 rows; ranks send ``itemsize`` bytes each."""
-    nbytes = itemsize * rows * columns
+def is_skinny(work: Product, world_size: int) -> bool:
+    """Returns whether skinny kernels can compute a product of at most 64 rows, and sum it whole on every rank."""
+    if work.codec or work.owns_rows:
+        return False
+    rows, nbytes = sum(work.parts), work.sent_nbytes
     return any(rows <= algorithm.row.tiles[-1].rows and algorithm.row.fits(world_size, nbytes) for algorithm in _SKINNY)
-
-
-def _fits_skinny(work: Product, world_size: int) -> bool:
-    """Returns whether a skinny kernel can multiply and sum a product of 16-bit elements, whole on every rank."""
-    is_whole = not (work.codec or work.owns_rows)
-    return is_whole and is_skinny(world_size, sum(work.parts), work.columns, work.sent_itemsize)
 
 
 def fused_algorithm(table: Table, work: Product, world_size: int) -> Algorithm:
     """Returns the algorithm of a product of 16-bit elements in one kernel, summed or with gathered rows."""
-    takers, skinny = with_kernels(work.summing_op), _fits_skinny(work, world_size)
+    takers, skinny = with_kernels(work.summing_op), is_skinny(work, world_size)
     fitting = [taker for taker in takers if taker.row.is_skinny == skinny] or takers  # not every op has skinny kernels
-    nbytes = sum(work.parts) * work.columns * work.sent_itemsize
-    return next(taker for taker in fitting if taker.row.suits(table, world_size, nbytes))
+    return next(taker for taker in fitting if taker.row.suits(table, world_size, work.sent_nbytes))
 
 
 class MatmulChoice(NamedTuple):
@@ -119,7 +114,7 @@ def prefers_tiles(work: Product, policy: MatmulPolicy, chip: Chip, world_size: i
     if chip.communicators > 2:
         return False
     rows, columns = sum(work.parts), work.columns
-    if _fits_skinny(work, world_size):
+    if is_skinny(work, world_size):
         if work.factors.most_skinny_rows and rows > work.factors.most_skinny_rows:
             return False
         blocks, room = -(-columns // SkinnyTile.columns), chip.shared_blocks()
@@ -138,13 +133,6 @@ def may_take_one_kernel(work: Product, dtype: torch.dtype) -> bool:
     if work.columns % COLUMNS or dtype not in MATMUL_TYPES or (work.codec and not work.factors.is_plain):
         return False
     return not work.codec or travels_in_tiles(codec_of_text(work.codec), work.columns)
-
-
-def takes_one_kernel(work: Product, policy: MatmulPolicy, chip: Chip, world_size: int) -> bool:
-    """Whether one kernel multiplies and sums: it can, and the call asks for it, or it was measured to be faster."""
-    if why_not_columns(work, chip, world_size):
-        return False
-    return work.partition == "tiles" or prefers_tiles(work, policy, chip, world_size)
 
 
 def why_not_columns(work: Product, chip: Chip, world_size: int) -> Reason | None:

@@ -352,9 +352,9 @@ class Product(NamedTuple):
         return self.partition == TP_INVARIANT
 
     @property
-    def sent_itemsize(self) -> int:
-        """The bytes of an element that a rank sends to be summed in a product of 16-bit elements."""
-        return 4 if self.as_tree else 2
+    def sent_nbytes(self) -> int:
+        """The bytes of the whole product as ranks send it to be summed, if its elements have 16 bits."""
+        return sum(self.parts) * self.columns * (4 if self.as_tree else 2)
 
     def leaves(self, world_size: int) -> int:
         """The number of leaves into which each rank cuts its K. They are added in the order of K, or as a tree."""

@@ -72,10 +72,11 @@ def test_results_take_one_kernel_where_they_do_so_in_the_order_of_ranks(rows, op
 
 def test_a_skinny_result_of_partials_has_half_of_the_scratch():
     limit = max(algorithm.row.limit(4) for algorithm in SKINNY_KERNELS)
+    halves, quarters = (Product(MATMUL_ALLREDUCE, (64,), limit // 64 // itemsize) for itemsize in (2, 4))
 
-    assert matmuls.is_skinny(4, 64, limit // 64 // 2)
-    assert matmuls.is_skinny(4, 64, limit // 64 // 4, itemsize=4)
-    assert not matmuls.is_skinny(4, 64, limit // 64 // 2, itemsize=4)
+    assert matmuls.is_skinny(halves, 4)
+    assert matmuls.is_skinny(quarters._replace(partition="tp_invariant"), 4)
+    assert not matmuls.is_skinny(halves._replace(partition="tp_invariant"), 4)
 
 
 @every_world_size
