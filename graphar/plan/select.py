@@ -323,7 +323,7 @@ def needed_kernels(
     symmetric: bool = False,
     trees: bool = False,
 ) -> Iterator[Kernel]:
-    """Yields every kernel that calls of ``ops`` may need, apart from those of matmuls and losses.
+    """Yields every kernel that calls of ``ops`` may need, apart from those of matmuls.
 
     ``ops`` are names in PREPARED, and algorithms from outside the package; UnsupportedError if such an algorithm has no
     kernel for these ranks. Tensors have at most ``max_nbytes`` (None: any size). Calls may have one of ``codecs`` or of
@@ -335,30 +335,36 @@ def needed_kernels(
             if why := _why_not_here(Algorithm(op), facts):
                 raise UnsupportedError(f"prepare: {op} cannot be prepared: {why}")
             yield from _variants([Algorithm(op)], dtypes, symmetric)
-        elif op == PREPARED_TUPLE:
+            continue
+        if any(algorithm.row.tiles for algorithm in with_kernels(op)):
+            continue
+        if op == PREPARED_TUPLE:
             for algorithm in _up_to(facts, None, "allgather"):
                 if TUPLE_VARIANT in algorithm.row.variants:
                     yield Kernel(algorithm, BYTE, template=TUPLE_VARIANT)
-        elif op in norms.PREPARED:
+            continue
+        if op in norms.PREPARED:
             of, output = norms.PREPARED[op]
             orders = ("rank", "tree") if trees and output == "like_input" else ("rank",)
             clusters = CLUSTERS if facts.chip.has_clusters else CLUSTERS[:1]
             for order, algorithm, dtype, cluster in itertools.product(orders, with_kernels(of), dtypes, clusters):
-                template = template_of(Norm(of, (), 1, output, order=order, out_dtype=dtype), cluster)
-                yield Kernel(algorithm, torch.float32 if order == "tree" else dtype, template=template)
-        elif op in GENERAL:
-            plain, general = _up_to(facts, max_nbytes, op), GENERAL[op]
-            results = [(dtypes, "rank", None), *(((torch.float32,), "tree", dtype) for dtype in dtypes if trees)]
-            for (elements, order, result), epilogue in itertools.product(results, (None, *epilogues)):
-                work = Sum(0, epilogue=epilogue, order=order, out_dtype=result)
-                takers = dict.fromkeys(general if _lacks(taker.row, work) else taker for taker in plain)
-                if not _lacks(general.row, work):
-                    yield from _variants(list(takers), elements, symmetric, epilogue, template_of(work))
-            least = facts.table.lossless.least(op, facts.world_size)
-            if facts.lossless and least is not None and (max_nbytes is None or max_nbytes >= least):
-                yield from _variants([COMPRESSING[op]], dtypes, symmetric)
-            for codec, dtype in itertools.product(codecs, dtypes):
-                yield from [Kernel(algorithm, dtype, codec=codec) for algorithm in algorithms_of(codec, op)]
+                norm = Norm(of, (), 1, output, order=order, out_dtype=dtype)
+                yield Kernel(
+                    algorithm, torch.float32 if order == "tree" else dtype, template=template_of(norm, cluster)
+                )
+            continue
+        plain, general = _up_to(facts, max_nbytes, op), GENERAL[op]
+        results = [(dtypes, "rank", None), *(((torch.float32,), "tree", dtype) for dtype in dtypes if trees)]
+        for (elements, order, result), epilogue in itertools.product(results, (None, *epilogues)):
+            work = Sum(0, epilogue=epilogue, order=order, out_dtype=result)
+            takers = dict.fromkeys(general if _lacks(taker.row, work) else taker for taker in plain)
+            if not _lacks(general.row, work):
+                yield from _variants(list(takers), elements, symmetric, epilogue, template_of(work))
+        least = facts.table.lossless.least(op, facts.world_size)
+        if facts.lossless and least is not None and (max_nbytes is None or max_nbytes >= least):
+            yield from _variants([COMPRESSING[op]], dtypes, symmetric)
+        for codec, dtype in itertools.product(codecs, dtypes):
+            yield from [Kernel(algorithm, dtype, codec=codec) for algorithm in algorithms_of(codec, op)]
 
 
 def _variants(
