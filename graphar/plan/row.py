@@ -93,8 +93,7 @@ class Row:
     # From world size, threads and chunk to the packs of the tensor or the largest part that a block handles at a time.
     packs_a_block: Callable[[int, int, int], int] = lambda world_size, threads, chunk: threads
     in_groups: bool = False  # whether a block has a group of whole warps for each rank
-    # Whether one block more than has work is launched, if there is room: the last block tells the other ranks what is
-    # called (cuda_src/device/sync/record.cuh).
+    # Whether a further block is launched, if there is room: it tells other ranks the call (device/sync/record.cuh).
     tells: bool = False
 
     def scratch(self, world_size: int) -> Scratch:
