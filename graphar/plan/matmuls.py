@@ -50,7 +50,7 @@ def owned_rows(rows: int, world_size: int) -> list[int]:
 
 def is_skinny(work: Product, world_size: int) -> bool:
     """Returns whether skinny kernels can compute a product of at most 64 rows, and sum it whole on every rank."""
-    if work.codec or work.owns_rows:
+    if work.codec or work.owns_rows:  # no skinny kernel encodes, or divides rows
         return False
     rows, nbytes = sum(work.parts), work.sent_nbytes
     return any(rows <= algorithm.row.tiles[-1].rows and algorithm.row.fits(world_size, nbytes) for algorithm in _SKINNY)
