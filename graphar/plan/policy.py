@@ -238,9 +238,9 @@ class AllgatherMatmulPolicy:
 
 @dataclass(frozen=True, kw_only=True)
 class Policies:
-    """The sections of a tuning table that have a class here."""
+    """The policies of a tuning table, and the kind of GPU that they are for."""
 
-    chip: Chip  # the kind of GPU that the table is for
+    chip: Chip
     quantized: QuantizedPolicy
     lossless: LargeCallsPolicy
     copies: CopiesPolicy
