@@ -71,7 +71,7 @@ def run(options: argparse.Namespace) -> int:
     old = read(options.out) if options.out and options.out.exists() else find_table(device)
     date = datetime.datetime.now(datetime.UTC).date().isoformat()
     machine = f"{torch.cuda.device_count()}x {device}"
-    blank = Table(slug(device), machine, date, options.report, rows={}, chip=chip(0))
+    blank = replace(old, name=slug(device), machine=machine, date=date, report=options.report, chip=chip(0))
     new, changed, faster = measure_all(old, blank, world_sizes, options)
     if path := options.out:
         path.write_text(new.to_json())

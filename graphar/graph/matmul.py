@@ -35,9 +35,9 @@ from graphar.numerics.leaf_tree import LEAVES
 from graphar.numerics.partitions import BATCH_INVARIANT, TP_INVARIANT
 from graphar.ops import matmul_sums, norms, sums
 from graphar.ops.register import Op, op_of
+from graphar.plan import work
 from graphar.plan.algorithms import MATMUL_TYPES
 from graphar.plan.matmuls import COLUMNS, prefers_tiles
-from graphar.plan.work import FACTORS
 
 _aten = torch.ops.aten
 _FUSED = {  # by op: the op with the matmul, whose arguments have the same names
@@ -148,10 +148,10 @@ def read(node: Node, partition: str, constant_weights: bool = False) -> Summed |
 def _why_not_faster(summed: Summed, product: Product, places: Places) -> Reason | None:
     count, columns = value(product.node).shape
     count = count if isinstance(count, int) else MANY_ROWS
-    scattered = summed.of in _SCATTERED or bool(summed.named.get("epilogue"))
-    world_size, policy = resolve(summed.group).size(), places.table.matmul
-    factors = FACTORS[product.format()]
-    if not prefers_tiles(policy, places.chip, world_size, count, columns, scattered, factors=factors):
+    owns_rows = summed.of in _SCATTERED or bool(summed.named.get("epilogue"))
+    op = work.MATMUL_REDUCESCATTER if owns_rows else work.MATMUL_ALLREDUCE
+    fused = work.Product(op, (count,), columns, format=product.format())
+    if not prefers_tiles(fused, places.table.matmul, places.chip, resolve(summed.group).size()):
         return "not known to be faster as one op"
     return None
 

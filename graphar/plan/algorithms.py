@@ -276,6 +276,7 @@ def _two_shot_rows(sizes: Sizes) -> dict[Algorithm, Row]:
 def _lossless(sizes: Sizes, op: str) -> Row:
     """Returns the row of an algorithm that compresses."""
     slot = sizes.lossless_chunk * layouts.LOSSLESS_TILE_NBYTES // PACK_NBYTES
+    packs = 2 * TILE_NUMEL // PACK_NBYTES  # of a tile
     is_sum = op == "allreduce"
     depth = 2 * layouts.PIPELINE_DEPTH if is_sum else layouts.PUSH_DEPTH
     return Row(
@@ -286,7 +287,7 @@ def _lossless(sizes: Sizes, op: str) -> Row:
         max_blocks=sizes.pipeline_blocks,
         compresses=True,
         default_grid=lambda world_size, nbytes: Grid(sizes.pipeline_blocks, 512, sizes.lossless_chunk),
-        packs_a_block=lambda world_size, threads, chunk: chunk * world_size * 2 * TILE_NUMEL // PACK_NBYTES,
+        packs_a_block=lambda world_size, threads, chunk: chunk * packs * (world_size if is_sum else 1),
     )
 
 
@@ -462,9 +463,8 @@ NAMED: dict[str, dict[str, Algorithm]] = {
     op: {algorithm.value: algorithm for algorithm, row in ROWS.items() if row.op == op and not row.takes_codec}
     for op in ("allreduce", "reducescatter", "allgather", "alltoall")
 }
-# By op, the algorithm that compresses bf16 without loss.
+# By op, the algorithm that compresses bf16 without loss, and the one whose parts travel by copy engines.
 COMPRESSING = {row.op: algorithm for algorithm, row in ROWS.items() if row.compresses}
-# By op, the algorithm whose parts travel by copy engines.
 COPYING = {row.op: algorithm for algorithm, row in ROWS.items() if row.copies}
 MEETING = Algorithm.ALLGATHER_FLAGGED  # its kernel makes ranks meet before and after copies
 # By op, the algorithm for every call without a codec: of any size, with any option of the op, in few blocks or many.

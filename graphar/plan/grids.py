@@ -41,11 +41,8 @@ def in_groups(world_size: int, nbytes: int) -> Iterator[tuple[int, int]]:
     return ((width * world_size, 0) for width in sorted(widths))
 
 
-# ---- by copy engines -------------------------------------------------------------------------------------------------
-
-
 def of_copies(row: Row, call: Call, world_size: int, policies: Policies, chip: Chip) -> Grid:
-    """Returns the grid of a rank's local sum. What only moves data has no sum, but a block in which ranks meet."""
+    """Returns the grid of a rank's local sum of what copy engines brought, or of the block in which ranks meet."""
     if BYTE in row.dtypes:
         return Grid(1, MEETING_THREADS)
     return Grid(min(call.blocks or policies.copies.sum_blocks, chip.shared_blocks(halves=True)), MAX_THREADS)
@@ -89,9 +86,6 @@ def _tiles_of_an_owner(call: Call, world_size: int) -> int:
 
 def _chunk_tiles(row: Row, call: Call, world_size: int) -> int:
     return row.scratch(world_size).capacity * PACK_NBYTES // codec_of_text(call.work.codec).tile_nbytes
-
-
-# ---- norms: teams of blocks normalise a row each --------------------------------------------------------------------
 
 
 def teams_of_rows(

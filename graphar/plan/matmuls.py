@@ -16,8 +16,7 @@ from graphar.numerics.codecs import codec as codec_of_text
 from graphar.numerics.partitions import BATCH_INVARIANT, TP_INVARIANT, split
 from graphar.plan.algorithms import MATMUL_ARCH, MATMUL_TYPES, Algorithm, kernels_that, with_kernels
 from graphar.plan.policy import Chip, MatmulPolicy, MeasuredMatmul, TileCost
-from graphar.plan.scratch import MATMUL_BOX_ROWS, MATMUL_PARTIAL_PLACES
-from graphar.plan.slices import rows_a_launch
+from graphar.plan.scratch import MATMUL_BOX_COLUMNS, MATMUL_BOX_ROWS, MATMUL_PARTIAL_PLACES, boxes_a_slot
 from graphar.plan.tables import Table
 from graphar.plan.tiles import (
     FP8_TILES,
@@ -49,21 +48,19 @@ def owned_rows(rows: int, world_size: int) -> list[int]:
     return [end - begin for begin, end in itertools.pairwise(ends)]
 
 
-def is_skinny(world_size: int, rows: int, columns: int, itemsize: int = 2) -> bool:
-    """Returns whether skinny kernels can compute a result of at most 64 rows; ranks send ``itemsize`` bytes each."""
-    nbytes = itemsize * rows * columns
+def is_skinny(work: Product, world_size: int) -> bool:
+    """Returns whether skinny kernels can compute a product of at most 64 rows, and sum it whole on every rank."""
+    if work.codec or work.owns_rows:  # no skinny kernel encodes, or divides rows
+        return False
+    rows, nbytes = sum(work.parts), work.sent_nbytes
     return any(rows <= algorithm.row.tiles[-1].rows and algorithm.row.fits(world_size, nbytes) for algorithm in _SKINNY)
 
 
 def fused_algorithm(table: Table, work: Product, world_size: int) -> Algorithm:
     """Returns the algorithm of a product of 16-bit elements in one kernel, summed or with gathered rows."""
-    rows, columns = sum(work.parts), work.columns
-    # With a codec or an epilogue each rank sums its own rows, which no skinny kernel does.
-    itemsize = work.sent_itemsize
-    skinny = not work.codec and not work.epilogue and is_skinny(world_size, rows, columns, itemsize)
-    takers = with_kernels(work.summing_op)
+    takers, skinny = with_kernels(work.summing_op), is_skinny(work, world_size)
     fitting = [taker for taker in takers if taker.row.is_skinny == skinny] or takers  # not every op has skinny kernels
-    return next(taker for taker in fitting if taker.row.suits(table, world_size, itemsize * rows * columns))
+    return next(taker for taker in fitting if taker.row.suits(table, world_size, work.sent_nbytes))
 
 
 class MatmulChoice(NamedTuple):
@@ -107,36 +104,26 @@ def _nearest(measured: tuple[MeasuredMatmul, ...], m: int, n: int, k: int) -> Me
     return min(measured, key=lambda other: sum(abs(math.log2(a / b)) for a, b in zip(other[:3], shape, strict=True)))
 
 
-def prefers_tiles(
-    policy: MatmulPolicy,
-    chip: Chip,
-    world_size: int,
-    rows: int,
-    columns: int,
-    scattered: bool = False,
-    codec: str = "",
-    factors: Factors = PLAIN,
-    sent_itemsize: int = 2,
-) -> bool:
-    """Returns whether one fused kernel was measured to be faster than a matmul followed by its sum, [rows, columns].
+def prefers_tiles(work: Product, policy: MatmulPolicy, chip: Chip, world_size: int) -> bool:
+    """Returns whether one fused kernel was measured to be faster than a matmul followed by its sum.
 
-    ``scattered``: whether each rank sums its own rows even of a skinny result, which no skinny kernel does: in a
-    reduce-scatter, or with an epilogue. Tiles of e4m3 operands and of fp32 partials have the same threshold as others
-    (e4m3, 512 x 8192 between two H200s: 49.7 us in tiles, 56.1 us in two steps). Nothing was measured where more than
-    two communicators share a GPU: a fused kernel has only a share of its SMs.
+    Tiles of e4m3 operands and of fp32 partials have the same threshold as others (e4m3, 512 x 8192 between two H200s:
+    49.7 us in tiles, 56.1 us in two steps). Nothing was measured where more than two communicators share a GPU: a fused
+    kernel has only a share of its SMs.
     """
     if chip.communicators > 2:
         return False
-    if not scattered and not codec and is_skinny(world_size, rows, columns, sent_itemsize):
-        if factors.most_skinny_rows and rows > factors.most_skinny_rows:
+    rows, columns = sum(work.parts), work.columns
+    if is_skinny(work, world_size):
+        if work.factors.most_skinny_rows and rows > work.factors.most_skinny_rows:
             return False
         blocks, room = -(-columns // SkinnyTile.columns), chip.shared_blocks()
         waves = -(-blocks // room)
         is_busy = waves == 1 or blocks / (waves * room) >= policy.skinny_least_busy
         return is_busy and columns >= policy.skinny_from_columns.get(world_size, math.inf)
-    if codec and scattered:
+    if work.codec and work.owns_rows:
         return False
-    return rows * columns >= policy.tiles_from(world_size, bool(codec))
+    return rows * columns >= policy.tiles_from(world_size, bool(work.codec))
 
 
 def may_take_one_kernel(work: Product, dtype: torch.dtype) -> bool:
@@ -146,16 +133,6 @@ def may_take_one_kernel(work: Product, dtype: torch.dtype) -> bool:
     if work.columns % COLUMNS or dtype not in MATMUL_TYPES or (work.codec and not work.factors.is_plain):
         return False
     return not work.codec or travels_in_tiles(codec_of_text(work.codec), work.columns)
-
-
-def takes_one_kernel(work: Product, policy: MatmulPolicy, chip: Chip, world_size: int) -> bool:
-    """Whether one kernel multiplies and sums: it can, and the call asks for it, or it was measured to be faster."""
-    if why_not_columns(work, chip, world_size):
-        return False
-    if work.partition == "tiles":
-        return True
-    shape, scattered = (sum(work.parts), work.columns), work.scattered or work.epilogue is not None
-    return prefers_tiles(policy, chip, world_size, *shape, scattered, work.codec, work.factors, work.sent_itemsize)
 
 
 def why_not_columns(work: Product, chip: Chip, world_size: int) -> Reason | None:
@@ -168,8 +145,9 @@ def why_not_columns(work: Product, chip: Chip, world_size: int) -> Reason | None
 
 
 def summed_rows_a_launch(work: Product, world_size: int) -> int:
-    """Returns how many rows of each rank's part one launch sums. Partials take several places in the scratch."""
-    return rows_a_launch(world_size, work.columns, MATMUL_PARTIAL_PLACES if work.as_tree else 1)
+    """Returns how many rows of each rank's part one launch sums."""
+    places = MATMUL_PARTIAL_PLACES if work.as_tree else 1  # of a box in the scratch
+    return boxes_a_slot(world_size) // places // -(-work.columns // MATMUL_BOX_COLUMNS) * MATMUL_BOX_ROWS
 
 
 # ---- estimates: which tile multiplies a shape in the least time, of any kind of tiles --------------------------------
@@ -234,7 +212,7 @@ def _is_useful(tile: MatmulTile, shape: Shape, sms: Sms) -> bool:
     several (H100). A last round gains less than 10 % after more than four others. A tile of 96 columns loads its rows
     for few products, and is for one round, too.
     """
-    tiles, count, room = _tiles(tile, shape.rows, shape.n), sms.total, sms.room(tile)
+    tiles, count, room = tiles_of_clusters(tile, shape.rows, shape.n), sms.total, sms.room(tile)
     if tile.tail_split > 1:
         return count <= tiles < 5 * count and 0 < tiles % count <= room // tile.tail_split
     return (tile.split == 1 and tile.columns != 96) or tiles <= room // tile.split
@@ -246,7 +224,7 @@ def _alone(cost: TileCost, tile: MatmulTile, shape: Shape, sms: Sms) -> tuple[fl
     The weight comes from memory. That limits matmuls with few rows whether their leaves are split or not.
     """
     parts, n, k, _ = shape
-    tiles, rows = _tiles(tile, parts, n), min(sum(parts), tile.rows)
+    tiles, rows = tiles_of_clusters(tile, parts, n), min(sum(parts), tile.rows)
     if tail := tile.of_tail:
         busiest = tiles // sms.total * clocks(cost, tile, [rows], tile.columns, k, 1)
         busiest += _split_clocks(cost, tail, rows, tiles % sms.total, k) + cost.clocks_a_tail * 64 / k
@@ -259,8 +237,7 @@ def _alone(cost: TileCost, tile: MatmulTile, shape: Shape, sms: Sms) -> tuple[fl
 def _split_clocks(cost: TileCost, tile: MatmulTile, rows: int, tiles: int, k: int, limit: float = 0) -> float:
     """Returns the estimated clocks, for 64 of K, of a round of tiles of ``rows`` whose leaves are split.
 
-    Blocks that split leaves load as many lines through L2 as fewer blocks do, and exchange their sums. Something else
-    takes ``limit`` clocks or more.
+    Blocks that split leaves load as many lines through L2 as others, and exchange their sums. ``limit`` is a minimum.
     """
     alone, lines = clocks(cost, tile, [rows], tile.columns, k, tile.blocks), tiles * (rows + tile.columns)
     return max(alone, limit, lines * cost.clocks_a_line_of_l2) + cost.clocks_an_exchange * 64 / k
@@ -274,7 +251,7 @@ def clocks(cost: TileCost, tile: MatmulTile, rows: Sequence[int], n: int, k: int
     Blocks that split the leaves of a tile each compute a part of it, not counting what they exchange. ``rows`` are the
     rows of each part of C, which has ``n`` columns; no tile spans two parts.
     """
-    rounds = -(-_tiles(tile, rows, n) // max(sms // tile.blocks, 1))  # tiles of the busiest cluster
+    rounds = -(-tiles_of_clusters(tile, rows, n) // max(sms // tile.blocks, 1))  # tiles of the busiest cluster
     step = max(tile.rows * tile.columns * cost.clocks_a_product, (tile.rows + tile.columns) * cost.clocks_a_line)
     step += (tile.rows + tile.columns / tile.cluster) * cost.wait_a_line
     step *= cost.clustered if tile.cluster > 1 else 1
@@ -283,7 +260,7 @@ def clocks(cost: TileCost, tile: MatmulTile, rows: Sequence[int], n: int, k: int
     return (rounds * step + stored * 64 / k) / tile.split
 
 
-def _tiles(tile: MatmulTile, rows: Sequence[int], n: int) -> int:
+def tiles_of_clusters(tile: MatmulTile, rows: Sequence[int], n: int) -> int:
     """Returns how many tiles clusters compute: a cluster that loads W together has tiles below each other."""
     return sum(-(-m // (tile.rows * tile.cluster)) for m in rows) * -(-n // tile.columns)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from graphar.plan.tiles import NAMED_TILES, MatmulTile
 
@@ -94,8 +94,7 @@ class QuantizedPolicy:
 class LargeCallsPolicy:
     """An algorithm that "auto" takes for large calls alone."""
 
-    # By world size, the bytes of the tensor, or of the largest part, from which on "auto" takes the algorithm. Without
-    # an entry it never does.
+    # By world size, the bytes of the tensor or the largest part from which on "auto" takes it; no entry: it never does.
     allreduce_from_nbytes: ByWorldSize
     reducescatter_from_nbytes: ByWorldSize
     allgather_from_nbytes: ByWorldSize
@@ -237,12 +236,16 @@ class AllgatherMatmulPolicy:
         return "tiles" if has_tiles else "none"
 
 
-class Policies(Protocol):  # of a tuning table, that rows of algorithms go by
-    @property
-    def quantized(self) -> QuantizedPolicy: ...
-    @property
-    def copies(self) -> CopiesPolicy: ...
-    @property
-    def norm(self) -> NormPolicy: ...
-    @property
-    def matmul(self) -> MatmulPolicy: ...
+@dataclass(frozen=True, kw_only=True)
+class Policies:
+    """The policies of a tuning table, and the kind of GPU that they are for."""
+
+    chip: Chip
+    quantized: QuantizedPolicy
+    lossless: LargeCallsPolicy
+    copies: CopiesPolicy
+    norm: NormPolicy
+    beside: BesidePolicy
+    training: TrainingPolicy
+    matmul: MatmulPolicy
+    allgather_matmul: AllgatherMatmulPolicy

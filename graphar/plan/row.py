@@ -33,8 +33,7 @@ Limit = Callable[[int], "int | None"]  # by world size, the largest tensor in by
 Candidates = Callable[[int, int], Iterable[tuple[int, int]]]
 # A function from row, call and world size to the grid, by the policies of a tuning table.
 PolicyGrid = Callable[["Row", Call, int, Policies, Chip], Grid]
-# A function from the ranks' tensors to the result, as that of the op in graphar.reference: of a reduce-scatter to the
-# results of all ranks.
+# From the ranks' tensors to the result, or of a reduce-scatter to all ranks' results, as in graphar.reference.
 Specification = Callable[[list[torch.Tensor]], "torch.Tensor | Sequence[torch.Tensor]"]
 
 
@@ -91,11 +90,10 @@ class Row:
     policy_grid: PolicyGrid | None = None  # None: an entry of a tuning table has the grid
     # A function from world size and bytes to the largest grid that it has without an entry.
     default_grid: Callable[[int, int], Grid] = lambda world_size, nbytes: Grid(128, 256)
-    # A function from world size, threads and chunk to the packs of the tensor that a block handles at a time.
+    # From world size, threads and chunk to the packs of the tensor or the largest part that a block handles at a time.
     packs_a_block: Callable[[int, int, int], int] = lambda world_size, threads, chunk: threads
     in_groups: bool = False  # whether a block has a group of whole warps for each rank
-    # Whether one block more than has work is launched, if there is room: the last block tells the other ranks what is
-    # called (cuda_src/device/sync/record.cuh).
+    # Whether a further block is launched, if there is room: it tells other ranks the call (device/sync/record.cuh).
     tells: bool = False
 
     def scratch(self, world_size: int) -> Scratch:

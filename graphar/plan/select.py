@@ -17,6 +17,7 @@ from graphar.numerics.codecs import Codec
 from graphar.numerics.codecs import codec as codec_of_text
 from graphar.numerics.dtypes import BYTE, TYPE_NAMES
 from graphar.numerics.epilogues.epilogue import Pointwise
+from graphar.plan import tables
 from graphar.plan.algorithms import (
     COMPRESSING,
     COPYING,
@@ -34,23 +35,9 @@ from graphar.plan.grids import CLUSTERS
 from graphar.plan.policy import Chip, LargeCallsPolicy
 from graphar.plan.row import Row
 from graphar.plan.scratch import MAX_BLOCKS, MAX_RANKS, NORM_ROW_PACKS, PACK_NBYTES
-from graphar.plan.tables import (
-    DEFAULT,
-    Table,
-    by_entries,
-    expected_quantized_us,
-    expected_us,
-    loaded,
-    named_by,
-    serving,
-)
 from graphar.plan.work import MOVING, Exchange, Norm, Parts, Sum, TensorTuple, template_of
 
 _DIRECTLY = {"input": "straight from the symmetric inputs", "output": "straight into the symmetric output"}
-
-
-def _refuse_hierarchy() -> str:
-    raise UnsupportedError("allreduce: hierarchical cannot serve this call: no process group is known")
 
 
 @dataclass(frozen=True)
@@ -58,13 +45,13 @@ class Facts:
     """The inputs of a choice besides the call."""
 
     world_size: int
-    table: Table
+    table: tables.Table
     chip: Chip  # what the ranks' GPUs have in common; meaningless with a ``problem``
     problem: Reason | None = None  # why no kernel can serve the call
     # Returns why multimem algorithms are not available. The first call is collective.
     why_no_multicast: Callable[[], Reason | None] = lambda: None
-    # Makes the groups of the hierarchical algorithm, and returns their description. Collective.
-    set_up_hierarchy: Callable[[], str] = _refuse_hierarchy
+    # Makes the groups of the hierarchical algorithm, and describes them. Collective. None: there is no process group.
+    set_up_hierarchy: Callable[[], str] | None = None
     stand_in: bool = False  # whether multimem algorithms run without multimem instructions, for tests
     lossless: bool = True  # whether "auto" may compress bf16 without loss
 
@@ -154,6 +141,8 @@ def _hierarchical(call: Call[Sum | Parts | TensorTuple | Exchange], facts: Facts
     if codec and (codec.feedback or codec.rounding == "stochastic"):
         kind = "a residual" if codec.feedback else "stochastic rounding"
         raise UnsupportedError(f"{call.op}: hierarchical cannot serve this call: it rounds sums, without {kind}")
+    if facts.set_up_hierarchy is None:
+        raise UnsupportedError(f"{call.op}: hierarchical cannot serve this call: no process group is known")
     reason = facts.set_up_hierarchy()
     across = f"{reason}; across hosts {codec.bits_per_element:g} bits an element" if codec else reason
     return Choice(HIERARCHICAL, across)
@@ -178,39 +167,40 @@ def _measured(call: Call[Sum | Parts | TensorTuple | Exchange], facts: Facts, as
     copying = None if asked or compressing else _for_large(COPYING, facts.table.copies, call, facts)
     if copying and isinstance(call.work, Exchange) and copying.row.direct not in call.symmetric:
         copying = None  # through scratch its copies take longer than its kernels
-    table = serving(facts.table, facts.world_size) if is_sum else facts.table
-    entries, ranks = (table.rows[facts.world_size], facts.world_size) if is_sum else (table.parts[call.op], 1)
+    table = tables.serving(facts.table, facts.world_size) if is_sum else facts.table
+    entries = table.rows[facts.world_size] if is_sum else table.parts[call.op]
     taken = asked or compressing or copying
     if taken and taken.row.copies:
         config = by_policy(taken, call, facts)
     else:
-        config = by_entries(entries, ranks, call.nbytes, taken)
-    by_size = ("a guess " if table.name == DEFAULT else "the fastest ") if is_sum else ""
+        config = tables.by_entries(entries, facts.world_size, call.nbytes, taken)
+    by_size = ("a guess " if table.name == tables.DEFAULT else "the fastest ") if is_sum else ""
     why = "lossless compression, chosen " if compressing else "asked for, shaped " if asked else by_size
     if config.algorithm.row.copies:
         adds = "" if call.op in MOVING else f" and {config.blocks} while a rank adds"
         why = f"by copy engines, 1 block while ranks meet{adds}, {why if asked else 'chosen '}"
     off = "; lossless compression is off" if compresses and not compressing else ""
     choice = Choice(config, f"{why}{_by_table(table, call, facts)}{off}")
-    config, reason = choice if taken else _served(*choice, entries, ranks, call, facts)
+    config, reason = choice if taken else _served(choice, entries, call, facts)
     direct = config.algorithm.row.direct
     if direct and direct in call.symmetric:
         config, reason = replace(config, direct=True), f"{reason}, {_DIRECTLY[direct]}"
     return Choice(config, f"{reason}{_what_is_added(call.work)}")
 
 
-def _by_table(table: Table, call: Call, facts: Facts) -> str:
+def _by_table(table: tables.Table, call: Call, facts: Facts) -> str:
     size = f"{call.nbytes} bytes" if isinstance(call.work, Sum) else f"a largest part of {call.nbytes} bytes"
     return f"by table {table.name!r} for {facts.world_size} ranks and {size}"
 
 
-def _served(config: Config, reason: str, entries: Sequence[dict], world_size: int, call: Call, facts: Facts) -> Choice:
+def _served(choice: Choice, entries: Sequence[dict], call: Call, facts: Facts) -> Choice:
     """Returns what a table chose, or if that cannot serve the call, the algorithm that can serve every call."""
-    if not is_loaded(named := named_by(entries, call.nbytes)):
+    config, reason = choice
+    if not is_loaded(named := tables.named_by(entries, call.nbytes)):
         reason = f"{reason}; the table's {named} is not loaded in this process"
     if lacks := _lacks(config.algorithm.row, call.work) or _why_not(config.algorithm, call, facts):
         reason = f"{config.algorithm.value}, {reason}, {lacks}"
-        config = by_entries(entries, world_size, call.nbytes, GENERAL[call.op])
+        config = tables.by_entries(entries, facts.world_size, call.nbytes, GENERAL[call.op])
     return Choice(config, reason)
 
 
@@ -221,7 +211,8 @@ def _of_any_sizes(call: Call, facts: Facts, asked: Algorithm | None) -> Choice:
         raise UnsupportedError(
             f"{call.op}: {call.algorithm} cannot serve this call: no rank knows all sizes; {general.value} does"
         )
-    config = by_entries(table.parts[call.op], 1, sys.maxsize, general)  # the grid is that of the largest parts
+    # The grid is that of the largest parts.
+    config = tables.by_entries(table.parts[call.op], facts.world_size, sys.maxsize, general)
     return Choice(config, f"{'asked for, shaped ' if asked else ''}by table {table.name!r} for parts of any size")
 
 
@@ -393,18 +384,15 @@ def _variants(
 def _up_to(facts: Facts, max_nbytes: int | None, op: str) -> Sequence[Algorithm]:
     """Returns the algorithms that "auto" takes up to ``max_nbytes``, also with few blocks beside other work."""
     if op == "allreduce":
-        entries = loaded(serving(facts.table, facts.world_size).rows[facts.world_size])
+        entries = tables.loaded(tables.serving(facts.table, facts.world_size).rows[facts.world_size])
     else:  # the largest part may have any share of the bytes
-        entries, max_nbytes = loaded(facts.table.parts[op]), None
+        entries, max_nbytes = tables.loaded(facts.table.parts[op]), None
     smaller = [max_nbytes is None or (entry["max_nbytes"] or math.inf) < max_nbytes for entry in entries]
     algorithms = [Algorithm(entry["algorithm"]) for entry in entries[: sum(smaller) + 1]]
     beside = max_nbytes is None or max_nbytes >= facts.table.beside.pipelined_from_nbytes
     # The general algorithm serves the calls that an algorithm from outside does not.
     general = [GENERAL[op]] if beside or any(map(is_from_outside, algorithms)) else []
     return list(dict.fromkeys([taker for taker in (*algorithms, *general) if not _why_not_here(taker, facts)]))
-
-
-# ---- in words -------------------------------------------------------------------------------------------------------
 
 
 def explain(call: Call, facts: Facts) -> Explanation:
@@ -414,10 +402,10 @@ def explain(call: Call, facts: Facts) -> Explanation:
     stand_in = "stand-in for " if facts.stand_in and algorithm.row.multimem else ""
     expected = exact = None
     if call.algorithm == "auto" and _was_measured(call, config, facts):
-        expected = expected_us(facts.table, facts.world_size, call.nbytes)
+        expected = tables.expected_us(facts.table, facts.world_size, call.nbytes)
         if codec := call.wire:
             exact = expected
-            expected = expected_quantized_us(facts.table, codec, facts.world_size, work.numel)
+            expected = tables.expected_quantized_us(facts.table, codec, facts.world_size, work.numel)
     times = expected, exact
     scratch_nbytes = algorithm.row.scratch_nbytes(facts.world_size)
     return Explanation(stand_in + algorithm.value, config.blocks, config.threads, reason, *times, scratch_nbytes)
@@ -425,8 +413,8 @@ def explain(call: Call, facts: Facts) -> Explanation:
 
 def _was_measured(call: Call, config: Config, facts: Facts) -> bool:
     """Whether a table's times are of calls like ``call``."""
-    work, table = call.work, serving(facts.table, facts.world_size)
+    work, table = call.work, tables.serving(facts.table, facts.world_size)
     plain = isinstance(work, Sum) and work.order == "rank" and not work.epilogue and not config.direct
     if not (plain and config.blocks) or config.algorithm.row.compresses:
         return False
-    return bool(work.codec) or config.algorithm == named_by(table.rows[facts.world_size], call.nbytes)
+    return bool(work.codec) or config.algorithm == tables.named_by(table.rows[facts.world_size], call.nbytes)

@@ -9,7 +9,7 @@ from itertools import accumulate
 from graphar.numerics.dtypes import BYTE
 from graphar.numerics.norms import REDUCESCATTER_NORM
 from graphar.plan.algorithms import Algorithm
-from graphar.plan.scratch import COPY_UNIT_NBYTES, MATMUL_BOX_COLUMNS, MATMUL_BOX_ROWS, PACK_NBYTES, boxes_a_slot
+from graphar.plan.scratch import COPY_UNIT_NBYTES, PACK_NBYTES
 from graphar.plan.work import PLAIN, Factors
 
 _ROWS_OF_TILES = 256  # a multiple of the height of every tile, and of every cluster of tiles
@@ -75,11 +75,6 @@ def copied_chunks(
 def _up_to(step: int, counts: Sequence[int], offset: int) -> tuple[int, ...]:
     """Returns how many elements of each part lie past ``offset``, at most ``step``."""
     return tuple(min(max(count - offset, 0), step) for count in counts)
-
-
-def rows_a_launch(world_size: int, columns: int, places: int = 1) -> int:
-    """Returns how many rows of each rank's part a launch of a fused matmul handles; a box has ``places`` in scratch."""
-    return boxes_a_slot(world_size) // places // -(-columns // MATMUL_BOX_COLUMNS) * MATMUL_BOX_ROWS
 
 
 def gathered_rows_a_launch(algorithm: Algorithm, world_size: int, k: int, factors: Factors = PLAIN) -> int:

@@ -22,14 +22,9 @@ from typing import Any
 import torch
 
 _INCLUDED = re.compile(rb'^[ \t]*#[ \t]*include[ \t]*"([^"\n]+)"', re.MULTILINE)
-
-
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, type(...), torch.dtype, torch.device, torch.Size)
 _SHAPE_OF_CODE = ("co_flags", "co_argcount", "co_posonlyargcount", "co_kwonlyargcount", "co_names")
 _NO_VALUE = object()  # of a name, or of a variable that is not bound yet
-
-
-# ---- files -----------------------------------------------------------------------------------------------------------
 
 
 def files_of(source: Path) -> dict[str, bytes]:
@@ -67,9 +62,6 @@ def hashed(fields: Iterable[bytes]) -> str:
     for field in fields:
         digest.update(b"%d:" % len(field) + field)  # the lengths make the encoding of a list unique
     return digest.hexdigest()
-
-
-# ---- functions -------------------------------------------------------------------------------------------------------
 
 
 def contents(function: Callable, what: str) -> Iterator[bytes]:

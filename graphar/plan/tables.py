@@ -9,7 +9,7 @@ import math
 import re
 import typing
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from importlib import resources
@@ -20,60 +20,46 @@ import torch
 
 from graphar.numerics.codecs import Codec
 from graphar.numerics.codecs import codec as codec_of_text
-from graphar.plan import policy
 from graphar.plan.algorithms import Algorithm, in_tables, is_from_outside, is_loaded
 from graphar.plan.config import Config
+from graphar.plan.policy import Policies
 from graphar.plan.scratch import PACK_NBYTES, WARP, WORLD_SIZES
 
 DEFAULT = "default"
 
 
-def _default(section: str) -> Callable[[], Any]:
-    return lambda: getattr(shipped_table(DEFAULT), section)
-
-
 @dataclass(frozen=True)
-class Table:
-    """The measurements of one kind of machine. The default table supplies sections that are left out."""
+class Table(Policies):
+    """The measurements of one kind of machine."""
 
     name: str  # the device's name as :func:`slug` gives it, or "default". Explanations name the table by it
     machine: str  # the machine that was measured
     date: str  # the date of the measurement
     report: str | None  # the path of the report with the figures, or None
-    # By world size, the entries of all-reduces: the largest tensor in bytes that an entry is for (None: any size), an
-    # algorithm and its grid.
+    # By world size, the entries of all-reduces: the bytes of the largest tensor (None: any), an algorithm and its grid.
     rows: dict[int, list[dict]]
+    # By op, the entries of reduce-scatters, all-gathers and all-to-alls, by the bytes of the largest part.
+    parts: dict[str, list[dict]]
     # By world size, the points [bytes of one rank's tensor, microseconds of the chosen entry], sizes ascending.
     measured: dict[int, list[list]] = field(default_factory=dict)
-    # By world size and a codec's text, the points [bytes of a bf16 tensor, microseconds] of all-reduces with that
-    # codec, sizes ascending.
+    # By world size and a codec's text, the points [bytes of a bf16 tensor, microseconds], sizes ascending.
     codecs: dict[int, dict[str, list[list]]] = field(default_factory=dict)
-    # By op, the entries of reduce-scatters, all-gathers and all-to-alls, by the bytes of the largest part.
-    parts: dict[str, list[dict]] = field(default_factory=_default("parts"))
-    chip: policy.Chip = field(default_factory=_default("chip"))  # the kind of GPU that the table is for
-    quantized: policy.QuantizedPolicy = field(default_factory=_default("quantized"))  # grids with a codec on the wire
-    lossless: policy.LargeCallsPolicy = field(
-        default_factory=_default("lossless")
-    )  # thresholds of lossless compression
-    copies: policy.CopiesPolicy = field(default_factory=_default("copies"))  # thresholds and chunks of copy engines
-    norm: policy.NormPolicy = field(default_factory=_default("norm"))  # thresholds of all-reduces with RMSNorm
-    beside: policy.BesidePolicy = field(default_factory=_default("beside"))  # the grid beside other work
-    training: policy.TrainingPolicy = field(default_factory=_default("training"))  # the grid beside a step's matmuls
-    matmul: policy.MatmulPolicy = field(default_factory=_default("matmul"))  # thresholds and tiles of matmuls
-    # When an all-gather and a matmul are one kernel.
-    allgather_matmul: policy.AllgatherMatmulPolicy = field(default_factory=_default("allgather_matmul"))
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Table:
-        """Returns the table that ``to_json`` wrote; ValueError says what is wrong with another text."""
-        return cls(**_sections(json.loads(text)))
+        """Returns the table that ``to_json`` wrote; ValueError says what is wrong with another text.
+
+        The default table supplies sections that are left out, and ops that an earlier release did not have.
+        """
+        sections, default = _sections(json.loads(text)), shipped_table(DEFAULT)
+        sections["parts"] = default.parts | sections.get("parts", {})
+        return cls(**{key: getattr(default, key) for key in POLICIES} | sections)
 
     def to_json(self) -> str:
         """Returns the table as JSON text, with one entry a line."""
-        sections = {key: getattr(self, key) for key in _HEAD}
-        sections |= {key: dict(sorted(getattr(self, key).items())) for key in _BY_WORLD_SIZE}
-        sections |= {"parts": self.parts} | {key: _written(getattr(self, key)) for key in POLICIES}
-        return _text({key: section for key, section in sections.items() if section or key in _REQUIRED}) + "\n"
+        sections = _written(self)
+        sections |= {key: dict(sorted(sections[key].items())) for key in _BY_WORLD_SIZE}
+        return _text({key: sections[key] for key in _FIELDS if sections[key] or key in _REQUIRED}) + "\n"
 
 
 def _text(value: Any, indent: str = "") -> str:
@@ -98,6 +84,8 @@ def slug(device_name: str) -> str:
 def shipped_table(name: str) -> Table:
     """Returns the table ``name`` of graphar/plan/tables, or the default table if there is none."""
     file = resources.files("graphar.plan").joinpath("tables", f"{name}.json")
+    if name == DEFAULT:
+        return Table(**_sections(json.loads(file.read_text())))
     return Table.from_json(file.read_text()) if file.is_file() else shipped_table(DEFAULT)
 
 
@@ -129,7 +117,7 @@ def by_entries(entries: Sequence[dict], world_size: int, nbytes: int, algorithm:
     """Returns the configuration of a call of ``nbytes``, by its first entry of an algorithm that is loaded and fits.
 
     With ``algorithm`` the configuration has this algorithm: by its first entry that fits, else by its last entry, or
-    with its default grid if it has no entry. Entries of parts serve every world size: theirs is 1.
+    with its default grid if it has no entry.
     """
     known = [entry for entry in entries if entry["algorithm"] == algorithm.value] if algorithm else loaded(entries)
     if algorithm is not None and not known:
@@ -177,9 +165,7 @@ def expected_quantized_us(table: Table, codec: Codec, world_size: int, numel: in
     measured = serving(table, world_size).codecs.get(world_size, {}).items()
     codecs = [(codec_of_text(text), points) for text, points in measured]
     alike = [(other, points) for other, points in codecs if other.spares_a_word == codec.spares_a_word]
-    if not alike:
-        return None
-    _, points = min(alike, key=lambda pair: abs(pair[0].bits_per_element - codec.bits_per_element))
+    _, points = min(alike, key=lambda pair: abs(pair[0].bits_per_element - codec.bits_per_element), default=(codec, []))
     return _between(points, numel * torch.bfloat16.itemsize)
 
 
@@ -201,9 +187,7 @@ def _between(points: list[list], nbytes: int) -> float | None:
 
 # ---- validation: each check raises ValueError, which says what the rule is ------------------------------------------
 
-POLICIES: dict[str, Any] = {
-    name: kind for name, kind in typing.get_type_hints(Table).items() if dataclasses.is_dataclass(kind)
-}
+POLICIES: dict[str, Any] = typing.get_type_hints(Policies)
 _HEAD = {"name": str, "machine": str, "date": str, "report": (str, type(None))}
 _BY_WORLD_SIZE = ("rows", "measured", "codecs")
 _FIELDS = _HEAD | dict.fromkeys((*_BY_WORLD_SIZE, "parts", *POLICIES), dict)
@@ -252,8 +236,6 @@ def _sections(content: Any) -> dict[str, Any]:
         for op, entries in content["parts"].items():
             with inside(op):
                 _check_entries(entries, op, WORLD_SIZES)
-        if content["name"] != DEFAULT:  # it may be of an earlier release, with fewer ops
-            sections["parts"] = shipped_table(DEFAULT).parts | content["parts"]
     for key in [key for key in POLICIES if key in content]:
         with inside(key):
             sections[key] = _read(POLICIES[key], content[key])

@@ -125,8 +125,7 @@ def _tiles(*sizes: Any, **how: Any) -> tuple[MatmulTile, ...]:
     return tuple(MatmulTile(*size, **how) for size in sizes)
 
 
-# The tiles of the plain matmul. Their areas lie close together, so that for most shapes of C one of them leaves few SMs
-# idle in its last round.
+# The tiles of the plain matmul. Their areas differ little: for most shapes one leaves few SMs idle in its last round.
 MATMUL_TILES = (
     *_tiles((64, 64, 12), (64, 128, 8), (64, 160, 7), (64, 192, 6)),
     *_tiles((128, 128, 6), (128, 160, 5), (128, 192, 4), alternating=True),

@@ -18,7 +18,7 @@ from graphar.plan.matmuls import fills_wave
 from graphar.plan.policy import Chip, MatmulPolicy
 from graphar.plan.scratch import PACK_NBYTES
 from graphar.plan.sizes import GB, KB, MB, format_nbytes
-from graphar.plan.tables import POLICIES, Table, entry_of, expected_us, fitted, measured_config, serving
+from graphar.plan.tables import Table, entry_of, expected_us, fitted, measured_config, serving
 from graphar.plan.tiles import NAMED_TILES
 
 SIZES = (
@@ -39,8 +39,7 @@ CodecTimes = Mapping[str, Mapping[int, float]]  # microseconds by codec text and
 def candidates(op: str, world_sizes: Sequence[int], nbytes: int, chip: Chip) -> list[Config]:
     """Returns the configurations that may be the fastest at a size, of a tensor or of the largest part.
 
-    They have a block on all SMs but one, or the most allowed. One entry serves all of ``world_sizes``, so each is
-    possible with all of them.
+    They have a block on all SMs but one, or the most allowed. Each serves all ``world_sizes``, as an entry must.
     """
     configs = []
     for algorithm in in_tables(op):
@@ -99,14 +98,12 @@ def update(
     measurements: Mapping[int, Measurements],
     codec_times: Mapping[int, CodecTimes] | None = None,
 ) -> Table:
-    """Returns ``new``, which has a name, machine, date, report and chip, with the measured entries and points.
+    """Returns ``new`` with the measured entries and points. It is ``old`` but for name, machine, date, report and chip.
 
     Sizes above the largest measured one have the entries and points of ``old``, or of the default table. World sizes
-    and codecs that were not measured are taken from ``old`` if it has the same name. All other sections come from
-    ``old``, the table in use until now: trials begin from them.
+    and codecs that were not measured stay if ``old`` has the same name.
     """
     before = (old.rows, old.measured, old.codecs) if old.name == new.name else ({}, {}, {})
-    new = replace(new, parts=old.parts, **{name: getattr(old, name) for name in POLICIES if name != "chip"})
     entries, points, codecs = map(dict, before)
     for world_size, by_size in measurements.items():
         served = serving(old, world_size)
@@ -164,14 +161,8 @@ def _describe(config: Config, us: float | None) -> str:
 GAIN = 0.01  # a new value must make its calls 1 % faster in total: a smaller gain is noise
 COLUMNS = 4096
 WEIGHTS = (  # N, K of layers on 1 to 8 GPUs
-    (8192, 2048),
-    (8192, 7168),
-    (5120, 8192),
-    (4096, 14336),
-    (6144, 4096),
-    (2560, 8192),
-    (7168, 2048),
-    (1024, 8192),
+    *((8192, 2048), (8192, 7168), (5120, 8192), (4096, 14336)),
+    *((6144, 4096), (2560, 8192), (7168, 2048), (1024, 8192)),
 )
 ROWS_BELOW_WAVE = (64, 128, 256, 512, 768, 1024, 1536, 2048)
 
@@ -203,7 +194,11 @@ class Trial:
     path: tuple[str | int, ...]  # where the number is: the section, its field, and the field or key inside that, if any
     values: Sequence  # the values to try besides the present one; None: a table without the key
     workloads: Sequence[Workload]
-    by_world_size: bool = False  # whether the number belongs to one world size
+
+    @property
+    def by_world_size(self) -> bool:
+        """Whether the number belongs to one world size."""
+        return isinstance(self.path[-1], int)
 
     @property
     def name(self) -> str:
@@ -259,7 +254,7 @@ def trials(world_size: int, table: Table) -> Iterator[Trial]:
     many = (256, 512, 1024, 2048, 4096, 8192)
     gathered = [Workload("allgather_matmul", rows, columns, k=8192) for rows in many for columns in (2560, 14336)]
     for partition in ("chunks", "tiles"):
-        yield Trial(("allgather_matmul", f"{partition}_from_rows", world_size), (*many, None), gathered, True)
+        yield Trial(("allgather_matmul", f"{partition}_from_rows", world_size), (*many, None), gathered)
 
 
 def _quantized() -> Iterator[Trial]:
@@ -282,7 +277,7 @@ def _lossless(world_size: int) -> Iterator[Trial]:
         rows = [nbytes // (2 * COLUMNS * ranks) for nbytes in (128 * MB, 256 * MB)]  # of a part
         calls = [Workload(op, ranks * count if op == "reducescatter" else count) for count in rows]
         least = [2 * COLUMNS * count for count in rows]
-        yield Trial(("lossless", f"{op}_from_nbytes", world_size), (*least, None), calls, True)
+        yield Trial(("lossless", f"{op}_from_nbytes", world_size), (*least, None), calls)
 
 
 def _copies(world_size: int) -> Iterator[Trial]:
@@ -294,7 +289,7 @@ def _copies(world_size: int) -> Iterator[Trial]:
         calls = [Workload(op, size, dtype=torch.float32) for size in sizes]
         least = [4 * COLUMNS * size for size in (sizes if op == "allreduce" else rows)]
         if op != "alltoall":  # it needs symmetric outputs, which these calls lack
-            yield Trial(("copies", f"{op}_from_nbytes", world_size), (*least, None), calls, True)
+            yield Trial(("copies", f"{op}_from_nbytes", world_size), (*least, None), calls)
         large += [replace(call, algorithm=algorithm.value) for call in calls[1:]]
     yield Trial(("copies", "sum_blocks"), (16, 32, 64), large)
     yield Trial(("copies", "chunk_nbytes"), (2 * MB, 4 * MB, 8 * MB), large)
@@ -306,11 +301,11 @@ def _skinny(world_size: int) -> Iterator[Trial]:
         return [Workload("matmul_allreduce", m, n, 2048, partition=partition) for n in columns for m in rows]
 
     columns = (1024, 2048, 4096, 6144, 8192)
-    yield Trial(("matmul", "skinny_from_columns", world_size), [*columns, None], calls("auto", columns), True)
+    yield Trial(("matmul", "skinny_from_columns", world_size), [*columns, None], calls("auto", columns))
     yield Trial(("matmul", "skinny_least_busy"), (0.4, 0.6, 0.75, 0.9), calls("auto", [9216, 12288, 18432]))
     results = (1, 4, 8, 16, 32, 64)
     sizes = [2 * 8192 * rows for rows in results]
-    yield Trial(("matmul", "one_shot_nbytes", world_size), sizes, calls("tiles", [8192], results), True)
+    yield Trial(("matmul", "one_shot_nbytes", world_size), sizes, calls("tiles", [8192], results))
 
 
 def _tiles(world_size: int, policy: MatmulPolicy) -> Iterator[Trial]:
@@ -331,9 +326,9 @@ def _tiles(world_size: int, policy: MatmulPolicy) -> Iterator[Trial]:
     yield Trial(("matmul", "large_from_numel"), (4 * MB, 8 * MB, 16 * MB), calls(large, ks=[4096, 8192]))
     yield Trial(("matmul", "alternating_below_k"), (2048, 4096, 8192), calls(large, ks=[1024, 2048, 4096, 7168]))
     numels = [rows * COLUMNS for rows in all_rows]
-    yield Trial(("matmul", "tiles_from_numel", world_size), [*numels, None], calls(all_rows, "auto"), True)
+    yield Trial(("matmul", "tiles_from_numel", world_size), [*numels, None], calls(all_rows, "auto"))
     in_codes = calls((2048, 4096, 8192), "auto", codec="int8")
-    yield Trial(("matmul", "codec_tiles_from_numel", world_size), [8 * MB, 16 * MB, 32 * MB, None], in_codes, True)
+    yield Trial(("matmul", "codec_tiles_from_numel", world_size), [8 * MB, 16 * MB, 32 * MB, None], in_codes)
 
 
 def against_torch(policy: MatmulPolicy, chip: Chip) -> Iterator[tuple[Workload, MatmulPolicy, MatmulPolicy]]:

@@ -51,22 +51,17 @@ def _numbers_of_norm(eps: float, weight_offset: float) -> str:
     return f"eps {eps:.9g}, weight offset {weight_offset:.9g}"  # fp32 has no more digits
 
 
-def _wire_and_epilogue(work: Sum | Parts | Product) -> list[str]:
-    codec = [f"codec {without_seeds(work.codec)}"] if work.codec else []
-    return codec + ([f"epilogue {work.epilogue.words}"] if work.epilogue else [])
-
-
-def _beside(work: Sum | Parts | Norm | TensorTuple | Product) -> list[str]:
-    return [work.beside] if work.beside else []
-
-
-def _order(work: Sum | Parts | Norm) -> list[str]:
-    result = [f"result {work.out_dtype}"] if work.out_dtype else []
-    return ["added as a tree", *result] if work.order == "tree" else []
-
-
-def _options(work: Sum | Parts) -> list[str]:
-    return _wire_and_epilogue(work) + _order(work) + _beside(work)
+def _options(work: Sum | Parts | Norm | TensorTuple | Product) -> list[str]:
+    """Returns in words the options that several types of work have."""
+    is_tree = work.order == "tree"
+    words = (
+        f"codec {without_seeds(work.codec)}" if work.codec else "",
+        f"epilogue {work.epilogue.words}" if work.epilogue else "",
+        "added as a tree" if is_tree else "",
+        f"result {work.out_dtype}" if is_tree and work.out_dtype else "",
+        work.beside,
+    )
+    return list(filter(None, words))
 
 
 class Sum(NamedTuple):
@@ -152,7 +147,7 @@ class Norm(NamedTuple):
     def options(self) -> list[str]:
         how = [] if self.output == "like_input" else [self.output]
         numbers = _numbers_of_norm(self.eps, self.weight_offset)
-        return [f"{self.columns} columns", *how, numbers, *_order(self), *_beside(self)]
+        return [f"{self.columns} columns", *how, numbers, *_options(self)]
 
 
 class TensorTuple(NamedTuple):
@@ -168,6 +163,8 @@ class TensorTuple(NamedTuple):
     codec = ""
     epilogue = None
     order = "rank"
+    out_dtype = None
+    options = property(_options)
 
     @property
     def row_nbytes(self) -> tuple[int, ...]:
@@ -184,10 +181,6 @@ class TensorTuple(NamedTuple):
         pairs = zip(self.dtypes, self.rows, strict=True)
         tensors = [f"{dtype} [{', '.join(map(str, ('*', *row)))}]" for dtype, row in pairs]
         return f"({', '.join(tensors)}), sizes {list(self.sizes)}"
-
-    @property
-    def options(self) -> list[str]:
-        return _beside(self)
 
 
 Lengths: TypeAlias = tuple[tuple[int, ...], ...]  # by rank of this process, the lengths of each rank's part
@@ -316,6 +309,7 @@ class Product(NamedTuple):
     format: str = ""  # as Factors has it; the call has the result's dtype
 
     unit = "rows"
+    out_dtype = None  # the call has it
 
     @property
     def factors(self) -> Factors:
@@ -348,14 +342,19 @@ class Product(NamedTuple):
         return self.summing_op == MATMUL_REDUCESCATTER
 
     @property
+    def owns_rows(self) -> bool:
+        """Whether each rank sums rows of its own, as in a reduce-scatter and with an epilogue."""
+        return self.scattered or self.epilogue is not None
+
+    @property
     def as_tree(self) -> bool:
         """Whether leaves of K are added in fp32 as a tree; else rounded products, in the order of ranks."""
         return self.partition == TP_INVARIANT
 
     @property
-    def sent_itemsize(self) -> int:
-        """The bytes of an element that a rank sends to be summed in a product of 16-bit elements."""
-        return 4 if self.as_tree else 2
+    def sent_nbytes(self) -> int:
+        """The bytes of the whole product as ranks send it to be summed, if its elements have 16 bits."""
+        return sum(self.parts) * self.columns * (4 if self.as_tree else 2)
 
     def leaves(self, world_size: int) -> int:
         """The number of leaves into which each rank cuts its K. They are added in the order of K, or as a tree."""
@@ -400,9 +399,8 @@ class Product(NamedTuple):
 
     @property
     def options(self) -> list[str]:
-        tree = ["added as a tree"] if self.as_tree else []
         norm = [_numbers_of_norm(*self.norm)] if self.norm else []
-        return _wire_and_epilogue(self) + tree + norm + _beside(self)
+        return norm + _options(self)
 
 
 class Loss(NamedTuple):

@@ -13,18 +13,10 @@ import torch
 from graphar.errors import UnsupportedError
 from graphar.numerics.codecs import codec as codec_of_text
 from graphar.numerics.epilogues.code import Corner
+from graphar.plan import matmuls
 from graphar.plan.algorithms import Algorithm
 from graphar.plan.call import Call, Operands
 from graphar.plan.config import Config
-from graphar.plan.matmuls import (
-    Shape,
-    best_tile,
-    summed_rows_a_launch,
-    tile_for,
-    tiles_that_serve,
-    tiles_to_load,
-    why_not_columns,
-)
 from graphar.plan.policy import Chip
 from graphar.plan.scratch import PACK_NBYTES, gathered_slot_offset
 from graphar.plan.slices import Slice, gathered_rows_a_launch, row_slices
@@ -81,8 +73,7 @@ class Fused(ABC):
     The engine has a runner. Ranks take ``tile``, or those that plans choose. UnsupportedError if no kernel serves.
     """
 
-    # A function from a tile, the matrices, the slice, the collective arguments, the first row of the result that a sum
-    # writes, and what the ranks' chips have in common, to the other parameters of a launch, and its grid.
+    # From a tile, the matrices, the slice and the collective arguments to a launch's other parameters, and its grid.
     parameters: Callable[..., tuple[list, Grid]]
     _first_output = 0  # the first of a call's results whose address a launch is given
 
@@ -90,7 +81,7 @@ class Fused(ABC):
         self._engine, self._runner, self._call, self.algorithm = engine, runner_of(engine), call, algorithm
         self._tile, self._slices = tile, self._cut(call.work)
         # The tiles whose kernels every rank loads: ranks may take different ones of them.
-        chosen = tiles_to_load(engine.table.matmul, algorithm, call.work, self._runner.chip, engine.world_size)
+        chosen = matmuls.tiles_to_load(engine.table.matmul, algorithm, call.work, self._runner.chip, engine.world_size)
         self.tiles = (tile,) if tile else chosen
         # Each member's kernels by tile and layout of W, in which ranks may differ.
         of_tiles = [load_tile(self._runner, algorithm, call.dtype, tile, call.work) for tile in self.tiles]
@@ -107,7 +98,7 @@ class Fused(ABC):
 
     def _tile_of(self, operands: MatmulOperands, piece: Slice, layout: str) -> Tile:
         """Returns the tile that a rank takes, of those that all ranks load."""
-        return tile_for(self._engine.table.matmul, self.tiles, operands.a.shape[1])
+        return matmuls.tile_for(self._engine.table.matmul, self.tiles, operands.a.shape[1])
 
     def plan(self, reason: str) -> Plan:
         """Returns the plan of a call by these launches, with the ``reason`` for them."""
@@ -161,9 +152,9 @@ class Fused(ABC):
 
     def _corner(self, member: Member, operands: MatmulOperands, piece: Slice) -> Corner:
         """Returns where the epilogue's row, col and index of a launch begin, in this rank's result."""
-        return self._first_row(member, piece), 0, operands.out.shape[1]
+        return self._first_row(member.rank, piece), 0, operands.out.shape[1]
 
-    def _first_row(self, member: Member, piece: Slice) -> int:
+    def _first_row(self, rank: int, piece: Slice) -> int:
         return 0  # a kernel that gathers adds where an owner's rows begin
 
     def _launch(self, member: Member, operands: MatmulOperands, piece: Slice) -> Launch:
@@ -179,8 +170,7 @@ class Fused(ABC):
         words = agreement.words_of_matmul_launch(self._call, self.algorithm, piece, told)
         seconds = self._engine.deadline(self._call)
         arguments = self._runner.arguments(member, self.algorithm, piece, seconds, words)
-        first = self._first_row(member, piece)
-        parameters, grid = self.parameters(tile, matrices, piece, arguments, first, self._runner.chip)
+        parameters, grid = self.parameters(tile, matrices, piece, arguments)
         launch = KernelLaunch(self._functions[at][tile, matrices.layout], [*parameters, arguments], grid)
         epilogue = self._call.work.epilogue
         put = epilogue and put_agreed(self._runner, arguments, words, epilogue, arguments.epilogue.put)
@@ -196,8 +186,7 @@ class Fused(ABC):
 
 def _grid(tile: MatmulTile, matrices: Matrices, piece: Slice, chip: Chip) -> Grid:
     """Returns the grid of a kernel with a block for each tile, as far as there is room."""
-    rows_of_tiles = sum(-(-count // (tile.rows * tile.cluster)) for count in piece.count)
-    tiles = rows_of_tiles * -(-matrices.out.columns // tile.columns)
+    tiles = matmuls.tiles_of_clusters(tile, piece.count, matrices.out.columns)
     blocks = min(chip.shared_blocks(cluster=tile.cluster), tiles * tile.cluster)
     return Grid(blocks, tile.threads, tile.shared_nbytes, overlaps=False, cluster=tile.cluster)
 
@@ -214,9 +203,9 @@ class Summed(Fused):
     """
 
     def _cut(self, work: Product) -> list[Slice]:
-        if reason := why_not_columns(work, self._runner.chip, self._engine.world_size):
+        if reason := matmuls.why_not_columns(work, self._runner.chip, self._engine.world_size):
             raise UnsupportedError(f"{work.op}: {reason}")
-        return row_slices(work.parts, summed_rows_a_launch(work, self._engine.world_size))
+        return row_slices(work.parts, matmuls.summed_rows_a_launch(work, self._engine.world_size))
 
     def _place(self, operands: MatmulOperands) -> MatmulOperands:
         whole, leaves, out = operands.with_columns(), self._call.work.leaves(self._engine.world_size), operands.out
@@ -236,20 +225,17 @@ class Summed(Fused):
             raise UnsupportedError(f"{self._call.op}: {reason}")
         return placed
 
-    def _first_row(self, member: Member, piece: Slice) -> int:
+    def _first_row(self, rank: int, piece: Slice) -> int:
         # A skinny result is not divided.
-        return piece.offset if self._call.work.scattered or not piece.begin else piece.begin[member.rank]
+        return piece.offset if self._call.work.scattered or not piece.begin else piece.begin[rank]
 
-    @staticmethod
-    def parameters(
-        tile: MatmulTile, matrices: Matrices, piece: Slice, arguments: Arguments, first: int, chip: Chip
-    ) -> tuple[list, Grid]:
-        sizes, grid = matrices.arguments(matrices.a.rows, group_rows=GROUP_ROWS), _grid(tile, matrices, piece, chip)
+    def parameters(self, tile: MatmulTile, matrices: Matrices, piece: Slice, arguments: Arguments) -> tuple[list, Grid]:
         # A rank without rows writes nothing, but the kernel needs a valid tensor map.
-        count = piece.count[arguments.rank]
-        out = matrices.out.part(first, count) if count else matrices.a
+        rank, count = arguments.rank, piece.count[arguments.rank]
+        out = matrices.out.part(self._first_row(rank, piece), count) if count else matrices.a
         maps = [rows_map(tile, matrices.a), matrices.weight_map(tile), tensor_map(out, STORE_ROWS)]
-        return [*maps, sizes], grid
+        sizes = matrices.arguments(matrices.a.rows, group_rows=GROUP_ROWS)
+        return [*maps, sizes], _grid(tile, matrices, piece, self._runner.chip)
 
 
 class Skinny(Summed):
@@ -261,10 +247,8 @@ class Skinny(Summed):
     def _cut(self, work: Product) -> list[Slice]:
         return [Slice(sum(work.parts) * work.columns)]
 
-    @staticmethod
-    def parameters(
-        tile: Any, matrices: Matrices, piece: Slice, arguments: Arguments, first: int, chip: Chip
-    ) -> tuple[list, Grid]:
+    def parameters(self, tile: Any, matrices: Matrices, piece: Slice, arguments: Arguments) -> tuple[list, Grid]:
+        chip = self._runner.chip
         rows, clusters = matrices.out.rows, -(-matrices.out.columns // (tile.columns * tile.cluster))
         blocks = min(chip.shared_blocks(cluster=tile.cluster), clusters * tile.cluster)
         overlaps = chip.may_overlap(blocks, halves=False)
@@ -297,9 +281,9 @@ class Gathered(Fused):
 
     def _tile_of(self, operands: MatmulOperands, piece: Slice, layout: str) -> Tile:
         # Each rank takes the one with the least estimated time for its weight.
-        kind = tiles_that_serve(self.algorithm, self._call.work, self._engine.world_size)
+        kind = matmuls.tiles_that_serve(self.algorithm, self._call.work, self._engine.world_size)
         (n, k), cost = operands.w.shape, self._engine.table.matmul.cost
-        return self._tile or best_tile(kind, Shape(piece.count, n, k, layout), cost, self._runner.chip)
+        return self._tile or matmuls.best_tile(kind, matmuls.Shape(piece.count, n, k, layout), cost, self._runner.chip)
 
     def _tensors(self, member: Member, operands: MatmulOperands, piece: Slice) -> tuple:
         (a, *tensors), _, *more = super()._tensors(member, operands, piece)
@@ -307,10 +291,7 @@ class Gathered(Fused):
         rows = a.new_empty(0) if operands.gathered is None else operands.gathered
         return (a[piece.offset : piece.offset + piece.count[member.rank]], *tensors), (rows,), *more
 
-    @staticmethod
-    def parameters(
-        tile: MatmulTile, matrices: Matrices, piece: Slice, arguments: Arguments, first: int, chip: Chip
-    ) -> tuple[list, Grid]:
+    def parameters(self, tile: MatmulTile, matrices: Matrices, piece: Slice, arguments: Arguments) -> tuple[list, Grid]:
         world_size, rank = arguments.world_size, arguments.rank
         a_maps, c_maps = (TensorMap * world_size)(), (TensorMap * world_size)()
         for source, (begin, count) in enumerate(zip(piece.begin, piece.count, strict=True)):
@@ -324,7 +305,7 @@ class Gathered(Fused):
             c_maps[source] = tensor_map(matrices.out.part(begin, count), STORE_ROWS)
         sizes = matrices.arguments(matrices.out.rows, from_row=piece.offset, group_rows=GROUP_ROWS)
         maps = [a_maps, matrices.weight_map(tile), c_maps]
-        return [*maps, sizes], _grid(tile, matrices, piece, chip)
+        return [*maps, sizes], _grid(tile, matrices, piece, self._runner.chip)
 
 
 def fused_launches(engine: Engine, call: Call[Product], algorithm: Algorithm, tile: Tile | None = None) -> Fused:

@@ -99,9 +99,8 @@ class GatheredChunks:
     def _address(self, rank: int, hop: int) -> int:
         world_size = self._engine.world_size
         capacity = self._algorithm.row.scratch(world_size).capacity
-        return self._runner.scratch(self._algorithm)[rank] + gathered_slot_offset(
-            world_size, capacity, world_size - hop
-        )
+        offset = gathered_slot_offset(world_size, capacity, world_size - hop)
+        return self._runner.scratch(self._algorithm)[rank] + offset
 
     def _slot(self, member: Member, hop: int, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
         key = (member.rank, hop, shape, dtype)

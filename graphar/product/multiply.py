@@ -202,8 +202,7 @@ class Scaled(Multiply):
 class Leaves(Multiply):
     """Makes steps with bits that depend on nothing but a row of A and a row of W: K in leaves, as a binary tree.
 
-    Operands are in bf16, fp16 or, on a CPU, fp32; results may be in fp32. On a GPU the kernel makes them, and on a CPU
-    graphar.numerics.leaf_tree.
+    Operands are in bf16, fp16 or, on a CPU, fp32; results may be in fp32. On a CPU numerics.leaf_tree multiplies.
     """
 
     op: str  # that errors name

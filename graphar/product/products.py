@@ -16,7 +16,7 @@ from graphar.numerics.partitions import Panel
 from graphar.plan.algorithms import MATMUL_ARCH
 from graphar.plan.call import Call, Operands
 from graphar.plan.config import FALLBACK, Config
-from graphar.plan.matmuls import fused_algorithm, may_take_one_kernel, takes_one_kernel
+from graphar.plan.matmuls import fused_algorithm, may_take_one_kernel, prefers_tiles, why_not_columns
 from graphar.plan.select import has_norm_kernel
 from graphar.plan.slices import gathered_rows_a_launch
 from graphar.plan.work import ALLGATHER_MATMUL, Parts, Product, TensorTuple
@@ -60,7 +60,10 @@ def takes_tiles(engine: Engine, call: Call[Product], out: torch.Tensor) -> bool:
     with engine.keeping_failure():
         if engine.why_no_kernel(call.op, out):
             return False
-    return takes_one_kernel(call.work, engine.table.matmul, runner_of(engine).chip, engine.world_size)
+    work, chip = call.work, runner_of(engine).chip
+    if why_not_columns(work, chip, engine.world_size):
+        return False
+    return work.partition == "tiles" or prefers_tiles(work, engine.table.matmul, chip, engine.world_size)
 
 
 def _fused(engine: Engine, call: Call[Product]) -> Plan:
@@ -97,8 +100,7 @@ def _bind_gathered(engine: Engine, call: Call[Product], ranks: Sequence[Operands
     method = gathering_method(engine, call, ranks[0].inputs[0])
     algorithm = fused_algorithm(engine.table, call.work, engine.world_size)
     if method == "tiles":
-        launches = fused_launches(engine, call, algorithm)
-        return launches.plan("gathered and multiplied in one kernel")
+        return fused_launches(engine, call, algorithm).plan("gathered and multiplied in one kernel")
     if method == "chunks":
         run = GatheredChunks(engine, call, algorithm).run
         return Plan(run, Config(algorithm, 0, 0), "gathered in chunks by copy engines")

@@ -75,8 +75,6 @@ class Then:
         matmul = operands_of(self._work, operands)
         return choose(self._engine, self._work, matmul, len(self._panels)).explained(matmul, self._panels)
 
-    # ---- the call ----------------------------------------------------------------------------------------------------
-
     def run(self, ranks: Sequence[Operands]) -> None:
         """Makes the call with the operands of each rank of this process. Collective."""
         of_ranks, panels = [operands_of(self._work, operands) for operands in ranks], self._panels
@@ -170,8 +168,6 @@ class Then:
             taken.append(Operands(inputs, outputs, matmul.numbers, corner))
         return taken
 
-    # ---- later calls -------------------------------------------------------------------------------------------------
-
     def launch_like(self, operands: Operands) -> Launch | None:
         """Returns the launch of calls with tensors like these: see :class:`graphar.runtime.plan.Plan`."""
         work, matmul, (panel, *others) = self._work, operands_of(self._work, operands), self._panels
@@ -192,8 +188,6 @@ class Then:
             launch((repeated(*inputs[:count]), *inputs[count:]), outputs, numbers, corner)
 
         return multiply_and_take
-
-    # ---- where panels and their sums lie -----------------------------------------------------------------------------
 
     def _rows_of_out(self, panel: Panel, index: int) -> slice:
         """Returns where the rows of a panel lie in the result of rank ``index`` of this process."""

@@ -257,7 +257,7 @@ def after_matmul(method: Method, prefix: str, multiply: Callable[..., Tensor]) -
 
 def in_tiles(layer: Layer) -> bool:
     """Whether "tiles" is measured on a layer. It must have many rows, or a skinny kernel must support it."""
-    return layer.m >= MIN_ROWS or is_skinny(layer.world_size, layer.m, layer.n)
+    return layer.m >= MIN_ROWS or is_skinny(Product(MATMUL_ALLREDUCE, (layer.m,), layer.n), layer.world_size)
 
 
 class Alone:

@@ -216,7 +216,7 @@ def test_one_that_cannot_serve_the_timed_calls_exactly_is_not_tried(row):
 @pytest.mark.parametrize("max_nbytes", [1 << 20, None])
 def test_where_it_is_the_fastest_a_table_names_it_before_one_of_graphars_own(max_nbytes):
     ring = load(max_nbytes=max_nbytes, scratch=SIGNALLED)
-    new = Table("nvidia_h200", "made up", "2026-01-01", None, rows={})
+    new = replace(H200, machine="made up")
     sizes = [nbytes for nbytes in tune.SIZES if nbytes <= 1 << 20]
     measured = {
         nbytes: {one: 1.0 if one.algorithm is ring else 9.0 for one in tune.candidates("allreduce", [4], nbytes, CHIP)}

@@ -19,7 +19,7 @@ from graphar.plan.policy import Chip
 from graphar.plan.select import Facts, select
 from graphar.plan.tables import Table, shipped_table, slug
 from graphar.plan.tiles import MATMUL_TILES, SKINNY_TILES, SUMMED_TILES, MatmulTile
-from graphar.plan.work import Norm, Parts, Product, Sum
+from graphar.plan.work import MATMUL_ALLREDUCE, Norm, Parts, Product, Sum
 from graphar.runtime import cache, compiler
 from graphar.runtime.catalogue import NORM_KERNELS, SKINNY_KERNELS, SUMMED_TILE_KERNELS, file_of, kernel_source
 from graphar.runtime.user_tables import FOLDER, find_table
@@ -311,17 +311,17 @@ def test_sums_beside_other_work_follow_its_policy(table):
 def test_matmuls_follow_its_policy_and_sms(table):
     policy = table.matmul
 
-    def in_tiles(numel, world_size=4, **more):
-        return matmuls.prefers_tiles(policy, CHIP, world_size, 128, numel // 128, **more)
+    def in_tiles(rows, columns, world_size=4, policy=policy, **more):
+        return matmuls.prefers_tiles(Product(MATMUL_ALLREDUCE, (rows,), columns, **more), policy, CHIP, world_size)
 
-    assert [in_tiles(4096), in_tiles(3072), in_tiles(1 << 30, 2)] == [True, False, False]
-    assert [in_tiles(8192, codec="int8"), in_tiles(4096, codec="int8")] == [True, False]
+    assert [in_tiles(128, 32), in_tiles(128, 24), in_tiles(128, 1 << 23, 2)] == [True, False, False]
+    assert [in_tiles(128, columns, codec="int8") for columns in (64, 32)] == [True, False]
     # A kernel may take all SMs but one. Two waves of blocks of 64 columns must fill half of them.
-    assert all(matmuls.prefers_tiles(policy, CHIP, 8, 16, 64 * blocks) for blocks in (1, SMS - 1, SMS, 2 * SMS - 2))
+    assert all(in_tiles(16, 64 * blocks, 8) for blocks in (1, SMS - 1, SMS, 2 * SMS - 2))
     busier = replace(policy, skinny_least_busy=0.6)
-    assert [matmuls.prefers_tiles(busier, CHIP, 8, 16, 64 * blocks) for blocks in (1, SMS)] == [True, False]
-    assert not matmuls.prefers_tiles(policy, CHIP, 8, 16, 56)
-    assert not matmuls.prefers_tiles(policy, CHIP, 4, 1, 64 * (SMS - 1))
+    assert [in_tiles(16, 64 * blocks, 8, busier) for blocks in (1, SMS)] == [True, False]
+    assert not in_tiles(16, 56, 8)
+    assert not in_tiles(1, 64 * (SMS - 1))
     one_shot, two_shot = (Product("fused_matmul_allreduce", (1,), columns) for columns in (32, 40))
     assert matmuls.fused_algorithm(table, one_shot, 4) is Algorithm.MATMUL_ONE_SHOT
     assert matmuls.fused_algorithm(table, two_shot, 4) is Algorithm.MATMUL_TWO_SHOT

@@ -15,7 +15,7 @@ from graphar.plan.policy import Chip
 from graphar.plan.scratch import WORLD_SIZES
 from graphar.plan.select import Facts, select
 from graphar.plan.tables import measured_config, shipped_table
-from graphar.plan.work import Norm, Parts, Sum
+from graphar.plan.work import Norm, Parts, Product, Sum
 
 SMS, TABLE = 132, shipped_table("nvidia_h200")
 MANY = (2, 3, 4, 7, 14)
@@ -119,10 +119,10 @@ def test_tuning_tries_grids_of_the_share():
 
 
 def test_auto_fuses_no_matmul_where_its_kernel_has_only_a_share():
-    policy, gathered = TABLE.matmul, TABLE.allgather_matmul
+    policy, gathered, work = TABLE.matmul, TABLE.allgather_matmul, Product("fused_matmul_allreduce", (8192,), 8192)
     chips = [Chip(SMS, "sm_90a", communicators) for communicators in (2, 3)]
 
-    assert [prefers_tiles(policy, chip, 4, 8192, 8192) for chip in chips] == [True, False]
+    assert [prefers_tiles(work, policy, chip, 4) for chip in chips] == [True, False]
     assert all(gathered.faster(4, rows, chips[1], True) != "tiles" for rows in range(1, 1 << 15, 97))
     assert [gathered.faster(4, 4096, chips[0], is_plain) for is_plain in (True, False)] == ["chunks", "none"]
 

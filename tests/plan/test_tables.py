@@ -27,7 +27,7 @@ from tests.processes import on_ranks
 
 DEVICE = "NVIDIA B999"
 ENTRIES = shipped_table("default").rows[2]
-MINE = Table("nvidia_b999", "mine", "2026-01-01", None, {2: ENTRIES})
+MINE = replace(shipped_table("default"), name="nvidia_b999", machine="mine", rows={2: ENTRIES})
 
 
 pytestmark = pytest.mark.usefixtures("user_folder")
@@ -251,14 +251,14 @@ def test_the_table_of_rank_0_serves_all_ranks(rank, world_size, tmp_path):
     ("nbytes", "expected"), [(1, 2), (1024, 2), (2048, 4), (4096, 8), (8192, 8), (16384, 8), (65536, 32)]
 )
 def test_a_time_lies_between_the_measured_ones_and_beyond_them_goes_by_bandwidth(nbytes, expected):
-    table = Table("t", "m", "d", None, {2: ENTRIES}, {2: [[1024, 2], [4096, 8], [16384, 8]]})
+    table = replace(MINE, measured={2: [[1024, 2], [4096, 8], [16384, 8]]})
 
     assert expected_us(table, 2, nbytes) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_no_time_is_expected_where_none_was_measured(world_size):
-    assert expected_us(Table("t", "m", "d", None, {2: ENTRIES}), world_size, 1024) is None
+    assert expected_us(MINE, world_size, 1024) is None
 
 
 @pytest.fixture
@@ -267,7 +267,8 @@ def with_kernels(monkeypatch):
     communicator = graphar.Communicator(devices=["cuda:0", "cuda:1"])
     monkeypatch.setattr(communicator.engine, "find_runner", lambda device: True)
     entries = [{"max_nbytes": None, "algorithm": "two_shot_pipelined", "blocks": 1, "threads": 512, "chunk": 32}]
-    communicator.engine.table = Table("mine", "m", "d", None, {2: entries}, {2: [[16384, 2.2], [32768, 220]]})
+    measured = {2: [[16384, 2.2], [32768, 220]]}
+    communicator.engine.table = replace(MINE, name="mine", rows={2: entries}, measured=measured)
     yield communicator
     communicator.close()
 
@@ -330,7 +331,7 @@ def test_no_time_is_expected_of_an_algorithm_that_was_asked_for_or_where_symmetr
 # ---- of calls with a codec -------------------------------------------------------------------------------------------
 
 INT8, INT4 = [[1024, 6], [4096, 12]], [[1024, 3], [4096, 6]]
-ROUNDED = Table("t", "m", "d", None, {2: ENTRIES}, {2: [[1024, 4], [4096, 16]]}, {2: {"int8": INT8, "int4": INT4}})
+ROUNDED = replace(MINE, measured={2: [[1024, 4], [4096, 16]]}, codecs={2: {"int8": INT8, "int4": INT4}})
 
 
 @pytest.mark.parametrize(("name", "expected"), [("int8", 12), ("fp8_e4m3", 12), ("int5", 6), ("int4", 6), ("int2", 6)])

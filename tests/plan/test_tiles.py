@@ -134,7 +134,8 @@ def test_batch_invariant_calls_take_it_where_auto_does(world_size, rows):
 )
 def test_auto_takes_a_codec_where_that_was_measured_to_be_faster(world_size, rows, taken):
     assert takes(Ranks(world_size), "auto", codec="int8", rows=rows) == taken
-    assert not matmuls.prefers_tiles(POLICY, CHIP, world_size, rows, 8192, scattered=True, codec="int8")
+    scattered = Product(MATMUL_REDUCESCATTER, (rows,), 8192, codec="int8")
+    assert not matmuls.prefers_tiles(scattered, POLICY, CHIP, world_size)
 
 
 @pytest.mark.parametrize(
@@ -159,25 +160,27 @@ def test_codecs_that_round_to_nearest_travel_in_tiles_where_rows_are_whole_bucke
     [(8192, False, True), (8192, True, False), (1 << 17, False, False), (4096, False, False), (9216, False, False)],
 )
 def test_auto_takes_few_rows_of_a_small_result_that_is_summed_whole_and_keeps_the_sms_busy(columns, scattered, taken):
-    assert matmuls.prefers_tiles(POLICY, CHIP, 4, 16, columns, scattered) == taken
+    work = Product(MATMUL_REDUCESCATTER if scattered else MATMUL_ALLREDUCE, (16,), columns)
+    assert matmuls.prefers_tiles(work, POLICY, CHIP, 4) == taken
 
 
 @pytest.mark.parametrize(("rows", "scales", "taken"), [(64, "rows", True), (32, "blocks", True), (33, "blocks", False)])
 def test_auto_takes_few_rows_with_scales_of_blocks_up_to_32(rows, scales, taken):
-    assert matmuls.prefers_tiles(POLICY, CHIP, 4, rows, 8192, factors=FACTORS[scales]) == taken
+    work = Product(MATMUL_ALLREDUCE, (rows,), 8192, format=scales)
+    assert matmuls.prefers_tiles(work, POLICY, CHIP, 4) == taken
 
 
-@pytest.mark.parametrize("how", [{"sent_itemsize": 4}, *({"factors": FACTORS[name]} for name in FACTORS)], ids=repr)
+@pytest.mark.parametrize("how", [{"partition": "tp_invariant"}, *({"format": name} for name in FACTORS)], ids=repr)
 def test_auto_takes_tiles_from_the_same_number_of_elements_for_all_products(how):
     least = POLICY.tiles_from(4, False) // 1024
 
-    found = [matmuls.prefers_tiles(POLICY, CHIP, 4, rows, 1024, **how) for rows in (least - 1, least)]
-    assert found == [False, True]
+    works = [Product(MATMUL_ALLREDUCE, (rows,), 1024, **how) for rows in (least - 1, least)]
+    assert [matmuls.prefers_tiles(work, POLICY, CHIP, 4) for work in works] == [False, True]
 
 
 @pytest.mark.parametrize(("columns", "taken"), [(4088, False), (4096, True), (8384, True), (8392, False)])
 def test_auto_takes_few_rows_of_two_ranks_from_fewer_columns_on_if_they_are_one_wave(columns, taken):
-    assert matmuls.prefers_tiles(POLICY, CHIP, 2, 16, columns) == taken
+    assert matmuls.prefers_tiles(Product(MATMUL_ALLREDUCE, (16,), columns), POLICY, CHIP, 2) == taken
 
 
 @pytest.mark.parametrize(
@@ -308,8 +311,7 @@ def test_a_codec_takes_tiles_that_leave_registers_to_code():
 def test_every_rank_sums_some_of_what_is_summed_in_two_hops(world_size):
     """A rank that sums nothing waits for the ranks that do. It might name one of them instead of an absent rank."""
     for rows in (1, 2, 7, 8, 64):
-        sizes = (columns for columns in range(8, 1 << 19, 8) if matmuls.is_skinny(world_size, rows, columns))
-        kernels = ((n, algorithm_of([rows], n, world_size)) for n in sizes)
+        kernels = ((n, algorithm_of([rows], n, world_size)) for n in range(8, 1 << 19, 8))
         smallest = next(n for n, algorithm in kernels if algorithm is Algorithm.MATMUL_TWO_SHOT)
         owners = {(row + line) % world_size for row in range(rows) for line in range(-(-smallest // 64))}
         assert len(owners) == world_size

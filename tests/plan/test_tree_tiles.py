@@ -14,7 +14,6 @@ from graphar.plan import matmuls
 from graphar.plan.algorithms import Algorithm
 from graphar.plan.call import Call, Operands
 from graphar.plan.scratch import MATMUL_BOX_COLUMNS, MATMUL_BOX_ROWS, MATMUL_PARTIAL_PLACES
-from graphar.plan.slices import rows_a_launch
 from graphar.plan.tiles import LAYOUTS, PARTIAL_TILES, SKINNY_TILES, SkinnyTile, skinny_tile
 from graphar.plan.work import MATMUL_ALLREDUCE, MATMUL_REDUCESCATTER, Product
 from graphar.product import fused, products
@@ -73,10 +72,11 @@ def test_results_take_one_kernel_where_they_do_so_in_the_order_of_ranks(rows, op
 
 def test_a_skinny_result_of_partials_has_half_of_the_scratch():
     limit = max(algorithm.row.limit(4) for algorithm in SKINNY_KERNELS)
+    halves, quarters = (Product(MATMUL_ALLREDUCE, (64,), limit // 64 // itemsize) for itemsize in (2, 4))
 
-    assert matmuls.is_skinny(4, 64, limit // 64 // 2)
-    assert matmuls.is_skinny(4, 64, limit // 64 // 4, itemsize=4)
-    assert not matmuls.is_skinny(4, 64, limit // 64 // 2, itemsize=4)
+    assert matmuls.is_skinny(halves, 4)
+    assert matmuls.is_skinny(quarters._replace(partition="tp_invariant"), 4)
+    assert not matmuls.is_skinny(halves._replace(partition="tp_invariant"), 4)
 
 
 @every_world_size
@@ -148,7 +148,8 @@ def test_large_results_take_the_shape_that_was_measured_for_rounded_tiles(rows, 
 @every_world_size
 @pytest.mark.parametrize("columns", [8, 64, 1000, 8192, 16384])
 def test_the_partial_boxes_of_a_launch_have_places_in_a_slot(world_size, columns):
-    rows = rows_a_launch(world_size, columns, MATMUL_PARTIAL_PLACES)
+    work = Product(MATMUL_ALLREDUCE, (), columns, partition="tp_invariant")
+    rows = matmuls.summed_rows_a_launch(work, world_size)
     boxes = -(-rows // MATMUL_BOX_ROWS) * -(-columns // MATMUL_BOX_COLUMNS)
 
     for algorithm in OPS.values():
@@ -184,7 +185,8 @@ def test_all_ranks_load_one_tile_whatever_their_k_and_take_it(bound, op):
 
 
 def test_a_result_takes_twice_the_launches_of_one_that_travels_rounded(bound):
-    columns, rows = 8192, 4 * rows_a_launch(4, 8192)
+    columns, rounded = 8192, Product(MATMUL_ALLREDUCE, (), 8192)
+    rows = 4 * matmuls.summed_rows_a_launch(rounded, 4)
     launches = bound(rows=rows, columns=columns)
 
     assert len(launches._slices) == 2

@@ -19,7 +19,7 @@ WIDE = Config(Algorithm.ONE_SHOT_PUSH, 132, 512)
 TWO_SHOT = Config(Algorithm.TWO_SHOT_PUSH, 131, 512)
 LARGE = Config(Algorithm.TWO_SHOT_PIPELINED, 132, 512, 2048)
 OLDER = shipped_table("default").rows[2]
-NEW = Table("nvidia_b999", "2x NVIDIA B999", "2026-01-01", None, rows={})
+NEW = replace(shipped_table("default"), name="nvidia_b999", machine="2x NVIDIA B999", date="2026-01-01")
 
 
 def limits_and_threads(entries):

@@ -54,6 +54,13 @@ def engine(monkeypatch):
     return SimpleNamespace(runner=Bound(), world_size=2, devices=None, table=table, deadline=lambda call: 1.0)
 
 
+def launches_on(chip, kind):
+    """Launches of a kind on one chip, which know nothing else but that each rank sums its own rows."""
+    made = object.__new__(kind)
+    made._runner, made._call = SimpleNamespace(chip=chip), SimpleNamespace(work=SimpleNamespace(scattered=True))
+    return made
+
+
 every_kind = pytest.mark.parametrize(
     "algorithm", [Algorithm.MATMUL_ALLREDUCE, Algorithm.ALLGATHER_MATMUL], ids=lambda one: one.value
 )
@@ -136,7 +143,7 @@ def test_boxes_of_rows_are_no_higher_than_their_owners_part(monkeypatch, tile):
     arguments = SimpleNamespace(world_size=len(counts), rank=1, scratch=[0] * len(counts), capacity=1 << 20)
     (one,) = row_slices(counts, 256)
 
-    Gathered.parameters(tile, Matrices.of(Step(a, w, out)), one, arguments, 0, CHIP)
+    launches_on(CHIP, Gathered).parameters(tile, Matrices.of(Step(a, w, out)), one, arguments)
 
     assert boxes == {1: 8, 40: 40, 64: 64, 100: min(104, tile.rows), 200: tile.rows}
 
@@ -157,7 +164,8 @@ def test_each_launch_has_the_scales_of_its_rows(monkeypatch):
     arguments = SimpleNamespace(world_size=2, rank=0, scratch=[0, 0], capacity=1 << 20)
 
     of_launches = [
-        Gathered.parameters(FP8_TILES[0], matrices, one, arguments, 0, CHIP)[0][-1] for one in row_slices(counts, 16)
+        launches_on(CHIP, Gathered).parameters(FP8_TILES[0], matrices, one, arguments)[0][-1]
+        for one in row_slices(counts, 16)
     ]
 
     assert [sizes.a_scale for sizes in of_launches] == [own.scales.a[row].data_ptr() for row in (0, 16)]
@@ -230,7 +238,7 @@ def grid_of(monkeypatch, kind, tile, sms, columns, communicators=2):
     arguments = SimpleNamespace(world_size=2, rank=0, scratch=[0, 0], capacity=1 << 20)
     (one,) = [Slice(rows * columns)] if kind is Skinny else row_slices((rows // 2,) * 2, rows)
     own = Matrices.of(Step(a, w, out))
-    return kind.parameters(tile, own, one, arguments, 0, Chip(sms, MATMUL_ARCH, communicators))[1]
+    return launches_on(Chip(sms, MATMUL_ARCH, communicators), kind).parameters(tile, own, one, arguments)[1]
 
 
 @pytest.mark.parametrize("sms", [132, 131, 108, 78])

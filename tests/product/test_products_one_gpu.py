@@ -422,7 +422,7 @@ def test_parts_that_are_no_whole_tiles_give_these_bits(ranks, form, tile):
 @every_form
 def test_ranks_that_take_different_tiles_give_these_bits(ranks, form, monkeypatch):
     turns = itertools.cycle(tiles_of(form))
-    monkeypatch.setattr("graphar.product.fused.best_tile", lambda *given: next(turns))
+    monkeypatch.setattr("graphar.plan.matmuls.best_tile", lambda *given: next(turns))
 
     for counts in parts_of_every_height(ranks.world_size):
         assert wrong_gathered(ranks, form, counts, 456, 400 if form else 328) == 0, counts
