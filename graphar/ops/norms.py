@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, Literal, Never, get_args
 
 import torch
+from torch.autograd.functional import vjp
 
 from graphar.numerics import norm_gradients
 from graphar.numerics.norms import ALLREDUCE_NORM, FP8, REDUCESCATTER_NORM, output_of, scales_of
@@ -368,7 +369,8 @@ class _Norms(Op):
 
     def fake(self, *call: Any) -> list[tuple[torch.Tensor, ...]]:
         *_, residuals, _, arguments = call
-        return [empty(arguments.output, residual) for residual in residuals]
+        output = arguments.output if self.takes("output") else "like_input"
+        return [empty(output, residual) for residual in residuals]
 
     def run(self, engine: Engine, *call: Any):
         xs, residuals, weights, outs, arguments = call
@@ -396,9 +398,6 @@ class _Norms(Op):
 class _MatmulNorms(_Norms):
     tensors = ("a", "w", "residual", "weight")
     needed = ("a", "w", "weight")
-
-    def fake(self, *call: Any) -> list[tuple[torch.Tensor, ...]]:
-        return [empty("like_input", residual) for residual in call[2]]
 
     def run(self, engine: Engine, *call: Any):
         a, w, residual, weight, outs, arguments = call
@@ -476,17 +475,15 @@ def _keep(ctx, inputs, output) -> None:
 
 
 def _second_derivatives(ctx, gradient_of_rows, gradient_of_weight):
-    incoming, of_summed, *more = ctx.saved_tensors
-    of_normed, summed, weight = (x.detach().requires_grad_() for x in (incoming, *more))
-    of_summed = None if of_summed is None else of_summed.detach().requires_grad_()
-    leaves = [of_normed, of_summed, summed, weight]
-    with torch.enable_grad():
-        more = torch.zeros_like(summed) if of_summed is None else of_summed
-        results = norm_gradients.differentiable(of_normed, more, summed, weight, ctx.eps, ctx.offset)
-    count = 2 if ctx.of_weight else 1
-    needed = [leaf for leaf in leaves if leaf is not None]
-    gradients = iter(torch.autograd.grad(results[:count], needed, (gradient_of_rows, gradient_of_weight)[:count]))
-    return *(None if leaf is None else next(gradients) for leaf in leaves), None, None, None, None
+    of_normed, of_summed, summed, weight = ctx.saved_tensors
+    results = 2 if ctx.of_weight else 1
+
+    def gradients_of_norm(*tensors):
+        return norm_gradients.differentiable(*tensors, ctx.eps, ctx.offset)[:results]
+
+    inputs = of_normed, torch.zeros_like(summed) if of_summed is None else of_summed, summed, weight
+    of_first, of_second, *others = vjp(gradients_of_norm, inputs, (gradient_of_rows, gradient_of_weight)[:results])[1]
+    return of_first, None if of_summed is None else of_second, *others, None, None, None, None
 
 
 define(

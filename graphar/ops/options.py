@@ -217,14 +217,11 @@ def applied(op: str, arguments: Arguments, outs: Tensors) -> AppliedEpilogue | N
     if not arguments.epilogue:
         return None
     tensors, count = arguments.tensors, len(arguments.tensors) // len(outs)
-    forms, inputs = [], []
-    for rank, out in enumerate(outs):
-        form, of_rank = bind(op, arguments.epilogue, out, tensors[rank * count :][:count], arguments.scalars)
-        forms.append(form)
-        inputs.append(of_rank)
-    if len({form.dtypes for form in forms}) > 1:
+    of_ranks = [tensors[rank * count :][:count] for rank in range(len(outs))]
+    bound = [bind(op, arguments.epilogue, *pair, arguments.scalars) for pair in zip(outs, of_ranks, strict=True)]
+    if len({form.dtypes for form, _ in bound}) > 1:
         raise ValueError(f"{op}: the tensors of an epilogue must have equal dtypes on all ranks")
-    return AppliedEpilogue(forms[0], inputs)
+    return AppliedEpilogue(bound[0][0], [inputs for _, inputs in bound])
 
 
 def operands(

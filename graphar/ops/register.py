@@ -51,11 +51,11 @@ _DENSE = (torch.Tensor, torch.nn.Parameter)
 def _is_plain(values: Sequence) -> bool:
     """Whether a call with these tensors, and lists of tensors, may skip torch's dispatcher, which takes half the time.
 
-    It is for calls that no compiler traces, and calls no function of Python: each is a frame more in every call that
-    repeats no earlier one.
+    It calls no function of Python: each is a frame more in every call that repeats no earlier one.
     """
     if (
-        dispatch_modes()
+        _is_compiling()
+        or dispatch_modes()
         or function_modes()
         or _transforms() is not None
         or forward_ad._current_level >= 0
@@ -108,16 +108,12 @@ class Op:
     saved_result: int | None = None
 
     def __init__(self, name: str, *arguments: str, with_out: bool = False) -> None:
-        self.name, self._with_out = name, with_out
+        self.name = name
         self._defaults = {name: DEFAULTS[name] for name in (*EVERY, *arguments)}
         self._lists = [name for name in self._defaults if KINDS[name] == "Tensor[]"]
         ops_by_name[name] = self
-        for in_list in (False, True):
-            self._register(in_list)
-        ops = torch.ops.graphar
-        self.one, self.list = getattr(ops, name).default, getattr(ops, f"{name}_list").default
-        if with_out:
-            self.one_out, self.list_out = getattr(ops, f"{name}_out").default, getattr(ops, f"{name}_list_out").default
+        self.one, self.one_out = self._register(in_list=False, with_out=with_out)
+        self.list, self.list_out = self._register(in_list=True, with_out=with_out)
 
     def check(self, engine: Engine, *call: Any, **named: Any) -> None:
         """Raises if the arguments of a call, check(engine, *lists, arguments), are invalid."""
@@ -134,7 +130,7 @@ class Op:
         ``asked`` has what the user asked for, so that later calls can repeat this one: see repeats.py.
         """
         in_list, arguments = isinstance(tensors[0], (list, tuple)), self.complete(named)
-        if not _is_compiling() and _is_plain((*tensors, *[arguments[name] for name in self._lists])):
+        if _is_plain((*tensors, *[arguments[name] for name in self._lists])):
             lists = [list(xs) if in_list else [xs] for xs in tensors]
             results = self._results(lists, Arguments(arguments), in_list, asked)
         else:
@@ -148,16 +144,13 @@ class Op:
         each = len(results) // len(tensors[0])
         return tuple([list(results[at::each]) for at in range(each)])
 
-    def into(self, *tensors, plain: bool = False, asked: Asked | None = None, **named) -> None:
-        """Calls the ``out=`` form in the same way. The last tensor, or list of tensors, takes the results.
-
-        A ``plain`` call goes past torch's dispatcher whatever its modes are.
-        """
+    def into(self, *tensors, asked: Asked | None = None, **named) -> None:
+        """Calls the ``out=`` form in the same way. The last tensor, or list of tensors, takes the results."""
         in_list, arguments = isinstance(tensors[0], (list, tuple)), self.complete(named)
         values = (*tensors, *arguments.values())
-        if plain or (not _is_compiling() and _is_plain((*tensors, *[arguments[name] for name in self._lists]))):
+        if _is_plain((*tensors, *[arguments[name] for name in self._lists])):
             self._implement_out(*values, in_list=in_list, asked=asked)
-        elif self._with_out:
+        elif self.one_out:
             (self.list_out if in_list else self.one_out)(*values)
         else:
             *tensors, outs = tensors
@@ -193,8 +186,8 @@ class Op:
 
     # ---- schemas ----------------------------------------------------------------------------------------------------
 
-    def _register(self, in_list: bool) -> None:
-        """Registers a form of the op, its form with ``out=``, if it has one, vmap and the backward pass."""
+    def _register(self, in_list: bool, with_out: bool) -> tuple[Any, Any]:
+        """Returns what torch makes of a form of the op, and of that with ``out=``; None if there is none."""
         name, kind = (f"{self.name}_list", "Tensor[]") if in_list else (self.name, "Tensor")
         tensors = ", ".join(f"{kind} {tensor}" for tensor in self.tensors)
         arguments = ", ".join(f"{KINDS[name]} {name}" for name in self._defaults)
@@ -202,23 +195,23 @@ class Op:
         schema, rule = f"{name}({tensors}, {arguments}) -> {'Tensor[]' if self.has_several else kind}", None
         if self.backward:
             rule = _in_stream_order(in_form(self._rule)) if in_list else in_form(self._rule)
-        define(schema, in_form(self._implement), in_form(self._meta), rule, in_form(self._keep_context))
-        if self._with_out:
+        form = define(schema, in_form(self._implement), in_form(self._meta), rule, in_form(self._keep_context))
+        torch.library.register_vmap(f"graphar::{name}", in_form(self._vmap), lib=library)
+        form_out = None
+        if with_out:
             rest = "Tensor(a!)[] residual, " if self.with_residuals else ""
             out = kind.replace("Tensor", "Tensor(b!)")
             schema = f"{name}_out({tensors}, {rest}{out} out, {arguments}) -> ()"
-            define(schema, in_form(self._implement_out), lambda *_: None)
-        torch.library.register_vmap(f"graphar::{name}", in_form(self._vmap), lib=library)
+            form_out = define(schema, in_form(self._implement_out), lambda *_: None)
+        return form, form_out
 
     # ---- implementations --------------------------------------------------------------------------------------------
 
-    def _split(self, call: Sequence, in_list: bool) -> tuple[Lists, Sequence]:
-        """Returns the tensors, as lists of this process's ranks, and what follows them."""
-        count = len(self.tensors)
-        return [list(value) if in_list else [value] for value in call[:count]], call[count:]
-
-    def _of_schema(self, values: Sequence) -> Arguments:
-        return Arguments(dict(zip(self._defaults, values, strict=True)))
+    def _split(self, call: Sequence, in_list: bool) -> tuple[Lists, Sequence, Arguments]:
+        """Returns the tensors, as lists of this process's ranks; what follows them in an ``out=`` form; the others."""
+        count, first = len(self.tensors), len(call) - len(self._defaults)
+        lists = [list(value) if in_list else [value] for value in call[:count]]
+        return lists, call[count:first], Arguments(dict(zip(self._defaults, call[first:], strict=True)))
 
     def _engine(self, lists: Lists, arguments: Arguments, in_list: bool) -> Engine:
         name = arguments.communicator
@@ -241,13 +234,13 @@ class Op:
         return outs if in_list else outs[0]
 
     def _implement(self, *call, in_list: bool) -> Any:
-        lists, values = self._split(call, in_list)
-        return self._results(lists, self._of_schema(values), in_list)
+        lists, _, arguments = self._split(call, in_list)
+        return self._results(lists, arguments, in_list)
 
     def _implement_out(self, *call, in_list: bool, asked: Asked | None = None) -> None:
-        lists, rest = self._split(call, in_list)
-        residuals, (out, *values) = (rest[0], rest[1:]) if self.with_residuals else ((), rest)
-        arguments, outs = self._of_schema(values), list(out) if in_list else [out]
+        lists, written, arguments = self._split(call, in_list)
+        residuals, out = written if self.with_residuals else ((), *written)
+        outs = list(out) if in_list else [out]
         engine = self._engine(lists, arguments, in_list)
         self.check_out(*lists, outs, arguments)
         if residuals and self.with_residuals:
@@ -272,8 +265,8 @@ class Op:
     def _meta(self, *call, in_list: bool) -> Any:
         for callback in when_traced:
             callback()
-        lists, values = self._split(call, in_list)
-        return self._as_schema(self.fake(*lists, self._of_schema(values)), in_list)
+        lists, _, arguments = self._split(call, in_list)
+        return self._as_schema(self.fake(*lists, arguments), in_list)
 
     def _vmap(self, info, dims: Sequence, *values, in_list: bool) -> tuple:
         """Makes a call for each slice in order, so that every rank makes the same calls."""
@@ -288,8 +281,8 @@ class Op:
     # ---- gradients --------------------------------------------------------------------------------------------------
 
     def _keep_context(self, ctx, inputs, output, *, in_list: bool) -> None:
-        lists, values = self._split(inputs, in_list)
-        named = dict(zip(self._defaults, values, strict=True))
+        lists, _, arguments = self._split(inputs, in_list)
+        named, values = vars(arguments), vars(arguments).values()
         tensors = named.get("tensors", ())
         ctx.arguments = Arguments({name: value for name, value in named.items() if name not in self._lists})
         ctx.in_list, ctx.ranks = in_list, len(lists[0])
@@ -318,19 +311,19 @@ class Op:
 
 def define(
     schema: str, implement: Callable, fake: Callable, backward: Callable | None = None, keep: Callable | None = None
-) -> None:
-    """Defines an operator of torch.ops.graphar for CPUs and GPUs.
+) -> Any:
+    """Defines an operator of torch.ops.graphar for CPUs and GPUs, and returns its overload.
 
     ``fake`` returns tensors like its results. ``backward`` and ``keep`` are its rule and what prepares the context,
     as torch.library.register_autograd takes them.
     """
     library.define(schema)
     name = schema.partition("(")[0]
-    for key in ("CPU", "CUDA"):
-        library.impl(name, implement, key)
+    torch.library.impl(f"graphar::{name}", ("cpu", "cuda"), implement, lib=library)
     torch.library.register_fake(f"graphar::{name}", fake, lib=library)
     if backward:
         torch.library.register_autograd(f"graphar::{name}", backward, setup_context=keep, lib=library)
+    return getattr(torch.ops.graphar, name).default
 
 
 def op_of(target: object) -> Op | None:
