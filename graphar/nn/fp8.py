@@ -42,8 +42,7 @@ def quantize_rows(
     :func:`graphar.allreduce_residual_rmsnorm` with ``out_dtype=torch.float8_e4m3fn``. Compiled for a GPU, the last bit
     of a scale may differ, because the division by 448 may be rounded differently.
 
-    The results are the operands ``a`` and ``a_scale`` of graphar's matmuls, and inputs of layers in FP8. There are no
-    gradients.
+    The results are operands ``a`` and ``a_scale`` of graphar's matmuls, and inputs of FP8 layers, without gradients.
 
     Args:
         x: [..., columns], bf16, fp16 or fp32.
@@ -146,20 +145,17 @@ class Fp8Linear(MayBeFp8, torch.nn.Linear):
     Args:
         linear: a torch.nn.Linear, whose weight is quantised unless it is in FP8 already. Then ``linear`` has a
             parameter ``weight_scale`` or ``weight_scale_inv``: one number, [out_features, 1], or [out_features / 128,
-            in_features / 128]. If it has an ``input_scale`` or ``activation_scale`` too, one number, every input is
-            quantised with that scale.
+            in_features / 128]. One number ``input_scale`` or ``activation_scale`` is the scale of all inputs.
         scales: of a weight that is quantised here: "tensor", one scale; "rows", one for each row; "blocks", one for
             each block of 128 x 128.
-        out_dtype: the output's dtype, torch.bfloat16 or torch.float16. None: that of the input, or bf16 if the input is
-            fp32 or a pair.
+        out_dtype: torch.bfloat16 or torch.float16. None: that of the input, or bf16 if the input is fp32 or a pair.
 
     Shape:
         Input ``(*, in_features)``, or a pair of this in FP8 and scales ``(*, 1)``, ``(*, in_features / 128)`` or one
         number; output ``(*, out_features)``.
 
     Raises:
-        TypeError, ValueError: ``linear`` is no torch.nn.Linear, ``scales`` has no such value, or the weight's scales
-            have another shape.
+        TypeError, ValueError: ``linear`` is no torch.nn.Linear, its scales do not fit, or ``scales`` is unknown.
     """
 
     def __init__(self, linear: torch.nn.Linear, scales: str = "rows", *, out_dtype: torch.dtype | None = None) -> None:

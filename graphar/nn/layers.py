@@ -141,8 +141,7 @@ class RowParallelLinear(_OfGroup):
     Each rank multiplies its part of the input by its columns of the weight. :func:`graphar.allreduce` sums the
     products. The bias is added once, after the sum. The backward pass does not communicate.
 
-    ``state_dict`` has this rank's part of the weight. ``load_state_dict`` takes such a part, or the weight of the whole
-    layer, of which it loads this rank's part.
+    ``state_dict`` has this rank's part of the weight. ``load_state_dict`` takes it, or cuts it from the whole weight.
 
     Args:
         linear: the whole layer, equal on all ranks. This rank's columns of its weight are copied, and its bias is
@@ -160,12 +159,10 @@ class RowParallelLinear(_OfGroup):
         tp_invariant: sum by :func:`graphar.fused_matmul_allreduce` with ``partition="tp_invariant"``: output and
             gradients have the same bits on 1, 2, 4 and 8 ranks. The bias is added before the sum is rounded. Without
             torch.distributed the layer has a single rank.
-        sequence_dim: the dimension of tokens, for sequence parallelism: each rank gets its part of the output's tokens,
-            by :func:`graphar.fused_matmul_reducescatter`. The gradients of weight and bias are those of all tokens, on
-            every rank. The bias is added before the sum is rounded, and ``constant_weight`` is ignored. None: every
-            rank gets all tokens.
-        out_dtype: the output's dtype, for a weight in FP8: torch.bfloat16 or torch.float16. None: as in
-            :class:`Fp8Linear`.
+        sequence_dim: the dimension of tokens, for sequence parallelism: each rank gets its part of the tokens, by
+            :func:`graphar.fused_matmul_reducescatter`. Gradients of weight and bias are of all tokens. The bias is
+            added before the sum is rounded, and ``constant_weight`` is ignored. None: every rank gets all tokens.
+        out_dtype: for a weight in FP8, torch.bfloat16 or torch.float16. None: as in :class:`Fp8Linear`.
 
     Shape:
         Input ``(*, in_features / ranks)``, output ``(*, out_features)``. With ``sequence_dim`` the output has
@@ -239,8 +236,7 @@ class ColumnParallelLinear(_OfGroup):
         sequence_dim: the dimension of tokens, for sequence parallelism: each rank has its part of the input's tokens,
             which :func:`graphar.fused_allgather_matmul` gathers. The gradients of weight and bias are those of all
             tokens. None: every rank has all tokens.
-        out_dtype: the output's dtype, for a weight in FP8: torch.bfloat16 or torch.float16. None: as in
-            :class:`Fp8Linear`.
+        out_dtype: for a weight in FP8, torch.bfloat16 or torch.float16. None: as in :class:`Fp8Linear`.
 
     Shape:
         Input ``(*, in_features)``, output ``(*, out_features / ranks)``. With ``sequence_dim`` all ranks have equally

@@ -37,8 +37,7 @@ def allgather(
     It moves bits: any dtype, every bit pattern unchanged. ``graphar.reference.allgather`` is the specification.
 
     Ranks are processes if ``x`` is a tensor, and the devices of this process if ``x`` is a list. Collective: every rank
-    makes the same calls in the same order. The ranks' tensors may differ in their length along ``axis``, which may be
-    0.
+    makes the same calls in the same order. The ranks' lengths along ``axis`` may differ, and may be 0.
 
     A tuple has several tensors of each rank, such as FP8 rows and their scales: ``allgather((rows, scales))`` returns
     ``(all_rows, all_scales)``. Kernels gather up to four tensors in one launch, and never compress them.
@@ -51,10 +50,8 @@ def allgather(
             strides and alignment. Dtypes are equal, and shapes are equal but for ``axis``. Or a tuple of such tensors,
             or of such lists: a rank's tensors have equal lengths in the first dimension and one device, and any dtypes.
         group: a process group, 1-D DeviceMesh or Communicator. None: the default group; for a list, of its devices.
-        axis: the dimension along which the tensors are joined. Any but the first costs a copy of input and output.
-            For a tuple, 0.
-        sizes: the length of every rank's tensor along ``axis``, in rank order. None: all have this rank's length. Not
-            for a list.
+        axis: the dimension along which tensors are joined; for a tuple 0. Any but 0 costs a copy of input and output.
+        sizes: each rank's length along ``axis``, in rank order. None: all have this rank's length. Not for a list.
         algorithm: "auto", an all-gather of :class:`graphar.Algorithm`, or one from :func:`graphar.load_algorithm`. For
             a tuple, "auto".
         timeout_s: the deadline of each wait on another rank, in seconds. None: the communicator's.

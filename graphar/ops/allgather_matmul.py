@@ -76,10 +76,9 @@ def fused_allgather_matmul(
 ):
     """Returns ``allgather(a) @ w.T + bias``: the product of the rows of all ranks with this rank's weight.
 
-    It is a column-parallel layer whose input is divided between ranks by rows, as in sequence parallelism. While the
-    rows of the other ranks arrive, this rank's own rows are multiplied.
-    ``graphar.reference.fused_allgather_matmul`` is the specification, except for the order in which a product is
-    accumulated, which depends on the device.
+    It is a column-parallel layer whose input is divided between ranks by rows, as in sequence parallelism. A rank
+    multiplies its own rows while those of the other ranks arrive. ``graphar.reference.fused_allgather_matmul`` is the
+    specification, except that the order in which a product is accumulated depends on the device.
 
     Ranks are processes if ``a`` is a tensor, and the devices of this process if ``a`` is a list. Collective: every rank
     makes the same calls in the same order. Differentiable: the gradient of ``a`` is a
@@ -88,16 +87,15 @@ def fused_allgather_matmul(
     Args:
         a: this rank's rows [M_r, ..., K], bf16, fp16, fp32 or fp64, or with scales torch.float8_e4m3fn, or a list with
             one for each device of this process. Shapes are equal on all ranks but for M_r, which may be 0.
-        w: this rank's [N, K], as torch.nn.Linear stores its weight. N may differ between ranks. The transpose of a
-            [K, N] tensor is not copied.
+        w: this rank's [N, K], as torch.nn.Linear stores it; N may differ. A transposed [K, N] tensor is not copied.
         bias: this rank's [N], which is added before rounding; for lists a list, one a device.
         gathered: whether to return the gathered rows as well, for example to multiply them with further weights.
         sizes: M_r of every rank, in rank order. None: all have this rank's M_r. Not for a list.
-        partition: "tiles": one kernel gathers and multiplies, for results of 16 bits on sm_90. "chunks": copy engines
-            gather, and torch multiplies the rows of each rank when they have arrived; for bf16 and fp16 without an
-            epilogue. "none": gather, then multiply; other calls run so, too. "auto": one of these, by the tuning table,
-            and with an epilogue "tiles". Equal on all ranks. "tp_invariant": graphar's matmul adds in the order of
-            K, and gradients have the same bits on 1, 2, 4 and 8 ranks: see :func:`graphar.linear`.
+        partition: equal on all ranks. "tiles": one kernel gathers and multiplies, for results of 16 bits on sm_90.
+            "chunks": copy engines gather, and torch multiplies the rows of each rank when they have arrived; for bf16
+            and fp16 without an epilogue. "none": gather, then multiply; other calls run so, too. "auto": one of these,
+            by the tuning table, and with an epilogue "tiles". "tp_invariant": graphar's matmul adds in the order of K,
+            and gradients have the same bits on 1, 2, 4 and 8 ranks: see :func:`graphar.linear`.
         epilogue: elementwise work on the fp32 product and ``bias`` before they are rounded: a
             :class:`graphar.Epilogue`, or an expression or a function without arguments, such as "gelu(v)". The
             expression must be equal on all ranks. row, col and index are positions in this rank's result, and

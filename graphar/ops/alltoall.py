@@ -40,8 +40,7 @@ def alltoall(
 
     Without other options it is ``torch.distributed.all_to_all_single``. For sequence parallelism (Ulysses), a tensor
     [batch, sequence / N, heads, head_dim] with ``scatter_dim=2, gather_dim=1`` becomes [batch, sequence, heads / N,
-    head_dim], and ``scatter_dim=1, gather_dim=2`` is the way back. Kernels read and write the tensors in place: there
-    is no copy before or after.
+    head_dim], and ``scatter_dim=1, gather_dim=2`` is the way back. Kernels read and write the tensors in place.
 
     Ranks are processes if ``x`` is a tensor, and the devices of this process if ``x`` is a list. Collective: every rank
     makes the same calls in the same order. Differentiable: the gradient is the all-to-all in the other direction.
@@ -50,8 +49,7 @@ def alltoall(
         x: this rank's tensor, or a list with one tensor for each device of this process, of at least one dimension, any
             strides and alignment. Dtypes are equal, and so are shapes but for the two dimensions.
         group: a process group, 1-D DeviceMesh or Communicator. None: the default group; for a list, of its devices.
-        out: a tensor of the result's shape and dtype, or a list of these, that shares no memory with ``x``. None: a new
-            one.
+        out: a tensor of the result's shape and dtype, or a list of these, that shares no memory with ``x``.
         sizes: a pair: the lengths along ``scatter_dim`` of the parts that this rank sends to each rank, and those along
             ``gather_dim`` of the parts that it receives from each rank. They are ``input_split_sizes`` and
             ``output_split_sizes`` of ``all_to_all_single``, and may be 0. All ranks give them, or none do. None: the
@@ -68,8 +66,7 @@ def alltoall(
 
     Raises:
         TypeError, ValueError: an argument breaks a rule. Nothing was sent.
-        CommunicatorError: the communicator is closed, or ranks made different calls: also if a rank sends another
-            length than the other one receives.
+        CommunicatorError: the communicator is closed, or ranks made different calls or disagree on a length.
         CollectiveTimeout: a rank did not arrive in time. On GPUs the next call or ``synchronize`` raises it.
     """
     typed: object = sizes

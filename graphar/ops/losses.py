@@ -55,9 +55,8 @@ def cross_entropy(
     once more, and does not communicate: it takes this rank's gradient of the loss, which is the same on all ranks.
 
     Args:
-        logits: [..., V / N], bf16, fp16 or fp32: this rank's columns of the vocabulary, or a list with one tensor for
-            each device of this process. V is a multiple of 8. A DTensor with Shard(-1), or a replicated one, is taken
-            as it is.
+        logits: [..., V / N], bf16, fp16 or fp32, where V is a multiple of 8: this rank's columns of the vocabulary, or
+            a list with one tensor for each device of this process; or a DTensor, replicated or with Shard(-1).
         target: [...], int64: columns of the whole vocabulary, equal on all ranks. For a list a list, one per device. A
             row whose target is no column and not ``ignore_index`` has the loss and gradients NaN.
         group: a process group, 1-D DeviceMesh or Communicator of 1, 2, 4 or 8 ranks. None: the default group; for a
@@ -128,9 +127,8 @@ def log_probs(
     the only rank. What is computed, read and exchanged is as for :func:`cross_entropy`.
 
     Args:
-        logits: [..., V / N], bf16, fp16 or fp32: this rank's columns of the vocabulary, or a list with one tensor for
-            each device of this process. V is a multiple of 8. A DTensor with Shard(-1), or a replicated one, is taken
-            as it is.
+        logits: [..., V / N], bf16, fp16 or fp32, where V is a multiple of 8: this rank's columns of the vocabulary, or
+            a list with one tensor for each device of this process; or a DTensor, replicated or with Shard(-1).
         tokens: [...], int64: columns of the whole vocabulary, equal on all ranks. For a list a list, one per device. A
             row whose token is no column is NaN.
         group: a process group, 1-D DeviceMesh or Communicator of 1, 2, 4 or 8 ranks. None: the default group; for a

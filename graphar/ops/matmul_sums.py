@@ -77,8 +77,7 @@ def fused_matmul_allreduce(
         timeout_s: the deadline of each wait on another rank, in seconds. None: the communicator's.
 
     Returns:
-        A contiguous tensor [..., N] with the dtype of ``a``, or with ``out_dtype``; for a list one per device; or
-        ``out``.
+        A contiguous tensor [..., N] of the dtype of ``a``, or of ``out_dtype``; for a list one per device; or ``out``.
 
     Raises:
         TypeError, ValueError: an argument breaks a rule. Nothing was sent.

@@ -61,8 +61,7 @@ def allreduce_residual_rmsnorm(
         out_dtype: torch.float8_e4m3fn: the normed result is normed * (1 / scale), computed in fp32, rounded to nearest
             and saturated; times the scale it is the normed value. None: the dtype of ``x``.
         scale: one scale for the whole FP8 result: one positive fp32 element on the device of ``x``, equal on every
-            rank; for a list a list, one per device. None: each row has its own scale, its largest magnitude / 448, as
-            torch._scaled_mm takes them.
+            rank; for a list a list. None: each row has its own, its largest magnitude / 448, as in torch._scaled_mm.
         group_size: 128: for FP8, each 128 columns of a row have their own scale. The columns are a multiple of 128.
         group: a process group, 1-D DeviceMesh or Communicator. None: the default group; for a list, of its devices.
         timeout_s: the deadline of each wait on another rank, in seconds. None: the communicator's.
