@@ -172,10 +172,9 @@ class _GatherMatmul(Op):
 
     def run(self, engine: Engine, a, w, outs, arguments: Arguments):
         followed = options.applied(NAME, arguments, [product for product, *_ in outs])
-        in_one = a[0].shape[1:-1].numel()
-        if not sum(arguments.sizes) * in_one:
+        counts = matmul_operands.rows_of_ranks(self, engine, a, arguments)
+        if not sum(counts):
             return None
-        counts = tuple([size * in_one for size in arguments.sizes])
         form = followed and replace(followed.form, columns=1)  # ranks may differ in columns
         how = {"gathered": arguments.gathered, **matmul_operands.multiplied(self, a, w, arguments)}
         work = Product(NAME, counts, a[0].shape[-1], bool(arguments.bias), epilogue=form, **how)

@@ -98,15 +98,7 @@ def fused_matmul_allreduce(
 
 
 def with_constant_weight(
-    a: torch.Tensor,
-    w: torch.Tensor,
-    *,
-    bias: torch.Tensor | None = None,
-    partition: Partition = "auto",
-    group: Group = None,
-    a_scale: torch.Tensor | None = None,
-    w_scale: torch.Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
+    a, w, *, bias=None, partition: Partition = "auto", group: Group = None, a_scale=None, w_scale=None, out_dtype=None
 ) -> torch.Tensor:
     """Returns what :func:`fused_matmul_allreduce` does. Skinny kernels may load ``w`` while the kernel before runs.
 
@@ -241,7 +233,7 @@ class _Summed(Op):
         return [x.new_empty((*shape, weight.shape[0]), dtype=arguments.scaled_dtype) for x, weight, shape in each]
 
     def run(self, engine: Engine, a, w, outs, arguments: Arguments):
-        op, columns, counts = self.name, w[0].shape[0], matmul_operands.summed_rows(self, engine, a, arguments)
+        op, columns, counts = self.name, w[0].shape[0], matmul_operands.rows_of_ranks(self, engine, a, arguments)
         cut = counts if self is SCATTER else [sum(counts)]
         partitions.panels(op, arguments.partition, arguments.num_partitions, cut, columns)  # raises
         followed = options.applied(op, arguments, outs)
@@ -251,7 +243,7 @@ class _Summed(Op):
             return None
         how = {"num_partitions": arguments.num_partitions, **matmul_operands.multiplied(self, a, w, arguments)}
         form = followed and followed.form
-        work = Product(op, tuple(counts), columns, bool(arguments.bias), arguments.codec, form, **how)
+        work = Product(op, counts, columns, bool(arguments.bias), arguments.codec, form, **how)
         ranks = options.operands(
             matmul_operands.lists(a, w, arguments.scales, arguments.bias), [(out,) for out in outs], followed
         )

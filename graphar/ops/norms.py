@@ -400,9 +400,9 @@ class _MatmulNorms(_Norms):
 
     def run(self, engine: Engine, *call: Any):
         a, w, residual, weight, outs, arguments = call
-        counts, norm = matmul_operands.summed_rows(self, engine, a, arguments), (arguments.eps, arguments.weight_offset)
+        counts = matmul_operands.rows_of_ranks(self, engine, a, arguments)
         how = matmul_operands.multiplied(self, a, w, arguments)
-        work = Product(self.name, tuple(counts), w[0].shape[0], norm=norm, **how)
+        work = Product(self.name, counts, w[0].shape[0], norm=(arguments.eps, arguments.weight_offset), **how)
         ranks = options.operands([*matmul_operands.lists(a, w, arguments.scales), residual, weight], outs)
         return engine.run(Call.of(work, residual[0], timeout_s=arguments.timeout_s), ranks), ranks
 
