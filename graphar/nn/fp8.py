@@ -23,8 +23,7 @@ from graphar.numerics.norms import output_of
 from graphar.ops.linear import linear
 from graphar.ops.matmul_operands import RESULT_DTYPES, check_no_gradient
 
-# Names in checkpoints: the first ones are those of compressed-tensors and FBGEMM, the second ones those of DeepSeek,
-# Qwen and transformers.
+# Names in checkpoints: first those of compressed-tensors and FBGEMM, then those of DeepSeek, Qwen and transformers.
 WEIGHT_SCALES = ("weight_scale", "weight_scale_inv")
 INPUT_SCALES = ("input_scale", "activation_scale")
 FORMATS = ("tensor", "rows", "blocks")
@@ -138,8 +137,7 @@ class Fp8Linear(MayBeFp8, torch.nn.Linear):
     ``out_dtype=torch.float8_e4m3fn`` returns it. :func:`graphar.linear` multiplies. ``state_dict`` has ``weight`` and
     its scales, with the names and shapes of FP8 checkpoints, and ``load_state_dict`` takes them.
 
-    :class:`ColumnParallelLinear` and :class:`RowParallelLinear` take such a layer, or any torch.nn.Linear with these
-    parameters, such as those of transformers.
+    :class:`ColumnParallelLinear` and :class:`RowParallelLinear` take it, or any torch.nn.Linear with such parameters.
 
     Args:
         linear: a torch.nn.Linear, whose weight is quantised unless it is in FP8 already. Then ``linear`` has a

@@ -222,8 +222,7 @@ class ColumnParallelLinear(_OfGroup):
 
     The forward pass does not communicate. In the backward pass :func:`graphar.allreduce` sums the input's gradients.
 
-    ``state_dict`` has this rank's part of weight and bias. ``load_state_dict`` takes such parts, or weight and bias of
-    the whole layer, of which it loads this rank's parts.
+    ``state_dict`` has this rank's part of weight and bias. ``load_state_dict`` takes it, or cuts it from the whole.
 
     Args:
         linear: the whole layer, equal on all ranks. This rank's part of its weight and bias is copied.

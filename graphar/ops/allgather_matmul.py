@@ -102,10 +102,9 @@ def fused_allgather_matmul(
             tensors have its shape. Where N is 1 on some ranks only, give an expression, since tensors broadcast
             differently there. With a bias, an epilogue has at most three tensors. Not for fp64.
         group: a process group, 1-D DeviceMesh or Communicator. None: the default group; for a list, of its devices.
-        a_scale: fp32 scales of ``a`` in torch.float8_e4m3fn, with any strides: of rows [M_r, ..., 1], or one number for
-            this rank's rows; of blocks of 128 columns [M_r, ..., ceil(K / 128)]. For a list a list. They are gathered
-            with the rows. The product is that of ``graphar.reference.scaled_linear``, whatever the number of rows;
-            there are no gradients. None: no scales.
+        a_scale: fp32 scales of ``a``, with any strides: of rows [M_r, ..., 1], or one number; of blocks of 128 columns
+            [M_r, ..., ceil(K / 128)]. For a list a list. They are gathered with the rows. The product is that of
+            ``graphar.reference.scaled_linear``, whatever the number of rows; there are no gradients. None: no scales.
         w_scale: fp32 scales of ``w`` in torch.float8_e4m3fn, of the same format: of rows [N, 1], [1, N], or one number;
             of blocks of 128 x 128 [ceil(N / 128), ceil(K / 128)]. For a list a list.
         out_dtype: with scales, the dtype of the result, torch.bfloat16 or torch.float16. None: torch.bfloat16.

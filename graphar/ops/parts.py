@@ -1,8 +1,7 @@
 """Functions for reduce-scatter and all-gather: tensors with a part along an axis for each rank.
 
 An op takes the length of every rank's part along the axis, and this process's rank. A compiled graph therefore holds
-these facts about the group, and a graph that one rank cached does not serve another rank. In a call with a list the
-rank is -1.
+these facts about the group, and a graph that one rank cached does not serve another. For a list the rank is -1.
 """
 
 from __future__ import annotations

@@ -103,8 +103,7 @@ class Op:
     # ``ctx.where`` those of them that say which ranks have which parts, and ``ctx.needs`` what needs a gradient.
     backward: Callable[..., tuple] | None = None
     needed: tuple[str, ...] | None = None  # the names of the tensors that the backward pass needs; None: all
-    # Which result of each rank the backward pass needs, counted from 0. The gradient of an unused result is None then,
-    # and zeros otherwise.
+    # Which result of each rank the backward pass needs, from 0. The gradient of an unused one is then None, not zeros.
     saved_result: int | None = None
 
     def __init__(self, name: str, *arguments: str, with_out: bool = False) -> None:
@@ -334,8 +333,7 @@ def op_of(target: object) -> Op | None:
 def for_ranks(ctx, name: str, *lists: Sequence[torch.Tensor], **named) -> list[torch.Tensor]:
     """Calls an op in a backward pass, in the same form as the forward op.
 
-    ``lists`` has a list of this process's ranks for each of the op's tensors. Returns all results of the first of these
-    ranks, then all of the next.
+    ``lists`` has a list of this process's ranks for each of the op's tensors. Returns the results, rank by rank.
     """
     op = ops_by_name[name]
     values = op.arguments(**named)
