@@ -97,16 +97,15 @@ def _check_tuple(xs: tuple, axis: object, sizes: object) -> None:
         raise ValueError(f"{NAME}: the tensors of a tuple are joined along their first dimension, got axis {axis!r}")
     if not xs:
         raise ValueError(f"{NAME}: needs at least one tensor, got an empty tuple")
-    if isinstance(xs[0], (list, tuple)):
+    in_lists = isinstance(xs[0], (list, tuple))
+    if in_lists:
         if sizes is not None:
             raise ValueError(f"{NAME}: sizes is for calls with tensors; omit it for lists")
         for of_ranks in xs:
             tensor_checks.check_one_each(NAME, "each list of a tuple", of_ranks, xs[0], "the first list")
             tensor_checks.check_list_to_join(NAME, of_ranks, 0)
-    ranks = list(zip(*xs, strict=True)) if isinstance(xs[0], (list, tuple)) else [xs]
-    for of_rank in ranks:
-        first = of_rank[0]
-        for at, x in enumerate(of_rank):
+    for first, *others in zip(*xs, strict=True) if in_lists else [xs]:
+        for at, x in enumerate((first, *others)):
             tensor_checks.check_strided(NAME, f"tensor {at}", x)
             call_checks.check_axis(NAME, x, 0)
             if (x.shape[0], x.device) != (first.shape[0], first.device):

@@ -143,12 +143,11 @@ def fused_matmul_reducescatter(
         w: this rank's [N, K], as torch.nn.Linear stores its weight. The transpose of a [K, N] tensor is not copied.
         bias: [N], equal on all ranks; for lists a list, one per device. It is added to the sum once, not by each rank.
         partition: "none": multiply, then sum. "tiles": one kernel does both, for results of 16 bits on sm_90 and N a
-            multiple of 8; other calls run as "none". "split_m": each rank's part of the rows of ``a`` is split, so that
-            all ranks receive rows of each partition; "split_n": the rows of ``w`` are split. While one partition is
-            summed, the next is multiplied. "auto": "tiles" or "none", by the tuning table. "batch_invariant": as
-            "auto", but only with graphar's matmul, so that a row's bits do not depend on M; not with a codec.
-            "tp_invariant": as by :func:`fused_matmul_allreduce`; ``bias`` then gets the gradient of all ranks' rows,
-            whose number must be a multiple of 8.
+            multiple of 8; other calls run as "none". "split_m", "split_n": each rank's part of the rows of ``a``, or
+            the rows of ``w``, are split. While one partition is summed, the next is multiplied. "auto": "tiles" or
+            "none", by the tuning table. "batch_invariant": as "auto", but only with graphar's matmul, so that a row's
+            bits do not depend on M; not with a codec. "tp_invariant": as by :func:`fused_matmul_allreduce`; ``bias``
+            then gets the gradient of all ranks' rows, whose number must be a multiple of 8.
         num_partitions: of "split_m" and "split_n". None: 4, if there are as many rows.
         codec: the format on the wire, a :class:`graphar.Codec` or its name, such as "int8". Each rank's product is
             rounded once, part by part, and the sum only to the dtype. Each partition is encoded separately, so

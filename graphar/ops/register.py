@@ -79,9 +79,8 @@ def _is_plain(values: Sequence) -> bool:
 class Op:
     """One op. A family of ops is a subclass, which says what its ops do.
 
-    Its functions take a list of the ranks' tensors for each name in ``tensors``; then the Arguments. ``arguments`` are
-    the names of those that not every op has. ``with_out``: whether the ``out=`` forms have schemas. Otherwise a
-    compiler sees a copy.
+    Its functions take a list of the ranks' tensors for each name in ``tensors``, then the Arguments. ``arguments`` are
+    the names of those that not every op has. ``with_out``: whether ``out=`` forms have schemas; else a compiler copies.
     """
 
     tensors: tuple[str, ...] = ("x",)  # the names of each rank's tensors
