@@ -354,9 +354,6 @@ def empty(output: str, residual: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return tuple(made)
 
 
-# ---- the ops --------------------------------------------------------------------------------------------------------
-
-
 class _Norms(Op):
     tensors = _TENSORS[:3]
     has_several = True
@@ -417,9 +414,6 @@ _MATMUL_OPTIONS = ("partition", "scales", "eps", "weight_offset")
 NORM, SCATTERED_NORM = _Norms(ALLREDUCE_NORM, *_OPTIONS), _Norms(REDUCESCATTER_NORM, *options.IN_PARTS, *_OPTIONS)
 MATMUL_NORM = _MatmulNorms(_MATMUL_NORM, *_MATMUL_OPTIONS, "constant_weight")
 MATMUL_SCATTERED_NORM = _MatmulNorms(_MATMUL_SCATTER, *options.IN_PARTS, *_MATMUL_OPTIONS)
-
-
-# ---- gradients ------------------------------------------------------------------------------------------------------
 
 
 def _of_rows_and_weights(ctx, saved: Sequence, gradients: Sequence, is_invariant: bool = False) -> tuple[list, list]:

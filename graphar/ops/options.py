@@ -88,9 +88,6 @@ IN_PARTS = ("rank", "sizes")  # of an op whose ranks have parts along a dimensio
 FOLLOWED = ("epilogue", "tensors", "scalars")  # of an op that takes an epilogue
 
 
-# ---- checks ---------------------------------------------------------------------------------------------------------
-
-
 REMOVED = {  # options of earlier versions, and what to do
     "prefetch": "leave it out, since it made calls at most 1 % faster",
     "debug": "leave it out, since ranks always compare their calls",
