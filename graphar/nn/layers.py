@@ -145,17 +145,15 @@ class RowParallelLinear(_OfGroup):
 
     Args:
         linear: the whole layer, equal on all ranks. This rank's columns of its weight are copied, and its bias is
-            shared. ``in_features`` must be a multiple of the number of ranks. A weight in FP8, as :class:`Fp8Linear`
-            describes it, makes a layer for inference. It takes the input of an Fp8Linear, sums by
-            :func:`graphar.fused_matmul_allreduce`, and adds the bias before the sum is rounded. With scales of blocks
-            each rank must have a multiple of 128 features.
+            shared. ``in_features`` must be a multiple of the number of ranks. A weight in FP8 makes a layer for
+            inference, which takes the inputs of :class:`Fp8Linear`, sums by :func:`graphar.fused_matmul_allreduce`, and
+            adds the bias before the sum is rounded. With scales of blocks each rank has a multiple of 128 features.
         group: a process group, a DeviceMesh of one dimension, or a Communicator of a group; None: the default group.
-        constant_weight: use :func:`graphar.fused_matmul_allreduce` in inference, whose kernels for at most 64 rows
-            load the weight before the previous kernel has ended. Outputs may have other bits than without it. True
-            promises that nothing writes the weight while the layer runs, or while a CUDA graph with it is replayed.
-            FSDP does not keep this promise, since it gathers weights just before the layer. Ignored while gradients
-            of the weight are recorded, and under autocast, which casts it. In compiled models prefer
-            ``graphar.enable(constant_weights=True)``, which also fuses norms.
+        constant_weight: use :func:`graphar.fused_matmul_allreduce` in inference, whose kernels for at most 64 rows load
+            the weight before the previous kernel ends. Outputs may have other bits. True promises that nothing writes
+            the weight while the layer runs, or while a CUDA graph with it is replayed. FSDP breaks that: it gathers
+            weights just before the layer. Ignored while gradients of the weight are recorded, and under autocast, which
+            casts it. In compiled models prefer ``graphar.enable(constant_weights=True)``, which also fuses norms.
         tp_invariant: sum by :func:`graphar.fused_matmul_allreduce` with ``partition="tp_invariant"``: output and
             gradients have the same bits on 1, 2, 4 and 8 ranks. The bias is added before the sum is rounded. Without
             torch.distributed the layer has a single rank.
@@ -225,10 +223,10 @@ class ColumnParallelLinear(_OfGroup):
     ``state_dict`` has this rank's part of weight and bias. ``load_state_dict`` takes it, or cuts it from the whole.
 
     Args:
-        linear: the whole layer, equal on all ranks. This rank's part of its weight and bias is copied.
-            ``out_features`` must be a multiple of the number of ranks. A weight in FP8, as :class:`Fp8Linear` describes
-            it, makes a layer for inference. It takes the input of an Fp8Linear, and gives the bits of the whole layer.
-            With scales of blocks each rank must have a multiple of 128 features.
+        linear: the whole layer, equal on all ranks. This rank's part of its weight and bias is copied. ``out_features``
+            must be a multiple of the number of ranks. A weight in FP8 makes a layer for inference, which takes the
+            inputs of :class:`Fp8Linear`, and gives the bits of the whole layer. With scales of blocks each rank has a
+            multiple of 128 features.
         group: a process group, a DeviceMesh of one dimension, or a Communicator of a group; None: the default group.
         tp_invariant: multiply by :func:`graphar.linear`: output and gradients have the same bits on 1, 2, 4 and 8
             ranks. Without torch.distributed the layer has a single rank.

@@ -50,12 +50,11 @@ def alltoall(
             strides and alignment. Dtypes are equal, and so are shapes but for the two dimensions.
         group: a process group, 1-D DeviceMesh or Communicator. None: the default group; for a list, of its devices.
         out: a tensor of the result's shape and dtype, or a list of these, that shares no memory with ``x``.
-        sizes: a pair: the lengths along ``scatter_dim`` of the parts that this rank sends to each rank, and those along
-            ``gather_dim`` of the parts that it receives from each rank. They are ``input_split_sizes`` and
-            ``output_split_sizes`` of ``all_to_all_single``, and may be 0. All ranks give them, or none do. None: the
-            parts that a rank sends are equal, and so are the tensors of all ranks. If the dimensions differ, all ranks
-            give the same pair. For a list that divides and joins along one dimension: the lengths of the parts that
-            each device sends to each device, device by device.
+        sizes: a pair: the lengths along ``scatter_dim`` of the parts that this rank sends to each rank, and along
+            ``gather_dim`` of those that it receives from each: ``input_split_sizes`` and ``output_split_sizes`` of
+            ``all_to_all_single``. They may be 0. All ranks give them, and the same pair if the dimensions differ, or
+            none do. None: the parts that a rank sends are equal, and so are the tensors of all ranks. For a list that
+            divides and joins along one dimension: the lengths that each device sends to each device, device by device.
         scatter_dim: the dimension along which ``x`` is divided.
         gather_dim: the dimension along which the parts are joined.
         algorithm: "auto", or an all-to-all of :class:`graphar.Algorithm`.
