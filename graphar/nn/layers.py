@@ -129,9 +129,9 @@ class _OfGroup(MayBeFp8):
         return torch.nn.Parameter(part, requires_grad=whole.requires_grad)
 
     def __deepcopy__(self, memo: dict) -> _OfGroup:
+        memo[id(self.group)] = self.group
         copied = memo[id(self)] = self.__new__(type(self))
-        copied_too = {name: value for name, value in vars(self).items() if name != "group"}
-        vars(copied).update(copy.deepcopy(copied_too, memo), group=self.group)
+        vars(copied).update(copy.deepcopy(vars(self), memo))
         return copied
 
 

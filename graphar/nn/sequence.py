@@ -15,7 +15,6 @@ from torch._compile import _disable_dynamo
 from torch.autograd.functional import vjp
 
 from graphar.numerics import leaf_tree, partitions
-from graphar.numerics.partitions import TP_INVARIANT
 from graphar.ops.allgather import OP as ALLGATHER
 from graphar.ops.allgather_matmul import OP as ALLGATHER_MATMUL
 from graphar.ops.linear import of_bias, of_weight
@@ -68,7 +67,7 @@ class Tokens(NamedTuple):
 
 
 def column_parallel(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, tokens: Tokens, partition: str):
-    if partition == TP_INVARIANT and x.requires_grad and torch.is_grad_enabled():
+    if partition == partitions.TP_INVARIANT and x.requires_grad and torch.is_grad_enabled():
         leaf_tree.check_columns("ColumnParallelLinear", len(w), tokens.ranks, "features")
     return _Parallel.apply(x, w, bias, tokens, partition, True)
 

@@ -19,7 +19,6 @@ from graphar.runtime.engine import Engine
 from graphar.runtime.registry import Group, engine_name
 
 NAME = "alltoall"
-Lengths = tuple[int, ...]  # one for each rank
 
 
 def alltoall(
@@ -163,7 +162,7 @@ def _check_sum(x: torch.Tensor, dim: int, sends: Sequence[int]) -> None:
         )
 
 
-def _lengths(arguments: Arguments, tensors: int) -> list[tuple[int, Lengths, Lengths]]:
+def _lengths(arguments: Arguments, tensors: int) -> list[tuple[int, tuple[int, ...], tuple[int, ...]]]:
     """Returns, for each rank of this process, its number, what it sends to each rank, and what it gets from each."""
     first, sizes = max(arguments.rank, 0), arguments.sizes
     ranks = len(sizes) // (2 * tensors)

@@ -76,7 +76,7 @@ def before_epilogue(
     count, of_vs, of_tensors = len(tensors) // len(vs), [], []
     for rank, (v, gradient) in enumerate(zip(vs, gradients, strict=True)):
         places = slice(rank * count, (rank + 1) * count)
-        wanted, call = ctx.wanted[places], (ctx.arguments.scalars, ctx.arguments.epilogue)
+        wanted, call = ctx.needs["tensors"][places], (ctx.arguments.scalars, ctx.arguments.epilogue)
         results = torch.ops.graphar.epilogue_backward(v, gradient, tensors[places], *call, [True, *wanted])
         if torch.is_grad_enabled():  # the gradient itself may be differentiated
             results = _WithoutDerivative.apply(*results)

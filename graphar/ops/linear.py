@@ -8,7 +8,6 @@ import torch
 
 from graphar.numerics import leaf_tree
 from graphar.numerics.fp8_products import checked_scales
-from graphar.numerics.leaf_tree import LEAVES
 from graphar.numerics.partitions import TP_INVARIANT
 from graphar.ops import matmul_operands, options, parts
 from graphar.ops.register import define, ops_by_name
@@ -110,7 +109,7 @@ def bias_partial(dy: torch.Tensor, ranks: int = 1) -> torch.Tensor:
     dy = operands.flat(dy)
     leaf_tree.check_rows(NAME, len(dy), ranks)
     ones = dy.new_ones(1, len(dy))
-    return torch.ops.graphar.linear(ones, dy.t(), None, LEAVES // ranks, torch.float32).squeeze(0)
+    return torch.ops.graphar.linear(ones, dy.t(), None, leaf_tree.LEAVES // ranks, torch.float32).squeeze(0)
 
 
 def where_needed(needs: Sequence[bool], gradient: Callable, partition: str, *lists: Sequence[torch.Tensor]) -> list:
@@ -132,7 +131,7 @@ def _backward(ctx, dy):
         call = {"communicator": ctx.communicator, "partition": TP_INVARIANT}
         of_a = ops_by_name[MATMUL_ALLREDUCE].dispatched(a=dy, w=w.t(), **call)
     elif needs_a:
-        of_a = of_input(TP_INVARIANT, dy, w, LEAVES)
+        of_a = of_input(TP_INVARIANT, dy, w, leaf_tree.LEAVES)
     of_w = of_weight(TP_INVARIANT, dy, a) if needs_w else None
     return of_a, of_w, bias_partial(dy).to(ctx.bias_dtype) if needs_bias else None, *[None] * 5
 

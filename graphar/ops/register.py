@@ -287,7 +287,6 @@ class Op:
         # torch treats any empty list as a list of tensors, and expects a list of gradients for it.
         has_tensors = [isinstance(x, (list, tuple)) and (not x or isinstance(x[0], torch.Tensor)) for x in values]
         ctx.none = [[None] * len(x) if has else None for x, has in zip(values, has_tensors, strict=True)]
-        ctx.wanted = [tensor.requires_grad for tensor in tensors]
         needed, result, none = self.saved(ctx.arguments), self.saved_result, [None] * ctx.ranks
         saved = [xs if name in needed else none for name, xs in zip(self.tensors, lists, strict=True)]
         saved.append(none if result is None else output[result :: len(output) // ctx.ranks])
