@@ -178,9 +178,9 @@ def fused_matmul_allreduce_residual_rmsnorm(
             number of rows. "tp_invariant": leaves of K are added in fp32 as a tree, then the residual, and rounded
             once. The results and the gradients have the same bits on 1, 2, 4 and 8 ranks of equal K.
         group: a process group, 1-D DeviceMesh or Communicator. None: the default group; for a list, of its devices.
-        a_scale: fp32 scales of ``a``, with any strides: of rows [..., 1], or one number; of blocks of 128 columns [...,
-            ceil(K / 128)]. For a list a list. Products are those of ``graphar.reference.scaled_linear``, rounded to the
-            dtype of ``residual``, without gradients. None: no scales.
+        a_scale: fp32 scales of ``a``, with any strides: of rows [..., 1], or one number; of blocks of 128 columns
+            [..., ceil(K / 128)]. For a list a list. Products are those of ``graphar.reference.scaled_linear``, rounded
+            to the dtype of ``residual``, without gradients. None: no scales.
         w_scale: fp32 scales of ``w`` in torch.float8_e4m3fn, of the same format: of rows [N, 1], [1, N], or one number;
             of blocks of 128 x 128 [ceil(N / 128), ceil(K / 128)]. For a list a list.
         timeout_s: the deadline of each wait on another rank, in seconds. None: the communicator's.
@@ -244,9 +244,9 @@ def fused_matmul_reducescatter_residual_rmsnorm(
             number of rows. "tp_invariant": leaves of K are added in fp32 as a tree, then the residual, and rounded
             once. The results and the gradients have the same bits on 1, 2, 4 and 8 ranks of equal K.
         group: a process group, 1-D DeviceMesh or Communicator. None: the default group; for a list, of its devices.
-        a_scale: fp32 scales of ``a``, with any strides: of rows [..., 1], or one number; of blocks of 128 columns [...,
-            ceil(K / 128)]. For a list a list. Products are those of ``graphar.reference.scaled_linear``, rounded to the
-            dtype of ``residual``, without gradients. None: no scales.
+        a_scale: fp32 scales of ``a``, with any strides: of rows [..., 1], or one number; of blocks of 128 columns
+            [..., ceil(K / 128)]. For a list a list. Products are those of ``graphar.reference.scaled_linear``, rounded
+            to the dtype of ``residual``, without gradients. None: no scales.
         w_scale: fp32 scales of ``w`` in torch.float8_e4m3fn, of the same format: of rows [N, 1], [1, N], or one number;
             of blocks of 128 x 128 [ceil(N / 128), ceil(K / 128)]. For a list a list.
         timeout_s: the deadline of each wait on another rank, in seconds. None: the communicator's.
