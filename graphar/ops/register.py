@@ -192,7 +192,7 @@ class Op:
         in_form = functools.partial(functools.partial, in_list=in_list)
         schema, rule = f"{name}({tensors}, {arguments}) -> {'Tensor[]' if self.has_several else kind}", None
         if self.backward:
-            rule = _in_stream_order(in_form(self._rule)) if in_list else in_form(self._rule)
+            rule = self._rule_of_list if in_list else in_form(self._rule)
         form = define(schema, in_form(self._implement), in_form(self._meta), rule, in_form(self._keep_context))
         torch.library.register_vmap(f"graphar::{name}", in_form(self._vmap), lib=library)
         form_out = None
@@ -305,6 +305,22 @@ class Op:
         of_lists = of_lists if in_list else [gradients[0] for gradients in of_lists]
         return *of_lists, *[of_named.get(name, none) for name, none in zip(self._defaults, ctx.none, strict=True)]
 
+    def _rule_of_list(self, ctx, gradients) -> tuple:
+        """Returns the gradients of a list form, whose backward pass is ordered with the streams of all devices.
+
+        torch tracks one stream of an op, the one on its first tensor's device. That stream has waited for the
+        gradients, and users of the results wait for it. On the other devices the backward pass runs on the default
+        streams, on whichever streams the op was called.
+        """
+        on_gpus = [x for x in gradients if type(x) is torch.Tensor and x.is_cuda]  # excludes fake tensors
+        streams = [torch.cuda.current_stream(x.device) for x in on_gpus]
+        for stream in streams[1:]:
+            stream.wait_stream(streams[0])
+        results = self._rule(ctx, gradients, in_list=True)
+        for stream in streams[1:]:
+            streams[0].wait_stream(stream)
+        return results
+
 
 def define(
     schema: str, implement: Callable, fake: Callable, backward: Callable | None = None, keep: Callable | None = None
@@ -375,24 +391,3 @@ def _with_own_nodes(value: Any) -> Any:
     if _is_compiling() or not all(isinstance(x, torch.Tensor) for x in value):
         return list(value)
     return [x.view_as(x) if x.requires_grad and x.is_cuda and x.is_leaf else x for x in value]
-
-
-def _in_stream_order(backward: Callable) -> Callable:
-    """Returns ``backward(ctx, gradients)`` of a list form, ordered with the streams of all devices.
-
-    torch tracks one stream of an op, the one on its first tensor's device. That stream has waited for the gradients,
-    and users of the results wait for it. On the other devices the backward pass runs on the default streams, on
-    whichever streams the op was called.
-    """
-
-    def backward_in_order(ctx, gradients):
-        on_gpus = [x for x in gradients if type(x) is torch.Tensor and x.is_cuda]  # excludes fake tensors
-        streams = [torch.cuda.current_stream(x.device) for x in on_gpus]
-        for stream in streams[1:]:
-            stream.wait_stream(streams[0])
-        results = backward(ctx, gradients)
-        for stream in streams[1:]:
-            streams[0].wait_stream(stream)
-        return results
-
-    return backward_in_order
