@@ -127,9 +127,11 @@ class _Gather(Op):
         work = Parts(NAME, parts.counts_of(rows[0], arguments.sizes), axis=axis, row=tuple(rows[0].shape[1:]))
         ranks = options.operands([rows], [(room,) for room in rooms])
         plan = engine.run(Call.of(work, rows[0], algorithm=arguments.algorithm, timeout_s=arguments.timeout_s), ranks)
+        if not axis:
+            return plan, ranks
         for room, out in zip(rooms, outs, strict=True):
-            parts.put_back(room, out, axis)
-        return None if axis else (plan, ranks)
+            out.copy_(room.movedim(0, axis))
+        return None
 
     def check(self, engine: Engine, xs, arguments: Arguments) -> None:
         parts.check(NAME, engine, arguments, [x.shape[arguments.axis] for x in xs])

@@ -74,11 +74,6 @@ def room_for(out: torch.Tensor, axis: int) -> torch.Tensor:
     return out if axis == 0 else out.new_empty(out.movedim(axis, 0).shape)
 
 
-def put_back(rows: torch.Tensor, out: torch.Tensor, axis: int) -> None:
-    if axis:
-        out.copy_(rows.movedim(0, axis))
-
-
 def counts_of(rows: torch.Tensor, sizes: Sequence[int]) -> tuple[int, ...]:
     in_a_row = math.prod(rows.shape[1:])
     return tuple([size * in_a_row for size in sizes])

@@ -204,7 +204,7 @@ class _Sums(Op):
         if not axis:
             return plan, ranks
         for written, to in zip((*rooms, *errors), (*outs, *residuals), strict=True):
-            parts.put_back(written, to, axis)
+            to.copy_(written.movedim(0, axis))
         return None
 
     def _applied_to_parts(self, arguments: Arguments, rooms: list[torch.Tensor]) -> AppliedEpilogue | None:
