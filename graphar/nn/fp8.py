@@ -23,8 +23,7 @@ from graphar.numerics.norms import output_of
 from graphar.ops.linear import linear
 from graphar.ops.matmul_operands import RESULT_DTYPES, check_no_gradient
 
-# Names in checkpoints: the first ones are those of compressed-tensors and FBGEMM, the second ones those of DeepSeek,
-# Qwen and transformers.
+# Names in checkpoints: first those of compressed-tensors and FBGEMM, then those of DeepSeek, Qwen and transformers.
 WEIGHT_SCALES = ("weight_scale", "weight_scale_inv")
 INPUT_SCALES = ("input_scale", "activation_scale")
 FORMATS = ("tensor", "rows", "blocks")
@@ -42,8 +41,7 @@ def quantize_rows(
     :func:`graphar.allreduce_residual_rmsnorm` with ``out_dtype=torch.float8_e4m3fn``. Compiled for a GPU, the last bit
     of a scale may differ, because the division by 448 may be rounded differently.
 
-    The results are the operands ``a`` and ``a_scale`` of graphar's matmuls, and inputs of layers in FP8. There are no
-    gradients.
+    The results are operands ``a`` and ``a_scale`` of graphar's matmuls, and inputs of FP8 layers, without gradients.
 
     Args:
         x: [..., columns], bf16, fp16 or fp32.
@@ -111,15 +109,14 @@ class MayBeFp8(torch.nn.Module):
         bias = None if self.bias is None else self.bias.to(dtype)
         return a, a_scale, {"w_scale": getattr(self, self._weight_scale), "bias": bias, "out_dtype": dtype}
 
-    def _load_from_state_dict(
-        self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-    ):
+    def _load_from_state_dict(self, state_dict, prefix, *others):
         state = self._from_checkpoint(state_dict, prefix)
         weight = state.get(f"{prefix}weight")
         if self._weight_scale and isinstance(weight, torch.Tensor) and weight.dtype != FP8:
-            error_msgs.append(f"{prefix}weight must be {FP8}, as the layer's, got {weight.dtype}")
+            *_, error_messages = others
+            error_messages.append(f"{prefix}weight must be {FP8}, as the layer's, got {weight.dtype}")
             return
-        super()._load_from_state_dict(state, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+        super()._load_from_state_dict(state, prefix, *others)
 
     def _from_checkpoint(self, state_dict: dict, prefix: str) -> dict:
         """Returns a checkpoint with the layer's scales in fp32, and those of rows as a column."""
@@ -140,26 +137,22 @@ class Fp8Linear(MayBeFp8, torch.nn.Linear):
     ``out_dtype=torch.float8_e4m3fn`` returns it. :func:`graphar.linear` multiplies. ``state_dict`` has ``weight`` and
     its scales, with the names and shapes of FP8 checkpoints, and ``load_state_dict`` takes them.
 
-    :class:`ColumnParallelLinear` and :class:`RowParallelLinear` take such a layer, or any torch.nn.Linear with these
-    parameters, such as those of transformers.
+    :class:`ColumnParallelLinear` and :class:`RowParallelLinear` take it, or any torch.nn.Linear with such parameters.
 
     Args:
         linear: a torch.nn.Linear, whose weight is quantised unless it is in FP8 already. Then ``linear`` has a
             parameter ``weight_scale`` or ``weight_scale_inv``: one number, [out_features, 1], or [out_features / 128,
-            in_features / 128]. If it has an ``input_scale`` or ``activation_scale`` too, one number, every input is
-            quantised with that scale.
+            in_features / 128]. One number ``input_scale`` or ``activation_scale`` is the scale of all inputs.
         scales: of a weight that is quantised here: "tensor", one scale; "rows", one for each row; "blocks", one for
             each block of 128 x 128.
-        out_dtype: the output's dtype, torch.bfloat16 or torch.float16. None: that of the input, or bf16 if the input is
-            fp32 or a pair.
+        out_dtype: torch.bfloat16 or torch.float16. None: that of the input, or bf16 if the input is fp32 or a pair.
 
     Shape:
         Input ``(*, in_features)``, or a pair of this in FP8 and scales ``(*, 1)``, ``(*, in_features / 128)`` or one
         number; output ``(*, out_features)``.
 
     Raises:
-        TypeError, ValueError: ``linear`` is no torch.nn.Linear, ``scales`` has no such value, or the weight's scales
-            have another shape.
+        TypeError, ValueError: ``linear`` is no torch.nn.Linear, its scales do not fit, or ``scales`` is unknown.
     """
 
     def __init__(self, linear: torch.nn.Linear, scales: str = "rows", *, out_dtype: torch.dtype | None = None) -> None:

@@ -123,9 +123,6 @@ def in_dtype_of_autocast(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | 
     return x.to(dtype), w.to(dtype), None if bias is None else bias.to(dtype)
 
 
-# ---- plans ----------------------------------------------------------------------------------------------------------
-
-
 def _style(plan: Mapping[str, object], name: str) -> object:
     return plan.get(name, plan.get(re.sub(r"\b\d+\b", "*", name)))
 
@@ -164,9 +161,6 @@ def _may_have_own_tokens(module: torch.nn.Module, style: object) -> bool:
     is_planned = style == "sequence_parallel" or isinstance(style, SequenceParallel)
     are_whole = all(isinstance(x, DTensor) and x.placements == (Replicate(),) for x in parameters)
     return bool(parameters) and (is_planned or are_whole)
-
-
-# ---- layers ---------------------------------------------------------------------------------------------------------
 
 
 class InvariantLinear(torch.nn.Linear):
@@ -223,9 +217,6 @@ class InvariantRowParallelLinear(InvariantLinear):
             return None
         axis = layout.dim % x.ndim
         return axis if axis < x.ndim - 1 and x.shape[axis] % self._mesh.size() == 0 else None
-
-
-# ---- norms ----------------------------------------------------------------------------------------------------------
 
 
 class _InvariantNorm(torch.nn.Module):

@@ -129,9 +129,9 @@ class _OfGroup(MayBeFp8):
         return torch.nn.Parameter(part, requires_grad=whole.requires_grad)
 
     def __deepcopy__(self, memo: dict) -> _OfGroup:
+        memo[id(self.group)] = self.group
         copied = memo[id(self)] = self.__new__(type(self))
-        copied_too = {name: value for name, value in vars(self).items() if name != "group"}
-        vars(copied).update(copy.deepcopy(copied_too, memo), group=self.group)
+        vars(copied).update(copy.deepcopy(vars(self), memo))
         return copied
 
 
@@ -141,31 +141,26 @@ class RowParallelLinear(_OfGroup):
     Each rank multiplies its part of the input by its columns of the weight. :func:`graphar.allreduce` sums the
     products. The bias is added once, after the sum. The backward pass does not communicate.
 
-    ``state_dict`` has this rank's part of the weight. ``load_state_dict`` takes such a part, or the weight of the whole
-    layer, of which it loads this rank's part.
+    ``state_dict`` has this rank's part of the weight. ``load_state_dict`` takes it, or cuts it from the whole weight.
 
     Args:
         linear: the whole layer, equal on all ranks. This rank's columns of its weight are copied, and its bias is
-            shared. ``in_features`` must be a multiple of the number of ranks. A weight in FP8, as :class:`Fp8Linear`
-            describes it, makes a layer for inference. It takes the input of an Fp8Linear, sums by
-            :func:`graphar.fused_matmul_allreduce`, and adds the bias before the sum is rounded. With scales of blocks
-            each rank must have a multiple of 128 features.
+            shared. ``in_features`` must be a multiple of the number of ranks. A weight in FP8 makes a layer for
+            inference, which takes the inputs of :class:`Fp8Linear`, sums by :func:`graphar.fused_matmul_allreduce`, and
+            adds the bias before the sum is rounded. With scales of blocks each rank has a multiple of 128 features.
         group: a process group, a DeviceMesh of one dimension, or a Communicator of a group; None: the default group.
-        constant_weight: use :func:`graphar.fused_matmul_allreduce` in inference, whose kernels for at most 64 rows
-            load the weight before the previous kernel has ended. Outputs may have other bits than without it. True
-            promises that nothing writes the weight while the layer runs, or while a CUDA graph with it is replayed.
-            FSDP does not keep this promise, since it gathers weights just before the layer. Ignored while gradients
-            of the weight are recorded, and under autocast, which casts it. In compiled models prefer
-            ``graphar.enable(constant_weights=True)``, which also fuses norms.
+        constant_weight: use :func:`graphar.fused_matmul_allreduce` in inference, whose kernels for at most 64 rows load
+            the weight before the previous kernel ends. Outputs may have other bits. True promises that nothing writes
+            the weight while the layer runs, or while a CUDA graph with it is replayed. FSDP breaks that: it gathers
+            weights just before the layer. Ignored while gradients of the weight are recorded, and under autocast, which
+            casts it. In compiled models prefer ``graphar.enable(constant_weights=True)``, which also fuses norms.
         tp_invariant: sum by :func:`graphar.fused_matmul_allreduce` with ``partition="tp_invariant"``: output and
             gradients have the same bits on 1, 2, 4 and 8 ranks. The bias is added before the sum is rounded. Without
             torch.distributed the layer has a single rank.
-        sequence_dim: the dimension of tokens, for sequence parallelism: each rank gets its part of the output's tokens,
-            by :func:`graphar.fused_matmul_reducescatter`. The gradients of weight and bias are those of all tokens, on
-            every rank. The bias is added before the sum is rounded, and ``constant_weight`` is ignored. None: every
-            rank gets all tokens.
-        out_dtype: the output's dtype, for a weight in FP8: torch.bfloat16 or torch.float16. None: as in
-            :class:`Fp8Linear`.
+        sequence_dim: the dimension of tokens, for sequence parallelism: each rank gets its part of the tokens, by
+            :func:`graphar.fused_matmul_reducescatter`. Gradients of weight and bias are of all tokens. The bias is
+            added before the sum is rounded, and ``constant_weight`` is ignored. None: every rank gets all tokens.
+        out_dtype: for a weight in FP8, torch.bfloat16 or torch.float16. None: as in :class:`Fp8Linear`.
 
     Shape:
         Input ``(*, in_features / ranks)``, output ``(*, out_features)``. With ``sequence_dim`` the output has
@@ -225,22 +220,20 @@ class ColumnParallelLinear(_OfGroup):
 
     The forward pass does not communicate. In the backward pass :func:`graphar.allreduce` sums the input's gradients.
 
-    ``state_dict`` has this rank's part of weight and bias. ``load_state_dict`` takes such parts, or weight and bias of
-    the whole layer, of which it loads this rank's parts.
+    ``state_dict`` has this rank's part of weight and bias. ``load_state_dict`` takes it, or cuts it from the whole.
 
     Args:
-        linear: the whole layer, equal on all ranks. This rank's part of its weight and bias is copied.
-            ``out_features`` must be a multiple of the number of ranks. A weight in FP8, as :class:`Fp8Linear` describes
-            it, makes a layer for inference. It takes the input of an Fp8Linear, and gives the bits of the whole layer.
-            With scales of blocks each rank must have a multiple of 128 features.
+        linear: the whole layer, equal on all ranks. This rank's part of its weight and bias is copied. ``out_features``
+            must be a multiple of the number of ranks. A weight in FP8 makes a layer for inference, which takes the
+            inputs of :class:`Fp8Linear`, and gives the bits of the whole layer. With scales of blocks each rank has a
+            multiple of 128 features.
         group: a process group, a DeviceMesh of one dimension, or a Communicator of a group; None: the default group.
         tp_invariant: multiply by :func:`graphar.linear`: output and gradients have the same bits on 1, 2, 4 and 8
             ranks. Without torch.distributed the layer has a single rank.
         sequence_dim: the dimension of tokens, for sequence parallelism: each rank has its part of the input's tokens,
             which :func:`graphar.fused_allgather_matmul` gathers. The gradients of weight and bias are those of all
             tokens. None: every rank has all tokens.
-        out_dtype: the output's dtype, for a weight in FP8: torch.bfloat16 or torch.float16. None: as in
-            :class:`Fp8Linear`.
+        out_dtype: for a weight in FP8, torch.bfloat16 or torch.float16. None: as in :class:`Fp8Linear`.
 
     Shape:
         Input ``(*, in_features)``, output ``(*, out_features / ranks)``. With ``sequence_dim`` all ranks have equally

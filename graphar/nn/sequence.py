@@ -7,14 +7,14 @@ tokens are joined along the sequence again before they are summed: the order is 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch._compile import _disable_dynamo
+from torch.autograd.functional import vjp
 
 from graphar.numerics import leaf_tree, partitions
-from graphar.numerics.partitions import TP_INVARIANT
 from graphar.ops.allgather import OP as ALLGATHER
 from graphar.ops.allgather_matmul import OP as ALLGATHER_MATMUL
 from graphar.ops.linear import of_bias, of_weight
@@ -67,7 +67,7 @@ class Tokens(NamedTuple):
 
 
 def column_parallel(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, tokens: Tokens, partition: str):
-    if partition == TP_INVARIANT and x.requires_grad and torch.is_grad_enabled():
+    if partition == partitions.TP_INVARIANT and x.requires_grad and torch.is_grad_enabled():
         leaf_tree.check_columns("ColumnParallelLinear", len(w), tokens.ranks, "features")
     return _Parallel.apply(x, w, bias, tokens, partition, True)
 
@@ -120,21 +120,15 @@ class _OfOwnTokens(torch.autograd.Function):
     def backward(ctx, *gradient):
         (dy,), (x, *parameters), tokens = gradient, ctx.saved_tensors, ctx.tokens
         if tokens is None:
-            return None, None, None, *_gradients(ctx.function, x, parameters, dy)
+            return None, None, None, *vjp(ctx.function, (x, *parameters), dy)[1]
         each = -(-ctx.length // tokens.ranks)
         begins = [min(each * rank, ctx.length) for rank in range(tokens.ranks + 1)]
         lengths = [end - begin for begin, end in itertools.pairwise(begins)]
-        of_x, *rest = _gradients(ctx.function, tokens.joined(x, lengths), parameters, tokens.joined(dy, lengths))
+        whole = tokens.joined(x, lengths), *parameters
+        of_x, *rest = vjp(ctx.function, whole, tokens.joined(dy, lengths))[1]
         return None, None, None, of_x.narrow(tokens.axis, begins[tokens.rank], lengths[tokens.rank]), *rest
 
 
 @_disable_dynamo  # torch.compile traces no backward pass that differentiates; torch.compiler.disable imports it
 def of_own_tokens(*call: Any) -> torch.Tensor:
     return _OfOwnTokens.apply(*call)
-
-
-def _gradients(function: Callable, x: torch.Tensor, parameters: Sequence[torch.Tensor], dy: torch.Tensor) -> tuple:
-    with torch.enable_grad():
-        leaves = [tensor.detach().requires_grad_() for tensor in (x, *parameters)]
-        y = function(*leaves)
-    return torch.autograd.grad(y, leaves, dy)

@@ -37,8 +37,7 @@ def allgather(
     It moves bits: any dtype, every bit pattern unchanged. ``graphar.reference.allgather`` is the specification.
 
     Ranks are processes if ``x`` is a tensor, and the devices of this process if ``x`` is a list. Collective: every rank
-    makes the same calls in the same order. The ranks' tensors may differ in their length along ``axis``, which may be
-    0.
+    makes the same calls in the same order. The ranks' lengths along ``axis`` may differ, and may be 0.
 
     A tuple has several tensors of each rank, such as FP8 rows and their scales: ``allgather((rows, scales))`` returns
     ``(all_rows, all_scales)``. Kernels gather up to four tensors in one launch, and never compress them.
@@ -51,10 +50,8 @@ def allgather(
             strides and alignment. Dtypes are equal, and shapes are equal but for ``axis``. Or a tuple of such tensors,
             or of such lists: a rank's tensors have equal lengths in the first dimension and one device, and any dtypes.
         group: a process group, 1-D DeviceMesh or Communicator. None: the default group; for a list, of its devices.
-        axis: the dimension along which the tensors are joined. Any but the first costs a copy of input and output.
-            For a tuple, 0.
-        sizes: the length of every rank's tensor along ``axis``, in rank order. None: all have this rank's length. Not
-            for a list.
+        axis: the dimension along which tensors are joined; for a tuple 0. Any but 0 costs a copy of input and output.
+        sizes: each rank's length along ``axis``, in rank order. None: all have this rank's length. Not for a list.
         algorithm: "auto", an all-gather of :class:`graphar.Algorithm`, or one from :func:`graphar.load_algorithm`. For
             a tuple, "auto".
         timeout_s: the deadline of each wait on another rank, in seconds. None: the communicator's.
@@ -100,16 +97,15 @@ def _check_tuple(xs: tuple, axis: object, sizes: object) -> None:
         raise ValueError(f"{NAME}: the tensors of a tuple are joined along their first dimension, got axis {axis!r}")
     if not xs:
         raise ValueError(f"{NAME}: needs at least one tensor, got an empty tuple")
-    if isinstance(xs[0], (list, tuple)):
+    in_lists = isinstance(xs[0], (list, tuple))
+    if in_lists:
         if sizes is not None:
             raise ValueError(f"{NAME}: sizes is for calls with tensors; omit it for lists")
         for of_ranks in xs:
             tensor_checks.check_one_each(NAME, "each list of a tuple", of_ranks, xs[0], "the first list")
             tensor_checks.check_list_to_join(NAME, of_ranks, 0)
-    ranks = list(zip(*xs, strict=True)) if isinstance(xs[0], (list, tuple)) else [xs]
-    for of_rank in ranks:
-        first = of_rank[0]
-        for at, x in enumerate(of_rank):
+    for first, *others in zip(*xs, strict=True) if in_lists else [xs]:
+        for at, x in enumerate((first, *others)):
             tensor_checks.check_strided(NAME, f"tensor {at}", x)
             call_checks.check_axis(NAME, x, 0)
             if (x.shape[0], x.device) != (first.shape[0], first.device):
@@ -131,9 +127,11 @@ class _Gather(Op):
         work = Parts(NAME, parts.counts_of(rows[0], arguments.sizes), axis=axis, row=tuple(rows[0].shape[1:]))
         ranks = options.operands([rows], [(room,) for room in rooms])
         plan = engine.run(Call.of(work, rows[0], algorithm=arguments.algorithm, timeout_s=arguments.timeout_s), ranks)
+        if not axis:
+            return plan, ranks
         for room, out in zip(rooms, outs, strict=True):
-            parts.put_back(room, out, axis)
-        return None if axis else (plan, ranks)
+            out.copy_(room.movedim(0, axis))
+        return None
 
     def check(self, engine: Engine, xs, arguments: Arguments) -> None:
         parts.check(NAME, engine, arguments, [x.shape[arguments.axis] for x in xs])

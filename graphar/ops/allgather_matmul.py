@@ -76,10 +76,9 @@ def fused_allgather_matmul(
 ):
     """Returns ``allgather(a) @ w.T + bias``: the product of the rows of all ranks with this rank's weight.
 
-    It is a column-parallel layer whose input is divided between ranks by rows, as in sequence parallelism. While the
-    rows of the other ranks arrive, this rank's own rows are multiplied.
-    ``graphar.reference.fused_allgather_matmul`` is the specification, except for the order in which a product is
-    accumulated, which depends on the device.
+    It is a column-parallel layer whose input is divided between ranks by rows, as in sequence parallelism. A rank
+    multiplies its own rows while those of the other ranks arrive. ``graphar.reference.fused_allgather_matmul`` is the
+    specification, except that the order in which a product is accumulated depends on the device.
 
     Ranks are processes if ``a`` is a tensor, and the devices of this process if ``a`` is a list. Collective: every rank
     makes the same calls in the same order. Differentiable: the gradient of ``a`` is a
@@ -88,26 +87,24 @@ def fused_allgather_matmul(
     Args:
         a: this rank's rows [M_r, ..., K], bf16, fp16, fp32 or fp64, or with scales torch.float8_e4m3fn, or a list with
             one for each device of this process. Shapes are equal on all ranks but for M_r, which may be 0.
-        w: this rank's [N, K], as torch.nn.Linear stores its weight. N may differ between ranks. The transpose of a
-            [K, N] tensor is not copied.
+        w: this rank's [N, K], as torch.nn.Linear stores it; N may differ. A transposed [K, N] tensor is not copied.
         bias: this rank's [N], which is added before rounding; for lists a list, one a device.
         gathered: whether to return the gathered rows as well, for example to multiply them with further weights.
         sizes: M_r of every rank, in rank order. None: all have this rank's M_r. Not for a list.
-        partition: "tiles": one kernel gathers and multiplies, for results of 16 bits on sm_90. "chunks": copy engines
-            gather, and torch multiplies the rows of each rank when they have arrived; for bf16 and fp16 without an
-            epilogue. "none": gather, then multiply; other calls run so, too. "auto": one of these, by the tuning table,
-            and with an epilogue "tiles". Equal on all ranks. "tp_invariant": graphar's matmul adds in the order of
-            K, and gradients have the same bits on 1, 2, 4 and 8 ranks: see :func:`graphar.linear`.
+        partition: equal on all ranks. "tiles": one kernel gathers and multiplies, for results of 16 bits on sm_90.
+            "chunks": copy engines gather, and torch multiplies the rows of each rank when they have arrived; for bf16
+            and fp16 without an epilogue. "none": gather, then multiply; other calls run so, too. "auto": one of these,
+            by the tuning table, and with an epilogue "tiles". "tp_invariant": graphar's matmul adds in the order of K,
+            and gradients have the same bits on 1, 2, 4 and 8 ranks: see :func:`graphar.linear`.
         epilogue: elementwise work on the fp32 product and ``bias`` before they are rounded: a
             :class:`graphar.Epilogue`, or an expression or a function without arguments, such as "gelu(v)". The
             expression must be equal on all ranks. row, col and index are positions in this rank's result, and
             tensors have its shape. Where N is 1 on some ranks only, give an expression, since tensors broadcast
             differently there. With a bias, an epilogue has at most three tensors. Not for fp64.
         group: a process group, 1-D DeviceMesh or Communicator. None: the default group; for a list, of its devices.
-        a_scale: fp32 scales of ``a`` in torch.float8_e4m3fn, with any strides: of rows [M_r, ..., 1], or one number for
-            this rank's rows; of blocks of 128 columns [M_r, ..., ceil(K / 128)]. For a list a list. They are gathered
-            with the rows. The product is that of ``graphar.reference.scaled_linear``, whatever the number of rows;
-            there are no gradients. None: no scales.
+        a_scale: fp32 scales of ``a``, with any strides: of rows [M_r, ..., 1], or one number; of blocks of 128 columns
+            [M_r, ..., ceil(K / 128)]. For a list a list. They are gathered with the rows. The product is that of
+            ``graphar.reference.scaled_linear``, whatever the number of rows; there are no gradients. None: no scales.
         w_scale: fp32 scales of ``w`` in torch.float8_e4m3fn, of the same format: of rows [N, 1], [1, N], or one number;
             of blocks of 128 x 128 [ceil(N / 128), ceil(K / 128)]. For a list a list.
         out_dtype: with scales, the dtype of the result, torch.bfloat16 or torch.float16. None: torch.bfloat16.
@@ -174,10 +171,9 @@ class _GatherMatmul(Op):
 
     def run(self, engine: Engine, a, w, outs, arguments: Arguments):
         followed = options.applied(NAME, arguments, [product for product, *_ in outs])
-        in_one = a[0].shape[1:-1].numel()
-        if not sum(arguments.sizes) * in_one:
+        counts = matmul_operands.rows_of_ranks(self, engine, a, arguments)
+        if not sum(counts):
             return None
-        counts = tuple([size * in_one for size in arguments.sizes])
         form = followed and replace(followed.form, columns=1)  # ranks may differ in columns
         how = {"gathered": arguments.gathered, **matmul_operands.multiplied(self, a, w, arguments)}
         work = Product(NAME, counts, a[0].shape[-1], bool(arguments.bias), epilogue=form, **how)

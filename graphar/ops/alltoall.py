@@ -19,7 +19,6 @@ from graphar.runtime.engine import Engine
 from graphar.runtime.registry import Group, engine_name
 
 NAME = "alltoall"
-Lengths = tuple[int, ...]  # one for each rank
 
 
 def alltoall(
@@ -40,8 +39,7 @@ def alltoall(
 
     Without other options it is ``torch.distributed.all_to_all_single``. For sequence parallelism (Ulysses), a tensor
     [batch, sequence / N, heads, head_dim] with ``scatter_dim=2, gather_dim=1`` becomes [batch, sequence, heads / N,
-    head_dim], and ``scatter_dim=1, gather_dim=2`` is the way back. Kernels read and write the tensors in place: there
-    is no copy before or after.
+    head_dim], and ``scatter_dim=1, gather_dim=2`` is the way back. Kernels read and write the tensors in place.
 
     Ranks are processes if ``x`` is a tensor, and the devices of this process if ``x`` is a list. Collective: every rank
     makes the same calls in the same order. Differentiable: the gradient is the all-to-all in the other direction.
@@ -50,14 +48,12 @@ def alltoall(
         x: this rank's tensor, or a list with one tensor for each device of this process, of at least one dimension, any
             strides and alignment. Dtypes are equal, and so are shapes but for the two dimensions.
         group: a process group, 1-D DeviceMesh or Communicator. None: the default group; for a list, of its devices.
-        out: a tensor of the result's shape and dtype, or a list of these, that shares no memory with ``x``. None: a new
-            one.
-        sizes: a pair: the lengths along ``scatter_dim`` of the parts that this rank sends to each rank, and those along
-            ``gather_dim`` of the parts that it receives from each rank. They are ``input_split_sizes`` and
-            ``output_split_sizes`` of ``all_to_all_single``, and may be 0. All ranks give them, or none do. None: the
-            parts that a rank sends are equal, and so are the tensors of all ranks. If the dimensions differ, all ranks
-            give the same pair. For a list that divides and joins along one dimension: the lengths of the parts that
-            each device sends to each device, device by device.
+        out: a tensor of the result's shape and dtype, or a list of these, that shares no memory with ``x``.
+        sizes: a pair: the lengths along ``scatter_dim`` of the parts that this rank sends to each rank, and along
+            ``gather_dim`` of those that it receives from each: ``input_split_sizes`` and ``output_split_sizes`` of
+            ``all_to_all_single``. They may be 0. All ranks give them, and the same pair if the dimensions differ, or
+            none do. None: the parts that a rank sends are equal, and so are the tensors of all ranks. For a list that
+            divides and joins along one dimension: the lengths that each device sends to each device, device by device.
         scatter_dim: the dimension along which ``x`` is divided.
         gather_dim: the dimension along which the parts are joined.
         algorithm: "auto", or an all-to-all of :class:`graphar.Algorithm`.
@@ -68,8 +64,7 @@ def alltoall(
 
     Raises:
         TypeError, ValueError: an argument breaks a rule. Nothing was sent.
-        CommunicatorError: the communicator is closed, or ranks made different calls: also if a rank sends another
-            length than the other one receives.
+        CommunicatorError: the communicator is closed, or ranks made different calls or disagree on a length.
         CollectiveTimeout: a rank did not arrive in time. On GPUs the next call or ``synchronize`` raises it.
     """
     typed: object = sizes
@@ -167,7 +162,7 @@ def _check_sum(x: torch.Tensor, dim: int, sends: Sequence[int]) -> None:
         )
 
 
-def _lengths(arguments: Arguments, tensors: int) -> list[tuple[int, Lengths, Lengths]]:
+def _lengths(arguments: Arguments, tensors: int) -> list[tuple[int, tuple[int, ...], tuple[int, ...]]]:
     """Returns, for each rank of this process, its number, what it sends to each rank, and what it gets from each."""
     first, sizes = max(arguments.rank, 0), arguments.sizes
     ranks = len(sizes) // (2 * tensors)

@@ -76,7 +76,7 @@ def before_epilogue(
     count, of_vs, of_tensors = len(tensors) // len(vs), [], []
     for rank, (v, gradient) in enumerate(zip(vs, gradients, strict=True)):
         places = slice(rank * count, (rank + 1) * count)
-        wanted, call = ctx.wanted[places], (ctx.arguments.scalars, ctx.arguments.epilogue)
+        wanted, call = ctx.needs["tensors"][places], (ctx.arguments.scalars, ctx.arguments.epilogue)
         results = torch.ops.graphar.epilogue_backward(v, gradient, tensors[places], *call, [True, *wanted])
         if torch.is_grad_enabled():  # the gradient itself may be differentiated
             results = _WithoutDerivative.apply(*results)
@@ -109,7 +109,7 @@ def of_operands(ctx, gradients: Tensors, a: Tensors, w: Tensors) -> tuple[list, 
             gradients = for_ranks(ctx, "allreduce", gradients, **ctx.where)
         of_a = linear.where_needed(needs_a, linear.of_input, partition, gradients, w)
         return of_a, linear.where_needed(needs_w, linear.of_weight, partition, gradients, a)
-    of_a, of_w, wholes = [None] * len(a), [None] * len(w), []
+    of_a, wholes = [None] * len(a), gradients
     if any(needs_a):
         how = {"gathered": any(needs_w), "partition": partitions.in_backward(partition)}
         by_columns = [weight.t() for weight in w]
@@ -117,9 +117,7 @@ def of_operands(ctx, gradients: Tensors, a: Tensors, w: Tensors) -> tuple[list, 
         of_a, wholes = results[::2], results[1::2]
     elif any(needs_w):
         wholes = for_ranks(ctx, "allgather", gradients, **ctx.where)
-    if any(needs_w):
-        of_w = linear.where_needed(needs_w, linear.of_weight, partition, wholes, a)
-    return of_a, of_w
+    return of_a, linear.where_needed(needs_w, linear.of_weight, partition, wholes, a)
 
 
 def of_sums(ctx, gradients, a: Tensors, w: Tensors, tensors) -> tuple[Tensors, dict]:

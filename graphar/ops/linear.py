@@ -8,7 +8,6 @@ import torch
 
 from graphar.numerics import leaf_tree
 from graphar.numerics.fp8_products import checked_scales
-from graphar.numerics.leaf_tree import LEAVES
 from graphar.numerics.partitions import TP_INVARIANT
 from graphar.ops import matmul_operands, options, parts
 from graphar.ops.register import define, ops_by_name
@@ -37,8 +36,7 @@ def linear(
     of K, 16 columns at a time. The bias is added, and the result is rounded once. ``graphar.reference.linear`` with
     ``tp_invariant=True`` is the specification; within 16 columns a GPU rounds differently from a CPU.
 
-    It is the column-parallel layer of tensor-parallel invariance: with a ``group``, each rank has its own features. The
-    forward pass does not communicate.
+    With a ``group`` it is a column-parallel layer: each rank has features of its own. The forward pass sends nothing.
 
     With scales the product is that of ``graphar.reference.scaled_linear``, and there are no gradients. Without, it is
     differentiable. The gradient of ``a`` is a sum over the features of the whole layer. They are cut into 8 leaves of
@@ -47,13 +45,11 @@ def linear(
     ``a``. The gradient of ``w`` is added in the order of rows, and that of ``bias`` as a tree of 8 leaves of rows.
 
     Args:
-        a: [..., K], bf16, fp16 or fp32; on a GPU bf16 or fp16. With scales torch.float8_e4m3fn. Equal on all ranks of
-            the group.
+        a: [..., K], equal on all ranks: bf16, fp16 or, on a CPU, fp32. With scales torch.float8_e4m3fn.
         w: this rank's [N, K], as torch.nn.Linear stores its weight. For a gradient of ``a``, the features of all ranks
             must be a multiple of 8, equally many on each.
         bias: this rank's [N], of the dtype of the result. None: no bias.
-        group: the ranks between which the features are divided: a process group, 1-D DeviceMesh or Communicator.
-            None: this rank has all features.
+        group: the ranks that divide the features: a process group, 1-D DeviceMesh or Communicator. None: not divided.
         a_scale: fp32 scales of ``a``, with any strides: of rows [..., 1], or one number; of blocks of 128 columns
             [..., ceil(K / 128)]. None: no scales.
         w_scale: fp32 scales of ``w``, of the same format: of rows [N, 1], [1, N], or one number; of blocks of 128 x 128
@@ -113,7 +109,7 @@ def bias_partial(dy: torch.Tensor, ranks: int = 1) -> torch.Tensor:
     dy = operands.flat(dy)
     leaf_tree.check_rows(NAME, len(dy), ranks)
     ones = dy.new_ones(1, len(dy))
-    return torch.ops.graphar.linear(ones, dy.t(), None, LEAVES // ranks, torch.float32).squeeze(0)
+    return torch.ops.graphar.linear(ones, dy.t(), None, leaf_tree.LEAVES // ranks, torch.float32).squeeze(0)
 
 
 def where_needed(needs: Sequence[bool], gradient: Callable, partition: str, *lists: Sequence[torch.Tensor]) -> list:
@@ -135,7 +131,7 @@ def _backward(ctx, dy):
         call = {"communicator": ctx.communicator, "partition": TP_INVARIANT}
         of_a = ops_by_name[MATMUL_ALLREDUCE].dispatched(a=dy, w=w.t(), **call)
     elif needs_a:
-        of_a = of_input(TP_INVARIANT, dy, w, LEAVES)
+        of_a = of_input(TP_INVARIANT, dy, w, leaf_tree.LEAVES)
     of_w = of_weight(TP_INVARIANT, dy, a) if needs_w else None
     return of_a, of_w, bias_partial(dy).to(ctx.bias_dtype) if needs_bias else None, *[None] * 5
 

@@ -47,17 +47,15 @@ def cross_entropy(
 ) -> T:
     """Returns the cross-entropy loss of logits whose columns, the vocabulary, are divided between ranks.
 
-    The loss has the same bits on 1, 2, 4 and 8 ranks, and so have the gradients of the logits. A row's loss and its
-    gradient have the same bits for every number of rows. ``graphar.reference.cross_entropy`` is the specification. A
-    process without a group is the only rank.
+    Loss and gradients have the same bits on 1, 2, 4 and 8 ranks, and those of a row for every number of rows.
+    ``graphar.reference.cross_entropy`` is the specification. A process without a group is the only rank.
 
     Logits are read once, in fp32 inside, and ranks exchange three or four numbers a row. The backward pass reads them
     once more, and does not communicate: it takes this rank's gradient of the loss, which is the same on all ranks.
 
     Args:
-        logits: [..., V / N], bf16, fp16 or fp32: this rank's columns of the vocabulary, or a list with one tensor for
-            each device of this process. V is a multiple of 8. A DTensor with Shard(-1), or a replicated one, is taken
-            as it is.
+        logits: [..., V / N], bf16, fp16 or fp32, where V is a multiple of 8: this rank's columns of the vocabulary, or
+            a list with one tensor for each device of this process; or a DTensor, replicated or with Shard(-1).
         target: [...], int64: columns of the whole vocabulary, equal on all ranks. For a list a list, one per device. A
             row whose target is no column and not ``ignore_index`` has the loss and gradients NaN.
         group: a process group, 1-D DeviceMesh or Communicator of 1, 2, 4 or 8 ranks. None: the default group; for a
@@ -128,11 +126,9 @@ def log_probs(
     the only rank. What is computed, read and exchanged is as for :func:`cross_entropy`.
 
     Args:
-        logits: [..., V / N], bf16, fp16 or fp32: this rank's columns of the vocabulary, or a list with one tensor for
-            each device of this process. V is a multiple of 8. A DTensor with Shard(-1), or a replicated one, is taken
-            as it is.
-        tokens: [...], int64: columns of the whole vocabulary, equal on all ranks. For a list a list, one per device. A
-            row whose token is no column is NaN.
+        logits: [..., V / N], bf16, fp16 or fp32, where V is a multiple of 8: this rank's columns of the vocabulary, or
+            a list with one tensor for each device of this process; or a DTensor, replicated or with Shard(-1).
+        tokens: [...], int64: columns of the whole vocabulary, equal on all ranks; others give NaN. For a list a list.
         group: a process group, 1-D DeviceMesh or Communicator of 1, 2, 4 or 8 ranks. None: the default group; for a
             list, of its devices; for a DTensor, its mesh. "alone": this rank has the whole vocabulary.
         temperature: logits are multiplied by 1 / temperature, in fp32.
@@ -237,8 +233,7 @@ def _refuse(ctx, gradient):
     raise NotImplementedError(f"{NAME}: it has no second derivatives")
 
 
-# ``first`` is the first column of these logits in a call with lists. Otherwise it is -1, and the communicator's rank
-# decides.
+# ``first`` is the first column of these logits in a call with lists; else -1, and the communicator's rank decides.
 define(
     "cross_entropy_backward(Tensor logits, Tensor target, Tensor state, Tensor gradient, int first, str communicator, "
     "int vocab_size, str result, int? ignore_index, float label_smoothing, float lse_square_scale, float temperature) "

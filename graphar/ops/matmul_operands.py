@@ -137,12 +137,12 @@ def multiplied(op: Op, a, w, arguments: Arguments) -> dict[str, Any]:
     return of | {"partition": arguments.partition, "constant_weight": is_constant}
 
 
-def summed_rows(op: Op, engine: Engine, a, arguments: Arguments) -> list[int]:
-    """Returns how many rows of a sum each rank adds: those of its part, or its share of an all-reduce's."""
+def rows_of_ranks(op: Op, engine: Engine, a, arguments: Arguments) -> tuple[int, ...]:
+    """Returns how many rows of matrices each rank has: those of its part, or those that it adds of an all-reduce."""
     if op.takes("sizes"):
         in_one = a[0].shape[1:-1].numel()
-        return [size * in_one for size in arguments.sizes]
-    return list(owned_rows(a[0].shape[:-1].numel(), engine.world_size))
+        return tuple([size * in_one for size in arguments.sizes])
+    return tuple(owned_rows(a[0].shape[:-1].numel(), engine.world_size))
 
 
 def lists(a, w, scales: Sequence[torch.Tensor], bias: Sequence[torch.Tensor] = ()) -> list[Sequence[torch.Tensor]]:

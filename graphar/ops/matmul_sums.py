@@ -77,8 +77,7 @@ def fused_matmul_allreduce(
         timeout_s: the deadline of each wait on another rank, in seconds. None: the communicator's.
 
     Returns:
-        A contiguous tensor [..., N] with the dtype of ``a``, or with ``out_dtype``; for a list one per device; or
-        ``out``.
+        A contiguous tensor [..., N] of the dtype of ``a``, or of ``out_dtype``; for a list one per device; or ``out``.
 
     Raises:
         TypeError, ValueError: an argument breaks a rule. Nothing was sent.
@@ -99,15 +98,7 @@ def fused_matmul_allreduce(
 
 
 def with_constant_weight(
-    a: torch.Tensor,
-    w: torch.Tensor,
-    *,
-    bias: torch.Tensor | None = None,
-    partition: Partition = "auto",
-    group: Group = None,
-    a_scale: torch.Tensor | None = None,
-    w_scale: torch.Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
+    a, w, *, bias=None, partition: Partition = "auto", group: Group = None, a_scale=None, w_scale=None, out_dtype=None
 ) -> torch.Tensor:
     """Returns what :func:`fused_matmul_allreduce` does. Skinny kernels may load ``w`` while the kernel before runs.
 
@@ -152,12 +143,11 @@ def fused_matmul_reducescatter(
         w: this rank's [N, K], as torch.nn.Linear stores its weight. The transpose of a [K, N] tensor is not copied.
         bias: [N], equal on all ranks; for lists a list, one per device. It is added to the sum once, not by each rank.
         partition: "none": multiply, then sum. "tiles": one kernel does both, for results of 16 bits on sm_90 and N a
-            multiple of 8; other calls run as "none". "split_m": each rank's part of the rows of ``a`` is split, so that
-            all ranks receive rows of each partition; "split_n": the rows of ``w`` are split. While one partition is
-            summed, the next is multiplied. "auto": "tiles" or "none", by the tuning table. "batch_invariant": as
-            "auto", but only with graphar's matmul, so that a row's bits do not depend on M; not with a codec.
-            "tp_invariant": as by :func:`fused_matmul_allreduce`; ``bias`` then gets the gradient of all ranks' rows,
-            whose number must be a multiple of 8.
+            multiple of 8; other calls run as "none". "split_m", "split_n": each rank's part of the rows of ``a``, or
+            the rows of ``w``, are split. While one partition is summed, the next is multiplied. "auto": "tiles" or
+            "none", by the tuning table. "batch_invariant": as "auto", but only with graphar's matmul, so that a row's
+            bits do not depend on M; not with a codec. "tp_invariant": as by :func:`fused_matmul_allreduce`; ``bias``
+            then gets the gradient of all ranks' rows, whose number must be a multiple of 8.
         num_partitions: of "split_m" and "split_n". None: 4, if there are as many rows.
         codec: the format on the wire, a :class:`graphar.Codec` or its name, such as "int8". Each rank's product is
             rounded once, part by part, and the sum only to the dtype. Each partition is encoded separately, so
@@ -242,7 +232,7 @@ class _Summed(Op):
         return [x.new_empty((*shape, weight.shape[0]), dtype=arguments.scaled_dtype) for x, weight, shape in each]
 
     def run(self, engine: Engine, a, w, outs, arguments: Arguments):
-        op, columns, counts = self.name, w[0].shape[0], matmul_operands.summed_rows(self, engine, a, arguments)
+        op, columns, counts = self.name, w[0].shape[0], matmul_operands.rows_of_ranks(self, engine, a, arguments)
         cut = counts if self is SCATTER else [sum(counts)]
         partitions.panels(op, arguments.partition, arguments.num_partitions, cut, columns)  # raises
         followed = options.applied(op, arguments, outs)
@@ -252,7 +242,7 @@ class _Summed(Op):
             return None
         how = {"num_partitions": arguments.num_partitions, **matmul_operands.multiplied(self, a, w, arguments)}
         form = followed and followed.form
-        work = Product(op, tuple(counts), columns, bool(arguments.bias), arguments.codec, form, **how)
+        work = Product(op, counts, columns, bool(arguments.bias), arguments.codec, form, **how)
         ranks = options.operands(
             matmul_operands.lists(a, w, arguments.scales, arguments.bias), [(out,) for out in outs], followed
         )

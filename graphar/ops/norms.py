@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, Literal, Never, get_args
 
 import torch
+from torch.autograd.functional import vjp
 
 from graphar.numerics import norm_gradients
 from graphar.numerics.norms import ALLREDUCE_NORM, FP8, REDUCESCATTER_NORM, output_of, scales_of
@@ -60,8 +61,7 @@ def allreduce_residual_rmsnorm(
         out_dtype: torch.float8_e4m3fn: the normed result is normed * (1 / scale), computed in fp32, rounded to nearest
             and saturated; times the scale it is the normed value. None: the dtype of ``x``.
         scale: one scale for the whole FP8 result: one positive fp32 element on the device of ``x``, equal on every
-            rank; for a list a list, one per device. None: each row has its own scale, its largest magnitude / 448, as
-            torch._scaled_mm takes them.
+            rank; for a list a list. None: each row has its own, its largest magnitude / 448, as in torch._scaled_mm.
         group_size: 128: for FP8, each 128 columns of a row have their own scale. The columns are a multiple of 128.
         group: a process group, 1-D DeviceMesh or Communicator. None: the default group; for a list, of its devices.
         timeout_s: the deadline of each wait on another rank, in seconds. None: the communicator's.
@@ -153,9 +153,8 @@ def fused_matmul_allreduce_residual_rmsnorm(
 ) -> tuple[T, T]:
     """Returns the root-mean-square norm of the sum over all ranks of ``a @ w.T`` plus a residual, and that total.
 
-    Each rank's product is accumulated in fp32 and rounded to its dtype. The products are added in fp32 in rank order,
-    and their sum is rounded.
-    residual_out = total + residual, rounded to the dtype, where total is the rounded sum;
+    Each rank's product is accumulated in fp32 and rounded to its dtype; total is their fp32 sum in rank order, rounded.
+    residual_out = total + residual, rounded to the dtype;
     normed = (residual_out / sqrt(mean(residual_out**2) + eps)) * (weight + weight_offset), in fp32 and rounded once.
     The mean is over the last dimension (Zhang and Sennrich, Root Mean Square Layer Normalization, 2019).
     ``graphar.reference.fused_matmul_allreduce_residual_rmsnorm`` is the specification, except for the order in which a
@@ -179,10 +178,9 @@ def fused_matmul_allreduce_residual_rmsnorm(
             number of rows. "tp_invariant": leaves of K are added in fp32 as a tree, then the residual, and rounded
             once. The results and the gradients have the same bits on 1, 2, 4 and 8 ranks of equal K.
         group: a process group, 1-D DeviceMesh or Communicator. None: the default group; for a list, of its devices.
-        a_scale: fp32 scales of ``a`` in torch.float8_e4m3fn, with any strides: of rows [..., 1], or one number; of
-            blocks of 128 columns [..., ceil(K / 128)]. For a list a list. Products are those of
-            ``graphar.reference.scaled_linear``, rounded to the dtype of ``residual``, which is bf16 or fp16; there are
-            no gradients. None: no scales.
+        a_scale: fp32 scales of ``a``, with any strides: of rows [..., 1], or one number; of blocks of 128 columns
+            [..., ceil(K / 128)]. For a list a list. Products are those of ``graphar.reference.scaled_linear``, rounded
+            to the dtype of ``residual``, without gradients. None: no scales.
         w_scale: fp32 scales of ``w`` in torch.float8_e4m3fn, of the same format: of rows [N, 1], [1, N], or one number;
             of blocks of 128 x 128 [ceil(N / 128), ceil(K / 128)]. For a list a list.
         timeout_s: the deadline of each wait on another rank, in seconds. None: the communicator's.
@@ -246,10 +244,9 @@ def fused_matmul_reducescatter_residual_rmsnorm(
             number of rows. "tp_invariant": leaves of K are added in fp32 as a tree, then the residual, and rounded
             once. The results and the gradients have the same bits on 1, 2, 4 and 8 ranks of equal K.
         group: a process group, 1-D DeviceMesh or Communicator. None: the default group; for a list, of its devices.
-        a_scale: fp32 scales of ``a`` in torch.float8_e4m3fn, with any strides: of rows [..., 1], or one number; of
-            blocks of 128 columns [..., ceil(K / 128)]. For a list a list. Products are those of
-            ``graphar.reference.scaled_linear``, rounded to the dtype of ``residual``, which is bf16 or fp16; there are
-            no gradients. None: no scales.
+        a_scale: fp32 scales of ``a``, with any strides: of rows [..., 1], or one number; of blocks of 128 columns
+            [..., ceil(K / 128)]. For a list a list. Products are those of ``graphar.reference.scaled_linear``, rounded
+            to the dtype of ``residual``, without gradients. None: no scales.
         w_scale: fp32 scales of ``w`` in torch.float8_e4m3fn, of the same format: of rows [N, 1], [1, N], or one number;
             of blocks of 128 x 128 [ceil(N / 128), ceil(K / 128)]. For a list a list.
         timeout_s: the deadline of each wait on another rank, in seconds. None: the communicator's.
@@ -357,9 +354,6 @@ def empty(output: str, residual: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return tuple(made)
 
 
-# ---- the ops --------------------------------------------------------------------------------------------------------
-
-
 class _Norms(Op):
     tensors = _TENSORS[:3]
     has_several = True
@@ -368,7 +362,8 @@ class _Norms(Op):
 
     def fake(self, *call: Any) -> list[tuple[torch.Tensor, ...]]:
         *_, residuals, _, arguments = call
-        return [empty(arguments.output, residual) for residual in residuals]
+        output = arguments.output if self.takes("output") else "like_input"
+        return [empty(output, residual) for residual in residuals]
 
     def run(self, engine: Engine, *call: Any):
         xs, residuals, weights, outs, arguments = call
@@ -397,14 +392,11 @@ class _MatmulNorms(_Norms):
     tensors = ("a", "w", "residual", "weight")
     needed = ("a", "w", "weight")
 
-    def fake(self, *call: Any) -> list[tuple[torch.Tensor, ...]]:
-        return [empty("like_input", residual) for residual in call[2]]
-
     def run(self, engine: Engine, *call: Any):
         a, w, residual, weight, outs, arguments = call
-        counts, norm = matmul_operands.summed_rows(self, engine, a, arguments), (arguments.eps, arguments.weight_offset)
+        counts = matmul_operands.rows_of_ranks(self, engine, a, arguments)
         how = matmul_operands.multiplied(self, a, w, arguments)
-        work = Product(self.name, tuple(counts), w[0].shape[0], norm=norm, **how)
+        work = Product(self.name, counts, w[0].shape[0], norm=(arguments.eps, arguments.weight_offset), **how)
         ranks = options.operands([*matmul_operands.lists(a, w, arguments.scales), residual, weight], outs)
         return engine.run(Call.of(work, residual[0], timeout_s=arguments.timeout_s), ranks), ranks
 
@@ -422,9 +414,6 @@ _MATMUL_OPTIONS = ("partition", "scales", "eps", "weight_offset")
 NORM, SCATTERED_NORM = _Norms(ALLREDUCE_NORM, *_OPTIONS), _Norms(REDUCESCATTER_NORM, *options.IN_PARTS, *_OPTIONS)
 MATMUL_NORM = _MatmulNorms(_MATMUL_NORM, *_MATMUL_OPTIONS, "constant_weight")
 MATMUL_SCATTERED_NORM = _MatmulNorms(_MATMUL_SCATTER, *options.IN_PARTS, *_MATMUL_OPTIONS)
-
-
-# ---- gradients ------------------------------------------------------------------------------------------------------
 
 
 def _of_rows_and_weights(ctx, saved: Sequence, gradients: Sequence, is_invariant: bool = False) -> tuple[list, list]:
@@ -476,17 +465,15 @@ def _keep(ctx, inputs, output) -> None:
 
 
 def _second_derivatives(ctx, gradient_of_rows, gradient_of_weight):
-    incoming, of_summed, *more = ctx.saved_tensors
-    of_normed, summed, weight = (x.detach().requires_grad_() for x in (incoming, *more))
-    of_summed = None if of_summed is None else of_summed.detach().requires_grad_()
-    leaves = [of_normed, of_summed, summed, weight]
-    with torch.enable_grad():
-        more = torch.zeros_like(summed) if of_summed is None else of_summed
-        results = norm_gradients.differentiable(of_normed, more, summed, weight, ctx.eps, ctx.offset)
-    count = 2 if ctx.of_weight else 1
-    needed = [leaf for leaf in leaves if leaf is not None]
-    gradients = iter(torch.autograd.grad(results[:count], needed, (gradient_of_rows, gradient_of_weight)[:count]))
-    return *(None if leaf is None else next(gradients) for leaf in leaves), None, None, None, None
+    of_normed, of_summed, summed, weight = ctx.saved_tensors
+    results = 2 if ctx.of_weight else 1
+
+    def gradients_of_norm(*tensors):
+        return norm_gradients.differentiable(*tensors, ctx.eps, ctx.offset)[:results]
+
+    inputs = of_normed, torch.zeros_like(summed) if of_summed is None else of_summed, summed, weight
+    of_first, of_second, *others = vjp(gradients_of_norm, inputs, (gradient_of_rows, gradient_of_weight)[:results])[1]
+    return of_first, None if of_summed is None else of_second, *others, None, None, None, None
 
 
 define(

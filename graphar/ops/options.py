@@ -88,9 +88,6 @@ IN_PARTS = ("rank", "sizes")  # of an op whose ranks have parts along a dimensio
 FOLLOWED = ("epilogue", "tensors", "scalars")  # of an op that takes an epilogue
 
 
-# ---- checks ---------------------------------------------------------------------------------------------------------
-
-
 REMOVED = {  # options of earlier versions, and what to do
     "prefetch": "leave it out, since it made calls at most 1 % faster",
     "debug": "leave it out, since ranks always compare their calls",
@@ -217,14 +214,11 @@ def applied(op: str, arguments: Arguments, outs: Tensors) -> AppliedEpilogue | N
     if not arguments.epilogue:
         return None
     tensors, count = arguments.tensors, len(arguments.tensors) // len(outs)
-    forms, inputs = [], []
-    for rank, out in enumerate(outs):
-        form, of_rank = bind(op, arguments.epilogue, out, tensors[rank * count :][:count], arguments.scalars)
-        forms.append(form)
-        inputs.append(of_rank)
-    if len({form.dtypes for form in forms}) > 1:
+    of_ranks = [tensors[rank * count :][:count] for rank in range(len(outs))]
+    bound = [bind(op, arguments.epilogue, *pair, arguments.scalars) for pair in zip(outs, of_ranks, strict=True)]
+    if len({form.dtypes for form, _ in bound}) > 1:
         raise ValueError(f"{op}: the tensors of an epilogue must have equal dtypes on all ranks")
-    return AppliedEpilogue(forms[0], inputs)
+    return AppliedEpilogue(bound[0][0], [inputs for _, inputs in bound])
 
 
 def operands(

@@ -1,8 +1,7 @@
 """Functions for reduce-scatter and all-gather: tensors with a part along an axis for each rank.
 
 An op takes the length of every rank's part along the axis, and this process's rank. A compiled graph therefore holds
-these facts about the group, and a graph that one rank cached does not serve another rank. In a call with a list the
-rank is -1.
+these facts about the group, and a graph that one rank cached does not serve another. For a list the rank is -1.
 """
 
 from __future__ import annotations
@@ -73,11 +72,6 @@ def rows_of(x: torch.Tensor, axis: int) -> torch.Tensor:
 def room_for(out: torch.Tensor, axis: int) -> torch.Tensor:
     """Returns a tensor for the result that becomes ``out``: contiguous, with ``axis`` first."""
     return out if axis == 0 else out.new_empty(out.movedim(axis, 0).shape)
-
-
-def put_back(rows: torch.Tensor, out: torch.Tensor, axis: int) -> None:
-    if axis:
-        out.copy_(rows.movedim(0, axis))
 
 
 def counts_of(rows: torch.Tensor, sizes: Sequence[int]) -> tuple[int, ...]:

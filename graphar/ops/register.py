@@ -51,11 +51,11 @@ _DENSE = (torch.Tensor, torch.nn.Parameter)
 def _is_plain(values: Sequence) -> bool:
     """Whether a call with these tensors, and lists of tensors, may skip torch's dispatcher, which takes half the time.
 
-    It is for calls that no compiler traces, and calls no function of Python: each is a frame more in every call that
-    repeats no earlier one.
+    It calls no function of Python: each is a frame more in every call that repeats no earlier one.
     """
     if (
-        dispatch_modes()
+        _is_compiling()
+        or dispatch_modes()
         or function_modes()
         or _transforms() is not None
         or forward_ad._current_level >= 0
@@ -79,9 +79,8 @@ def _is_plain(values: Sequence) -> bool:
 class Op:
     """One op. A family of ops is a subclass, which says what its ops do.
 
-    Its functions take a list of the ranks' tensors for each name in ``tensors``; then the Arguments. ``arguments`` are
-    the names of those that not every op has. ``with_out``: whether the ``out=`` forms have schemas. Otherwise a
-    compiler sees a copy.
+    Its functions take a list of the ranks' tensors for each name in ``tensors``, then the Arguments. ``arguments`` are
+    the names of those that not every op has. ``with_out``: whether ``out=`` forms have schemas; else a compiler copies.
     """
 
     tensors: tuple[str, ...] = ("x",)  # the names of each rank's tensors
@@ -103,21 +102,16 @@ class Op:
     # ``ctx.where`` those of them that say which ranks have which parts, and ``ctx.needs`` what needs a gradient.
     backward: Callable[..., tuple] | None = None
     needed: tuple[str, ...] | None = None  # the names of the tensors that the backward pass needs; None: all
-    # Which result of each rank the backward pass needs, counted from 0. The gradient of an unused result is None then,
-    # and zeros otherwise.
+    # Which result of each rank the backward pass needs, from 0. The gradient of an unused one is then None, not zeros.
     saved_result: int | None = None
 
     def __init__(self, name: str, *arguments: str, with_out: bool = False) -> None:
-        self.name, self._with_out = name, with_out
+        self.name = name
         self._defaults = {name: DEFAULTS[name] for name in (*EVERY, *arguments)}
         self._lists = [name for name in self._defaults if KINDS[name] == "Tensor[]"]
         ops_by_name[name] = self
-        for in_list in (False, True):
-            self._register(in_list)
-        ops = torch.ops.graphar
-        self.one, self.list = getattr(ops, name).default, getattr(ops, f"{name}_list").default
-        if with_out:
-            self.one_out, self.list_out = getattr(ops, f"{name}_out").default, getattr(ops, f"{name}_list_out").default
+        self.one, self.one_out = self._register(in_list=False, with_out=with_out)
+        self.list, self.list_out = self._register(in_list=True, with_out=with_out)
 
     def check(self, engine: Engine, *call: Any, **named: Any) -> None:
         """Raises if the arguments of a call, check(engine, *lists, arguments), are invalid."""
@@ -134,7 +128,7 @@ class Op:
         ``asked`` has what the user asked for, so that later calls can repeat this one: see repeats.py.
         """
         in_list, arguments = isinstance(tensors[0], (list, tuple)), self.complete(named)
-        if not _is_compiling() and _is_plain((*tensors, *[arguments[name] for name in self._lists])):
+        if _is_plain((*tensors, *[arguments[name] for name in self._lists])):
             lists = [list(xs) if in_list else [xs] for xs in tensors]
             results = self._results(lists, Arguments(arguments), in_list, asked)
         else:
@@ -148,16 +142,13 @@ class Op:
         each = len(results) // len(tensors[0])
         return tuple([list(results[at::each]) for at in range(each)])
 
-    def into(self, *tensors, plain: bool = False, asked: Asked | None = None, **named) -> None:
-        """Calls the ``out=`` form in the same way. The last tensor, or list of tensors, takes the results.
-
-        A ``plain`` call goes past torch's dispatcher whatever its modes are.
-        """
+    def into(self, *tensors, asked: Asked | None = None, **named) -> None:
+        """Calls the ``out=`` form in the same way. The last tensor, or list of tensors, takes the results."""
         in_list, arguments = isinstance(tensors[0], (list, tuple)), self.complete(named)
         values = (*tensors, *arguments.values())
-        if plain or (not _is_compiling() and _is_plain((*tensors, *[arguments[name] for name in self._lists]))):
+        if _is_plain((*tensors, *[arguments[name] for name in self._lists])):
             self._implement_out(*values, in_list=in_list, asked=asked)
-        elif self._with_out:
+        elif self.one_out:
             (self.list_out if in_list else self.one_out)(*values)
         else:
             *tensors, outs = tensors
@@ -193,32 +184,32 @@ class Op:
 
     # ---- schemas ----------------------------------------------------------------------------------------------------
 
-    def _register(self, in_list: bool) -> None:
-        """Registers a form of the op, its form with ``out=``, if it has one, vmap and the backward pass."""
+    def _register(self, in_list: bool, with_out: bool) -> tuple[Any, Any]:
+        """Returns what torch makes of a form of the op, and of that with ``out=``; None if there is none."""
         name, kind = (f"{self.name}_list", "Tensor[]") if in_list else (self.name, "Tensor")
         tensors = ", ".join(f"{kind} {tensor}" for tensor in self.tensors)
         arguments = ", ".join(f"{KINDS[name]} {name}" for name in self._defaults)
         in_form = functools.partial(functools.partial, in_list=in_list)
         schema, rule = f"{name}({tensors}, {arguments}) -> {'Tensor[]' if self.has_several else kind}", None
         if self.backward:
-            rule = _in_stream_order(in_form(self._rule)) if in_list else in_form(self._rule)
-        define(schema, in_form(self._implement), in_form(self._meta), rule, in_form(self._keep_context))
-        if self._with_out:
+            rule = self._rule_of_list if in_list else in_form(self._rule)
+        form = define(schema, in_form(self._implement), in_form(self._meta), rule, in_form(self._keep_context))
+        torch.library.register_vmap(f"graphar::{name}", in_form(self._vmap), lib=library)
+        form_out = None
+        if with_out:
             rest = "Tensor(a!)[] residual, " if self.with_residuals else ""
             out = kind.replace("Tensor", "Tensor(b!)")
             schema = f"{name}_out({tensors}, {rest}{out} out, {arguments}) -> ()"
-            define(schema, in_form(self._implement_out), lambda *_: None)
-        torch.library.register_vmap(f"graphar::{name}", in_form(self._vmap), lib=library)
+            form_out = define(schema, in_form(self._implement_out), lambda *_: None)
+        return form, form_out
 
     # ---- implementations --------------------------------------------------------------------------------------------
 
-    def _split(self, call: Sequence, in_list: bool) -> tuple[Lists, Sequence]:
-        """Returns the tensors, as lists of this process's ranks, and what follows them."""
-        count = len(self.tensors)
-        return [list(value) if in_list else [value] for value in call[:count]], call[count:]
-
-    def _of_schema(self, values: Sequence) -> Arguments:
-        return Arguments(dict(zip(self._defaults, values, strict=True)))
+    def _split(self, call: Sequence, in_list: bool) -> tuple[Lists, Sequence, Arguments]:
+        """Returns the tensors, as lists of this process's ranks; what follows them in an ``out=`` form; the others."""
+        count, first = len(self.tensors), len(call) - len(self._defaults)
+        lists = [list(value) if in_list else [value] for value in call[:count]]
+        return lists, call[count:first], Arguments(dict(zip(self._defaults, call[first:], strict=True)))
 
     def _engine(self, lists: Lists, arguments: Arguments, in_list: bool) -> Engine:
         name = arguments.communicator
@@ -241,13 +232,13 @@ class Op:
         return outs if in_list else outs[0]
 
     def _implement(self, *call, in_list: bool) -> Any:
-        lists, values = self._split(call, in_list)
-        return self._results(lists, self._of_schema(values), in_list)
+        lists, _, arguments = self._split(call, in_list)
+        return self._results(lists, arguments, in_list)
 
     def _implement_out(self, *call, in_list: bool, asked: Asked | None = None) -> None:
-        lists, rest = self._split(call, in_list)
-        residuals, (out, *values) = (rest[0], rest[1:]) if self.with_residuals else ((), rest)
-        arguments, outs = self._of_schema(values), list(out) if in_list else [out]
+        lists, written, arguments = self._split(call, in_list)
+        residuals, out = written if self.with_residuals else ((), *written)
+        outs = list(out) if in_list else [out]
         engine = self._engine(lists, arguments, in_list)
         self.check_out(*lists, outs, arguments)
         if residuals and self.with_residuals:
@@ -272,8 +263,8 @@ class Op:
     def _meta(self, *call, in_list: bool) -> Any:
         for callback in when_traced:
             callback()
-        lists, values = self._split(call, in_list)
-        return self._as_schema(self.fake(*lists, self._of_schema(values)), in_list)
+        lists, _, arguments = self._split(call, in_list)
+        return self._as_schema(self.fake(*lists, arguments), in_list)
 
     def _vmap(self, info, dims: Sequence, *values, in_list: bool) -> tuple:
         """Makes a call for each slice in order, so that every rank makes the same calls."""
@@ -288,15 +279,14 @@ class Op:
     # ---- gradients --------------------------------------------------------------------------------------------------
 
     def _keep_context(self, ctx, inputs, output, *, in_list: bool) -> None:
-        lists, values = self._split(inputs, in_list)
-        named = dict(zip(self._defaults, values, strict=True))
+        lists, _, arguments = self._split(inputs, in_list)
+        named, values = vars(arguments), vars(arguments).values()
         tensors = named.get("tensors", ())
         ctx.arguments = Arguments({name: value for name, value in named.items() if name not in self._lists})
         ctx.in_list, ctx.ranks = in_list, len(lists[0])
         # torch treats any empty list as a list of tensors, and expects a list of gradients for it.
         has_tensors = [isinstance(x, (list, tuple)) and (not x or isinstance(x[0], torch.Tensor)) for x in values]
         ctx.none = [[None] * len(x) if has else None for x, has in zip(values, has_tensors, strict=True)]
-        ctx.wanted = [tensor.requires_grad for tensor in tensors]
         needed, result, none = self.saved(ctx.arguments), self.saved_result, [None] * ctx.ranks
         saved = [xs if name in needed else none for name, xs in zip(self.tensors, lists, strict=True)]
         saved.append(none if result is None else output[result :: len(output) // ctx.ranks])
@@ -315,22 +305,38 @@ class Op:
         of_lists = of_lists if in_list else [gradients[0] for gradients in of_lists]
         return *of_lists, *[of_named.get(name, none) for name, none in zip(self._defaults, ctx.none, strict=True)]
 
+    def _rule_of_list(self, ctx, gradients) -> tuple:
+        """Returns the gradients of a list form, whose backward pass is ordered with the streams of all devices.
+
+        torch tracks one stream of an op, the one on its first tensor's device. That stream has waited for the
+        gradients, and users of the results wait for it. On the other devices the backward pass runs on the default
+        streams, on whichever streams the op was called.
+        """
+        on_gpus = [x for x in gradients if type(x) is torch.Tensor and x.is_cuda]  # excludes fake tensors
+        streams = [torch.cuda.current_stream(x.device) for x in on_gpus]
+        for stream in streams[1:]:
+            stream.wait_stream(streams[0])
+        results = self._rule(ctx, gradients, in_list=True)
+        for stream in streams[1:]:
+            streams[0].wait_stream(stream)
+        return results
+
 
 def define(
     schema: str, implement: Callable, fake: Callable, backward: Callable | None = None, keep: Callable | None = None
-) -> None:
-    """Defines an operator of torch.ops.graphar for CPUs and GPUs.
+) -> Any:
+    """Defines an operator of torch.ops.graphar for CPUs and GPUs, and returns its overload.
 
     ``fake`` returns tensors like its results. ``backward`` and ``keep`` are its rule and what prepares the context,
     as torch.library.register_autograd takes them.
     """
     library.define(schema)
     name = schema.partition("(")[0]
-    for key in ("CPU", "CUDA"):
-        library.impl(name, implement, key)
+    torch.library.impl(f"graphar::{name}", ("cpu", "cuda"), implement, lib=library)
     torch.library.register_fake(f"graphar::{name}", fake, lib=library)
     if backward:
         torch.library.register_autograd(f"graphar::{name}", backward, setup_context=keep, lib=library)
+    return getattr(torch.ops.graphar, name).default
 
 
 def op_of(target: object) -> Op | None:
@@ -341,8 +347,7 @@ def op_of(target: object) -> Op | None:
 def for_ranks(ctx, name: str, *lists: Sequence[torch.Tensor], **named) -> list[torch.Tensor]:
     """Calls an op in a backward pass, in the same form as the forward op.
 
-    ``lists`` has a list of this process's ranks for each of the op's tensors. Returns all results of the first of these
-    ranks, then all of the next.
+    ``lists`` has a list of this process's ranks for each of the op's tensors. Returns the results, rank by rank.
     """
     op = ops_by_name[name]
     values = op.arguments(**named)
@@ -386,24 +391,3 @@ def _with_own_nodes(value: Any) -> Any:
     if _is_compiling() or not all(isinstance(x, torch.Tensor) for x in value):
         return list(value)
     return [x.view_as(x) if x.requires_grad and x.is_cuda and x.is_leaf else x for x in value]
-
-
-def _in_stream_order(backward: Callable) -> Callable:
-    """Returns ``backward(ctx, gradients)`` of a list form, ordered with the streams of all devices.
-
-    torch tracks one stream of an op, the one on its first tensor's device. That stream has waited for the gradients,
-    and users of the results wait for it. On the other devices the backward pass runs on the default streams, on
-    whichever streams the op was called.
-    """
-
-    def backward_in_order(ctx, gradients):
-        on_gpus = [x for x in gradients if type(x) is torch.Tensor and x.is_cuda]  # excludes fake tensors
-        streams = [torch.cuda.current_stream(x.device) for x in on_gpus]
-        for stream in streams[1:]:
-            stream.wait_stream(streams[0])
-        results = backward(ctx, gradients)
-        for stream in streams[1:]:
-            streams[0].wait_stream(stream)
-        return results
-
-    return backward_in_order

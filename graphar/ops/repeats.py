@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from graphar.numerics.codecs import Codec
 from graphar.numerics.codecs import codec as codec_of_text
 from graphar.numerics.epilogues.epilogue import Epilogue
 from graphar.plan.call import Operands
@@ -115,28 +114,22 @@ def keep(
     if key in repeats and warm.unrepeated % _REPLACED_EACH:
         return
     if launch := plan.launch_like(operands):
-        select = None if order == list(range(len(tensors))) else operator.itemgetter(*order)
-        wire = codec_of_text(codec) if codec else None
-        repeats.keep(key, _repeat(launch, plan.served, engine.runner is None, tensors, operands.outputs, select, wire))
+        repeats.keep(key, _repeat(launch, plan.served, engine.runner is None, tensors, order, operands.outputs, codec))
 
 
 def _repeat(
-    launch: Launch,
-    count: Count,
-    on_cpu: bool,
-    tensors: Tensors,
-    outputs: Tensors,
-    select: Callable[[Tensors], Tensors] | None,
-    wire: Codec | None,
+    launch: Launch, count: Count, on_cpu: bool, tensors: Tensors, order: list[int], outputs: Tensors, codec: str
 ) -> Repeat:
     """Returns a function that makes a call like an earlier one, and returns its result.
 
     The function returns None, and does nothing, unless everything that the earlier call has checked holds again: a
     guard finds tensors like the earlier ones, what is written is apart from them, and no mode of torch forbids the call
-    or wants to see it. ``out`` must be like the earlier result, or be the first tensor. ``select`` takes the launch's
-    operands from the tensors; None: all, in order. Callers look the function up in the engine's ``warm`` plans, which
-    are dropped with what they depend on, and not while a profiler watches. The launch finds the stream and failures.
+    or wants to see it. ``out`` must be like the earlier result, or be the first tensor. The launch takes the tensors
+    in ``order``. Callers look the function up in the engine's ``warm`` plans, which are dropped with what they depend
+    on, and not while a profiler watches. The launch finds the stream and failures.
     """
+    select = None if order == list(range(len(tensors))) else operator.itemgetter(*order)
+    wire = codec_of_text(codec) if codec else None
     device, alike = tensors[0].get_device(), _guard(tensors)
     new = _new_on_cpu if on_cpu else _new_on_current_device
     result_like, *others = map(_layout, outputs)

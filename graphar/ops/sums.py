@@ -52,9 +52,8 @@ def allreduce(
     tensor parallelism, that is the number of ranks times the gradient of the loss.
 
     Args:
-        x: this rank's tensor, or a list with one tensor for each device of this process, of any shape, strides and
-            alignment. bf16, fp16 and fp32 run in graphar's kernels. fp64 and integers run over torch.distributed, and
-            are exact too.
+        x: this rank's tensor, or a list with one for each device of this process, of any shape, strides and alignment.
+            bf16, fp16 and fp32 run in graphar's kernels; fp64 and integers over torch.distributed, and exact too.
         group: a process group, 1-D DeviceMesh or Communicator. None: the default group; for a list, of its devices.
         out: a tensor like ``x`` for the result: ``x`` itself, or one that shares no memory with it. Not differentiable.
         algorithm: "auto", an all-reduce of :class:`graphar.Algorithm`, or one from :func:`graphar.load_algorithm`. The
@@ -107,17 +106,15 @@ def reducescatter(
     all-gather of the ranks' gradients.
 
     Args:
-        x: this rank's tensor, or a list with one tensor for each device of this process, of at least one dimension, any
-            strides and alignment. bf16, fp16 and fp32 run in graphar's kernels; fp64 and integers run over
-            torch.distributed.
+        x: this rank's tensor of at least one dimension, any strides and alignment; or a list, one per device of this
+            process. bf16, fp16 and fp32 run in graphar's kernels; fp64 and integers over torch.distributed.
         group: a process group, 1-D DeviceMesh or Communicator. None: the default group; for a list, of its devices.
         axis: the dimension along which the sum is split. Any but the first costs a copy of input and output.
         algorithm: "auto", a reduce-scatter of :class:`graphar.Algorithm`, or one from :func:`graphar.load_algorithm`.
             With a codec, "auto".
-        codec: the format on the wire, a :class:`graphar.Codec` or the name of one, such as "int8": fewer bits, less
-            precision. Each rank's tensor is rounded once, part by part; the sum is rounded only to the dtype.
-            ``graphar.reference.quantized_reducescatter`` is the specification. The gradient is the exact sum's. For
-            bf16, fp16 and fp32.
+        codec: the format on the wire, a :class:`graphar.Codec` or its name, such as "int8": fewer bits, less precision.
+            Each rank's tensor is rounded once, part by part, and the sum only to the dtype, as specified by
+            ``graphar.reference.quantized_reducescatter``. The gradient is the exact sum's. For bf16, fp16 and fp32.
         residual: with a codec, the rounding errors of earlier calls (error feedback): a contiguous tensor like ``x``
             that shares no memory with it, zeros before the first call. The call adds it to ``x``, and writes the
             rounding error into it. After an error its content is what :func:`allreduce` says.
@@ -207,7 +204,7 @@ class _Sums(Op):
         if not axis:
             return plan, ranks
         for written, to in zip((*rooms, *errors), (*outs, *residuals), strict=True):
-            parts.put_back(written, to, axis)
+            to.copy_(written.movedim(0, axis))
         return None
 
     def _applied_to_parts(self, arguments: Arguments, rooms: list[torch.Tensor]) -> AppliedEpilogue | None:

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from graphar.ops.register import _in_stream_order
+from graphar.ops.register import Op
 from graphar.ranks.hierarchical import Hierarchy
 from graphar.runtime.side_stream import SideStream
 from tests.fake_gpu import OnGpu
@@ -120,7 +120,8 @@ def test_a_backward_pass_of_a_list_follows_the_stream_that_torch_tracks_and_is_f
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda one: True))
     monkeypatch.setattr(torch.Tensor, "device", property(lambda one: devices[id(one)]))
 
-    found = _in_stream_order(lambda ctx, ones: steps.append("backward") or gradients)(None, given)
+    op = SimpleNamespace(_rule=lambda ctx, ones, in_list: steps.append("backward") or gradients)
+    found = Op._rule_of_list(op, None, given)
 
     assert found is gradients
     assert steps == [
