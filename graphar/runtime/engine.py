@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import logging
 import os
 import threading
@@ -29,7 +28,7 @@ from graphar.ranks.capture import check_can_prepare
 from graphar.ranks.cpu.without_kernels import WithoutKernels
 from graphar.ranks.groups import device_of_process, known_group
 from graphar.ranks.hierarchical import Hierarchy
-from graphar.ranks.rendezvous import Alone, RanksAbsent, StoreRendezvous, meet
+from graphar.ranks.rendezvous import Alone, RanksAbsent, StoreRendezvous, exchange_json, meet
 from graphar.runtime.availability import missing_software
 from graphar.runtime.bind.local_codec import coder_of
 from graphar.runtime.checks import call_checks, tensor_checks
@@ -216,7 +215,7 @@ class Engine:
         with self._making:
             if self.runner or self.why_no_runner:  # by another thread meanwhile
                 return
-            rendezvous = Alone() if self.devices else self.rendezvous()
+            rendezvous = self.rendezvous()
             try:
                 rendezvous.agree_on_none("set-up", missing_software())
                 self.runner, self.table = set_up(self, device, rendezvous, self.lossless, self.multimem_stand_in)
@@ -224,9 +223,10 @@ class Engine:
                 self.why_no_runner = str(error)
 
     def rendezvous(self) -> StoreRendezvous:
-        """Returns the rendezvous of the group's processes. The first call makes it."""
+        """Returns the rendezvous of the ranks' processes. The first call makes it."""
         with self._making:
-            self._rendezvous = self._rendezvous or meet(known_group(self.group), self.timeout_s)
+            if self._rendezvous is None:
+                self._rendezvous = Alone() if self.devices else meet(known_group(self.group), self.timeout_s)
             return self._rendezvous
 
     def find_warm_plans(self) -> None:
@@ -278,7 +278,8 @@ class Engine:
         if self.suspended:
             return
         with self.keeping_failure("suspend"):
-            kept, reasons = zip(*self._meet_to("suspend", str(keep), self.why_stays() or ""), strict=True)
+            everyone = exchange_json(self.rendezvous(), "suspend", [str(keep), self.why_stays() or ""])
+            kept, reasons = zip(*everyone, strict=True)
             if len(set(kept)) > 1:
                 raise CommunicatorError(f"suspend: ranks must pass the same keep, got, in rank order, {[*kept]}")
             if reason := next(filter(None, reasons), ""):
@@ -310,7 +311,7 @@ class Engine:
         if self._failure:
             raise self._failure.again()
         try:
-            self._meet_to("resume")
+            self.rendezvous().exchange("resume", b"")
             self.hierarchy.in_hosts("restoring memory", lambda engine: engine.resume())
             if self._suspension:
                 self._suspension.resume()
@@ -324,12 +325,6 @@ class Engine:
         """Refuses or accepts calls. Not collective: an engine that some rank does not have holds no memory."""
         self.suspended = suspended
         self.find_warm_plans()
-
-    def _meet_to(self, what: str, *words: str) -> list[list[str]]:
-        """Meets the ranks of other processes, and returns each rank's words, in rank order."""
-        if self.devices:
-            return [[*words]]
-        return [json.loads(said) for said in self.rendezvous().exchange(what, json.dumps(words).encode())]
 
     def memory(self) -> Memory:
         return self.runner.memory_use() if self.runner else memory_of({}, [])
@@ -369,7 +364,7 @@ def runner_of(engine: Engine) -> Runner:
     return engine.runner
 
 
-class KeepingFailure:
+class KeepingFailure(contextlib.ContextDecorator):
     """Checks that calls can be made, and keeps a failure of the code inside or of the decorated function, for later."""
 
     def __init__(self, engine: Engine, op: str) -> None:
@@ -386,13 +381,6 @@ class KeepingFailure:
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if isinstance(error, (CollectiveTimeout, RanksAbsent)):
             self._engine.keep_failure(error)
-
-    def __call__(self, run: Callable[[Sequence[Operands]], None]) -> Callable[[Sequence[Operands]], None]:
-        def run_in_context(ranks: Sequence[Operands]) -> None:
-            with self:
-                run(ranks)
-
-        return run_in_context
 
 
 def _find_warm_plans() -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import json
 import logging
 import os
 import threading
@@ -36,7 +35,7 @@ from graphar.plan.slices import Slice
 from graphar.plan.tables import Table
 from graphar.ranks.agreement import Fingerprints, words_of_kernel, words_with_numbers
 from graphar.ranks.capture import check_can_prepare, is_capturing
-from graphar.ranks.rendezvous import Ranks, RanksAbsent, StoreRendezvous
+from graphar.ranks.rendezvous import Ranks, RanksAbsent, StoreRendezvous, exchange_json
 from graphar.runtime import catalogue, compiler, launcher
 from graphar.runtime.arguments import KEPT_CALLS, Arguments, Counters, EpochState, Record
 from graphar.runtime.availability import COMMUNICATORS
@@ -447,8 +446,8 @@ def set_up(
         ),
         f"{COMMUNICATORS} must be the same on all ranks": os.environ.get(COMMUNICATORS) or "2",
     }
-    words = rendezvous.exchange("agreeing on settings", json.dumps([*settings.values()]).encode())
-    for rule, of_ranks in zip(settings, zip(*map(json.loads, words), strict=True), strict=True):
+    everyone = exchange_json(rendezvous, "agreeing on settings", [*settings.values()])
+    for rule, of_ranks in zip(settings, zip(*everyone, strict=True), strict=True):
         if len(set(of_ranks)) > 1:
             said = [f"rank {rank}: {setting}" for rank, setting in enumerate(of_ranks)]
             raise CommunicatorError("\n".join([f"{rule}, got", *said]))
@@ -470,8 +469,7 @@ def set_up(
         return [Member(rank, index) for rank, index in ranks.items()], {"table": table, "chip": asdict(chip)}
 
     members, facts = rendezvous.agree("preparing the GPUs", prepare)
-    words = rendezvous.exchange("reading the tuning table", json.dumps(facts).encode())
-    everyone = [json.loads(word) for word in words]
+    everyone = exchange_json(rendezvous, "reading the tuning table", facts)
     chip = Chip.in_common(Chip(**facts["chip"]) for facts in everyone)
     multicast = None if stand_in else TorchMemory(engine.group, device.index, rendezvous)
     runner = Runner(members, engine.world_size, chip, memory, rendezvous, multicast)

@@ -16,7 +16,7 @@ import graphar
 from graphar.errors import CommunicatorError, ConcurrentCallError, DriverError, GrapharError, UnsupportedError
 from graphar.plan.algorithms import Algorithm
 from graphar.plan.scratch import SENTINEL
-from graphar.ranks.rendezvous import Alone
+from graphar.ranks.rendezvous import Alone, exchange_json
 from graphar.runtime import runner as runners
 from graphar.runtime.arguments import Counters, Record
 from graphar.runtime.engine import open_engines
@@ -450,7 +450,7 @@ def fail_everywhere(engine, step, fails_here=True):
             and counters_of(runner, algorithm, rank).epoch_state[3].aborted != regions[algorithm].resident
             for algorithm, rank in counters
         )
-        reached = ["True"] in engine._meet_to("look", str(fails_here and runner.fake.succeeding < 0))
+        reached = True in exchange_json(engine.rendezvous(), "look", fails_here and runner.fake.succeeding < 0)
         runner.fake.succeeding = None
         engine.suspend("symmetric")
         engine.resume()

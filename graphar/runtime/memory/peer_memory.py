@@ -13,14 +13,13 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import itertools
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeAlias
 
 from graphar.errors import CommunicatorError, DriverError, GrapharError, Reason, UnsupportedError
 from graphar.ranks.descriptors import Channel, close_all
 from graphar.ranks.hosts import host, several_hosts
-from graphar.ranks.rendezvous import Alone, RanksAbsent, StoreRendezvous
+from graphar.ranks.rendezvous import Alone, RanksAbsent, StoreRendezvous, exchange_json
 from graphar.runtime.availability import may_share_gpu, no_peer_access
 from graphar.runtime.driver import call, check, driver, on_device, primary_context
 from graphar.runtime.memory import virtual_memory
@@ -186,7 +185,7 @@ class ProcessMemory(PeerMemory):
             failing.callback(self.close)
             mine = {"why_not": self._listen(), "host": host(), "gpu": _gpu(self._device), "may_share": may_share_gpu()}
             mine["address"] = self._channel.address if self._channel else ""
-            everyone = self._exchange("set-up", mine)
+            everyone = exchange_json(self._rendezvous, "set-up", mine)
             if problem := several_hosts(facts["host"] for facts in everyone):
                 raise UnsupportedError(problem)
             gpus = [facts["gpu"] for facts in everyone]
@@ -199,7 +198,7 @@ class ProcessMemory(PeerMemory):
                 except OSError as error:
                     self.why_stays = str(error)
             facts = {"problem": _unreachable(self._device, gpus), "why_not": self.why_stays}
-            everyone = self._exchange("peer access", facts)
+            everyone = exchange_json(self._rendezvous, "peer access", facts)
             if problem := _first_reason(everyone, "problem"):
                 raise UnsupportedError(problem)
             self.why_stays = self.why_stays or _first_reason(everyone)
@@ -215,9 +214,6 @@ class ProcessMemory(PeerMemory):
         except OSError as error:
             return str(error)
         return None
-
-    def _exchange(self, what: str, words: Mapping[str, object]) -> list[dict]:
-        return [json.loads(word) for word in self._rendezvous.exchange(what, json.dumps(words).encode())]
 
 
 class LocalMemory(PeerMemory):
