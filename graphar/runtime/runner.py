@@ -177,10 +177,6 @@ class Runner:
                 call(driver.cuMemsetD8, counters + COUNTERS_NBYTES, needs.fill, needs.nbytes)
                 call(driver.cuCtxSynchronize)
 
-    def counters(self) -> Mapping[Algorithm, Sequence[int]]:
-        """Returns the addresses of each prepared algorithm's counters, by rank."""
-        return {algorithm: region.pointers for algorithm, region in self.regions.items()}
-
     def scratch(self, algorithm: Algorithm) -> list[int]:
         """Returns the addresses of a prepared algorithm's scratch, by rank."""
         return [pointer + COUNTERS_NBYTES for pointer in self.regions[algorithm].pointers]
@@ -191,14 +187,13 @@ class Runner:
         self, member: Member, algorithm: Algorithm, part: Slice, timeout_s: float, words: str, kind: type[T] = Arguments
     ) -> T:
         """Returns what all kernels of a prepared algorithm take, for a member and slice. Ranks have equal ``words``."""
-        counters, scratch = self.counters()[algorithm], self.scratch(algorithm)
-        multicast = self.regions[algorithm].multicast_pointer
+        region, scratch = self.regions[algorithm], self.scratch(algorithm)
         arguments = kind(
             numel=part.numel,
             timeout_ns=int(timeout_s * 1e9),
             capacity=algorithm.row.scratch(self.world_size).capacity,
-            multicast=multicast and multicast + COUNTERS_NBYTES,
-            counters=counters[member.rank],
+            multicast=region.multicast_pointer and region.multicast_pointer + COUNTERS_NBYTES,
+            counters=region.pointers[member.rank],
             abort=member.abort,
             record=member.record_pointer,
             rank=member.rank,
@@ -206,7 +201,7 @@ class Runner:
             algorithm=algorithm.number,
             fingerprint=self._fingerprints.of(words),
         )
-        for rank, pointer in enumerate(counters):
+        for rank, pointer in enumerate(region.pointers):
             arguments.scratch[rank], arguments.peer_counters[rank] = scratch[rank], pointer
             arguments.ring[(rank - member.rank) % self.world_size] = scratch[rank]
         for rank, (begin, count) in enumerate(zip(part.begin, part.count, strict=True)):
@@ -225,8 +220,8 @@ class Runner:
     def calls_begun(self) -> dict[Algorithm, list[int | None]]:
         """Returns how many calls the kernels of each prepared algorithm have counted, by member; None: unreadable."""
         return {
-            algorithm: [calls_begun(pointers[member.rank], member.device) for member in self.members]
-            for algorithm, pointers in self.counters().items()
+            algorithm: [calls_begun(region.pointers[member.rank], member.device) for member in self.members]
+            for algorithm, region in self.regions.items()
         }
 
     def launches(self) -> dict[str, int]:
@@ -318,7 +313,7 @@ class Runner:
 
     def _read_counters(self, member: Member) -> Mapping[Algorithm, Counters]:
         with on_device(member.device):
-            return {algorithm: read(Counters, at[member.rank]) for algorithm, at in self.counters().items()}
+            return {of: read(Counters, region.pointers[member.rank]) for of, region in self.regions.items()}
 
     def _last_calls(self) -> list[str]:
         """Returns, for each rank, its last call of each algorithm in words, such as "one_shot call 3"."""
@@ -329,7 +324,7 @@ class Runner:
         local, said = {member.rank: member.device for member in self.members}, []
         for rank in range(self.world_size):  # memory of an ended process stays readable while it is mapped here
             device = local.get(rank, self.members[0].device)
-            begun = {of: calls_begun(pointers[rank], device) for of, pointers in self.counters().items()}
+            begun = {of: calls_begun(region.pointers[rank], device) for of, region in self.regions.items()}
             calls = [f"{algorithm.value} call {count - 1}" for algorithm, count in begun.items() if count]
             known = "unknown" if None in begun.values() and not calls else ", ".join(calls) or "none"
             if preparing := self.rendezvous.published(_PREPARING, rank):
@@ -342,8 +337,9 @@ class Runner:
         for member in self.members:
             torch.cuda.synchronize(member.device)
             with on_device(member.device):
-                for algorithm, pointers in self.counters().items():
-                    compare_last_calls(member.record, algorithm, pointers[member.rank], member.rank, self.world_size)
+                for algorithm, region in self.regions.items():
+                    counters = region.pointers[member.rank]
+                    compare_last_calls(member.record, algorithm, counters, member.rank, self.world_size)
         self.raise_failure()
 
     def close(self) -> None:
