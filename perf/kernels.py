@@ -10,6 +10,7 @@ import torch
 from graphar.numerics.codecs import NAMES, Codec, codec
 from graphar.numerics.dtypes import TYPE_NAMES
 from graphar.numerics.epilogues.code import Generated, generate
+from graphar.numerics.fp8_products import FP8
 from graphar.numerics.leaf_tree import LEAVES
 from graphar.numerics.norms import NORM_OUTPUTS
 from graphar.plan.algorithms import MATMUL_TYPES, Algorithm
@@ -42,7 +43,6 @@ from graphar.runtime.catalogue import (
     matmul_source,
     residual_norm_backward_sources,
     residual_norm_source,
-    scaled_matmul_source,
     softmax_backward_source,
     softmax_partials_source,
     softmax_results_source,
@@ -130,7 +130,7 @@ def _partial_matmul_kernels() -> Iterator[KernelSource]:
 
 def _scaled_matmul_kernels() -> Iterator[KernelSource]:
     for (tile, scales), dtype in _in_turn(itertools.product(FP8_TILES, SCALE_FORMATS), TYPE_NAMES):
-        yield scaled_matmul_source(tile, dtype, scales)
+        yield matmul_source(FP8, tile, "by_rows", dtype, scales)
 
 
 def _plain_kernels() -> Iterator[KernelSource]:

@@ -24,7 +24,7 @@ from graphar.product.operands import Step
 from graphar.product.tensor_maps import BOX_COLUMNS, Matrix, TensorMap, loaded, matrix_of, tensor_map
 from graphar.runtime import launcher
 from graphar.runtime.arguments import MatmulArguments, ScaledMatmulArguments
-from graphar.runtime.catalogue import matmul_source, scaled_matmul_source
+from graphar.runtime.catalogue import matmul_source
 from graphar.runtime.launcher import Grid, Launch
 from graphar.runtime.user_tables import find_table
 
@@ -205,11 +205,8 @@ def rows_map(tile: MatmulTile, a: Matrix) -> TensorMap:
 def _function(
     device: int, dtype: torch.dtype, tile: MatmulTile, layout: str, out_dtype: torch.dtype, scale_format: str
 ):
-    if scale_format:
-        source, what = scaled_matmul_source(tile, out_dtype, scale_format), f"scaled_matmul: {tile} for {out_dtype}"
-    else:
-        source, what = matmul_source(dtype, tile, layout, out_dtype), f"matmul: {tile} for {dtype}"
-    return launcher.load(source, device, tile.shared_nbytes, what)
+    source = matmul_source(dtype, tile, layout, out_dtype, scale_format)
+    return launcher.load(source, device, tile.shared_nbytes, f"matmul: {tile} for {dtype}")
 
 
 @functools.cache

@@ -10,6 +10,7 @@ import torch
 from graphar.numerics.codecs import Codec
 from graphar.numerics.dtypes import BYTE, TYPE_NAMES
 from graphar.numerics.epilogues.code import Generated
+from graphar.numerics.fp8_products import FP8
 from graphar.plan.algorithms import MATMUL_ARCH, Algorithm, kernels_that
 from graphar.plan.config import Kernel
 from graphar.plan.tiles import MatmulTile, SkinnyTile
@@ -133,17 +134,15 @@ def softmax_backward_source(dtype: torch.dtype) -> KernelSource:
 
 
 def matmul_source(
-    dtype: torch.dtype, tile: MatmulTile, layout: str, out_dtype: torch.dtype | None = None
+    dtype: torch.dtype, tile: MatmulTile, layout: str, out_dtype: torch.dtype | None = None, format: str = ""
 ) -> KernelSource:
-    """Returns the kernel of a matmul of one of MATMUL_TYPES, with a result in ``dtype`` or fp32."""
-    name = f"matmul<{TYPE_NAMES[dtype]}, {tile}, {layout}, {TYPE_NAMES[out_dtype or dtype]}>"
-    return KernelSource("matmul/matmul.cu", name, only_arch=MATMUL_ARCH)
+    """Returns the kernel of a matmul of one of MATMUL_TYPES, with a result in ``dtype`` or fp32; or of e4m3 operands.
 
-
-def scaled_matmul_source(tile: MatmulTile, out_dtype: torch.dtype, format: str) -> KernelSource:
-    """Returns the kernel of a matmul of e4m3 operands with one of SCALE_FORMATS, whose weight is by rows."""
-    name = f"matmul<e4m3, {tile}, by_rows, {TYPE_NAMES[out_dtype]}, {format}>"
-    return KernelSource("matmul/matmul.cu", name, only_arch=MATMUL_ARCH)
+    Those have ``format``, one of SCALE_FORMATS, a weight by rows and an ``out_dtype``.
+    """
+    operands = (TYPE_NAMES | {FP8: "e4m3"})[dtype]
+    arguments = [operands, str(tile), layout, TYPE_NAMES[out_dtype or dtype], *filter(None, [format])]
+    return KernelSource("matmul/matmul.cu", f"matmul<{', '.join(arguments)}>", only_arch=MATMUL_ARCH)
 
 
 def fused_matmul_source(

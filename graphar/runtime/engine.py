@@ -327,7 +327,7 @@ class Engine:
         self.find_warm_plans()
 
     def memory(self) -> Memory:
-        return self.runner.memory_use() if self.runner else memory_of({}, [])
+        return memory_of(self.runner.regions, self.runner.symmetric.buffers) if self.runner else memory_of({}, [])
 
     def close(self) -> None:
         """Frees the memory shared with other ranks, but for what an absent rank may still use. Collective."""

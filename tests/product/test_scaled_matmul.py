@@ -15,7 +15,7 @@ from graphar.plan.work import FACTORS
 from graphar.product import gemm
 from graphar.product.operands import Step
 from graphar.product.tensor_maps import Matrix, matrix_of
-from graphar.runtime.catalogue import SCALE_FORMATS, scaled_matmul_source
+from graphar.runtime.catalogue import SCALE_FORMATS, matmul_source
 from tests.product.test_matmul import assert_asynchronous_and_in_registers
 
 COST = shipped_table("nvidia_h200").matmul.cost
@@ -38,7 +38,7 @@ def operand(rows, columns):
 @pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("scales", SCALE_FORMATS)
 def test_the_assembler_keeps_the_products_asynchronous_and_all_sums_in_registers(tile, out_dtype, scales):
-    assert_asynchronous_and_in_registers(scaled_matmul_source(tile, out_dtype, scales), tile.threads)
+    assert_asynchronous_and_in_registers(matmul_source(FP8, tile, "by_rows", out_dtype, scales), tile.threads)
 
 
 # ---- which tile -----------------------------------------------------------------------------------------------------

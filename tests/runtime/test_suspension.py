@@ -24,7 +24,7 @@ from graphar.runtime.memory import suspension
 from graphar.runtime.memory.peer_memory import LocalMemory, ProcessMemory
 from graphar.runtime.memory.suspension import Suspension
 from graphar.runtime.runner import COUNTERS_NBYTES, Runner
-from graphar.runtime.watch.stats import Memory, MemoryUse
+from graphar.runtime.watch.stats import Memory, MemoryUse, memory_of
 from tests.fake_gpu import FakeDriver, descriptors, installed, tensor_at
 from tests.processes import on_ranks, run_ranks
 
@@ -314,11 +314,11 @@ def counters_of(runner, algorithm, rank=0):
 
 
 def test_nothing_but_a_guard_stays_resident(runner):
-    before = runner.memory_use()
+    before = memory_of(runner.regions, runner.symmetric.buffers)
 
     suspended(runner)
 
-    after = runner.memory_use()
+    after = memory_of(runner.regions, runner.symmetric.buffers)
     assert before.total.resident_nbytes == before.total.reserved_nbytes == after.total.reserved_nbytes
     assert after.total.resident_nbytes == 0
     assert len(runner.fake.handles) == 1  # the guard's
@@ -408,7 +408,13 @@ SMALL = Algorithm.ALLGATHER_FLAGGED, Algorithm.MATMUL_ONE_SHOT  # with little sc
 
 def what_is_held(runner):
     fake = runner.fake
-    return runner.memory_use(), dict(fake.mapped), dict(fake.reserved), dict(fake.handles), descriptors()
+    return (
+        memory_of(runner.regions, runner.symmetric.buffers),
+        dict(fake.mapped),
+        dict(fake.reserved),
+        dict(fake.handles),
+        descriptors(),
+    )
 
 
 def holds_again(runner, before, within_s=10.0):
