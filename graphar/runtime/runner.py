@@ -108,7 +108,7 @@ class Runner:
         return self._multicast_memory.why_not() if self._multicast_memory else None
 
     def prepare(self, kernel: Kernel) -> list:
-        """Returns the functions of a kernel for each member. The first call for a kernel is collective."""
+        """Returns each member's function of a kernel, or None as its source. The first call for it is collective."""
         described = words_of_kernel(kernel)
         return self.prepare_all(kernel.key, kernel.algorithm, described, lambda member: self._load(kernel, member))
 
@@ -150,15 +150,17 @@ class Runner:
             share = wanted[begin : begin + PART * ranks][self.rendezvous.rank :: ranks]
             self.rendezvous.agree(f"compiling {len(wanted)} kernels", partial(compile_part, share))
 
-    def source_of(self, kernel: Kernel) -> KernelSource:
+    def source_of(self, kernel: Kernel) -> KernelSource | None:
         stands_in = kernel.algorithm.row.multimem and not self._multicast_memory
         variant = "direct" if kernel.direct else "StandIn" if stands_in else None
         return catalogue.source_of(kernel, self.world_size, variant)
 
     def _load(self, kernel: Kernel, member: Member):
         algorithm = kernel.algorithm
+        if (source := self.source_of(kernel)) is None:
+            return None
         shared_nbytes = algorithm.row.scratch(self.world_size).shared_nbytes
-        return launcher.load(self.source_of(kernel), member.device, shared_nbytes, f"{algorithm.op}: {algorithm.value}")
+        return launcher.load(source, member.device, shared_nbytes, f"{algorithm.op}: {algorithm.value}")
 
     def _allocate(self, algorithm: Algorithm) -> Buffer | TorchBuffer:
         memory = (self._multicast_memory if algorithm.row.multimem else None) or self.memory

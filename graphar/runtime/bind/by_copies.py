@@ -56,16 +56,14 @@ from graphar.plan.slices import Slice, copied_chunks, row_slices
 from graphar.plan.work import Exchange, Parts, Sum
 from graphar.ranks import agreement
 from graphar.ranks.capture import is_capturing
-from graphar.runtime import launcher
 from graphar.runtime.arguments import Arguments
-from graphar.runtime.catalogue import KernelSource, sum_of_parts_source
 from graphar.runtime.driver import check, driver
 from graphar.runtime.engine import Engine, runner_of
 from graphar.runtime.launcher import Grid, Launch, here
 from graphar.runtime.member import Member
 from graphar.runtime.memory.symmetric_tensors import tensor_at
 from graphar.runtime.plan import BoundedCache, Plan
-from graphar.runtime.runner import COUNTERS_NBYTES, Runner
+from graphar.runtime.runner import COUNTERS_NBYTES
 from graphar.runtime.side_stream import stream_beside
 
 _AHEAD = COPY_PLACES - 1  # chunks that travel while a chunk is taken
@@ -198,27 +196,6 @@ class _Rank(Lane):
         return [(bases[to] + there, bases[source] + begin, nbytes) for (to, there), (source, begin), nbytes in copies]
 
 
-_MEETING = Kernel(MEETING, BYTE)
-
-
-def sources(runner: Runner, algorithm: Algorithm, dtype: torch.dtype) -> list[KernelSource]:
-    """Returns the kernels that :func:`load` loads."""
-    adds = [] if BYTE in algorithm.row.dtypes else [sum_of_parts_source(dtype, runner.world_size)]
-    return [runner.source_of(_MEETING), *adds]
-
-
-def load(runner: Runner, algorithm: Algorithm, dtype: torch.dtype) -> list[list]:
-    """Loads the kernels of an algorithm, and returns each member's local sum; empty for a gather. Collective."""
-    runner.prepare(_MEETING)
-    _, *sums = sources(runner, algorithm, dtype)
-    words = ", ".join([algorithm.value, *[source.name for source in sums]])
-
-    def load_sums(member: Member) -> list:
-        return [launcher.load(source, member.device, 0, words) for source in sums]
-
-    return runner.prepare_all((algorithm, words), algorithm, words, load_sums)
-
-
 Address = tuple[int, int]  # what it counts from, and bytes after that
 _NULL, _X, _OUT, _PEERS = range(4)  # 0; this rank's input; its output; the output of rank r is _PEERS + r
 Copy = tuple[Address, Address, int]  # to, from, and bytes
@@ -261,13 +238,13 @@ class ByCopies:
             self._slices = copied_chunks(self._counts, self._itemsize, self._place_nbytes, *chunks)
         # Bytes from a part of the input to the next rank's. An all-to-all has equal parts, an all-gather one for all.
         self._stride = self._counts[0] * self._itemsize if call.op == "alltoall" else 0
-        loaded = load(self._runner, config.algorithm, call.dtype)
+        loaded = self._runner.prepare(Kernel(config.algorithm, BYTE if self._gathers else call.dtype))
         grid = Grid(config.blocks, config.threads, 0, overlaps=False)
         self._scratch = self._runner.scratch(config.algorithm)
         self._sums = {  # by rank; none in a gather
             member.rank: (Launch(function, [arguments], grid), arguments)
-            for member, sums in zip(self._runner.members, loaded, strict=True)
-            for function in sums
+            for member, function in zip(self._runner.members, loaded, strict=True)
+            if not self._gathers
             for arguments in [Arguments()]
         }
         self._ranks: BoundedCache[_Rank] = BoundedCache()  # by rank, and the handle of the caller's stream
