@@ -141,17 +141,14 @@ class PeerMemory:
 
     def _create(self, buffers: Sequence[VirtualBuffer], ends: contextlib.ExitStack) -> list[dict[int, object]]:
         """Returns handles of new memory for buffers, by rank, and sends them to the peers; ``ends`` releases them."""
-        handles, descriptors = [], []
-        with _told(), on_device(self._device):
-            try:
-                for buffer in buffers:
-                    handles.append(buffer.create(ends))
-                if self._channel:
-                    for memories in handles:
-                        descriptors += map(virtual_memory.export, memories.values())
-                    self._channel.send(self._exchanges, descriptors)
-            finally:
-                close_all(descriptors)
+        descriptors: list[int] = []
+        with _told(), on_device(self._device), contextlib.ExitStack() as sent:
+            sent.callback(close_all, descriptors)
+            handles = [buffer.create(ends) for buffer in buffers]
+            if self._channel:
+                for memories in handles:
+                    descriptors += map(virtual_memory.export, memories.values())
+                self._channel.send(self._exchanges, descriptors)
         return handles
 
     def _map(self, buffers: Sequence[VirtualBuffer], handles: Sequence[dict[int, object]]) -> None:
