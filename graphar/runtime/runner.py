@@ -33,7 +33,7 @@ from graphar.plan.config import Kernel
 from graphar.plan.policy import Chip
 from graphar.plan.slices import Slice
 from graphar.plan.tables import Table
-from graphar.ranks.agreement import Fingerprints, words_of_kernel
+from graphar.ranks.agreement import Fingerprints, words_of_kernel, words_with_numbers
 from graphar.ranks.capture import check_can_prepare, is_capturing
 from graphar.ranks.rendezvous import Ranks, RanksAbsent, StoreRendezvous, exchange_json
 from graphar.runtime import catalogue, compiler, launcher
@@ -98,7 +98,7 @@ class Runner:
         self._failure: GrapharError | None = None
         self.suspended = False  # whether a guard is where scratch was (graphar.runtime.memory.suspension)
         self.launched: Counter[str] = Counter()  # before a suspension set the counters to zero
-        self.fingerprints = Fingerprints(rendezvous)
+        self._fingerprints = Fingerprints(rendezvous)
         self._announces = False
 
     # ---- kernels and their scratch ----------------------------------------------------------------------------------
@@ -200,7 +200,7 @@ class Runner:
             rank=member.rank,
             world_size=self.world_size,
             algorithm=algorithm.number,
-            fingerprint=self.fingerprints.of(words),
+            fingerprint=self._fingerprints.of(words),
         )
         for rank, pointer in enumerate(region.pointers):
             arguments.scratch[rank], arguments.peer_counters[rank] = scratch[rank], pointer
@@ -208,6 +208,10 @@ class Runner:
         for rank, (begin, count) in enumerate(zip(part.begin, part.count, strict=True)):
             arguments.begin[rank], arguments.count[rank] = begin, count
         return arguments
+
+    def fingerprint(self, words: str, numbers: Sequence[float], tells: bool) -> int:
+        """Returns the fingerprint of a launch with numbers of its epilogue, as :meth:`Fingerprints.of` does."""
+        return self._fingerprints.of(words_with_numbers(words, numbers), tells)
 
     # ---- failures and the end ---------------------------------------------------------------------------------------
 
@@ -267,9 +271,9 @@ class Runner:
         After an expired wait they do if the peer has begun a call that this rank has not, and has not begun the call in
         which this rank waited.
         """
-        words = self.fingerprints.words
+        words = self._fingerprints.words
         if record.kind == _DISAGREED:
-            self.fingerprints.tell(record.expected)
+            self._fingerprints.tell(record.expected)
             own = words(record.expected, record.rank, _PATIENCE_S)
             return own, words(record.seen, record.peer, _PATIENCE_S)
         if algorithm not in self.regions:  # its memory is freed
@@ -298,7 +302,7 @@ class Runner:
             keeps = True  # ranks whose waits expire as well read it
             counters = self._read_counters(self.members[0])
             ahead = {rank: _call_ahead_of(rank, counters) for rank in error.absent}
-            said = [f"rank {rank}: {self.fingerprints.words(call, rank)}" for rank, call in ahead.items() if call]
+            said = [f"rank {rank}: {self._fingerprints.words(call, rank)}" for rank, call in ahead.items() if call]
             raise RanksAbsent("\n".join([str(error), *said]), error.absent, error.ended) from None
         finally:
             self._announces = False

@@ -120,7 +120,7 @@ def rank_one_of_four(monkeypatch, algorithm, note, rendezvous):
     runner.chip = Chip(132, "sm_90a")
     runner.world_size, runner.members = 4, [SimpleNamespace(rank=1, device=0, abort=0, record_pointer=0)]
     runner.lock, runner.raise_failure, runner.symmetric = contextlib.nullcontext(), lambda: None, None
-    runner.fingerprints = Fingerprints(rendezvous)
+    runner._fingerprints = Fingerprints(rendezvous)
     runner.prepare = lambda kernel: [None]
     runner.regions = {algorithm: SimpleNamespace(pointers=[0x1000] * 4, multicast_pointer=0)}
     return SimpleNamespace(

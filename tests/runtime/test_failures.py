@@ -44,7 +44,7 @@ class Ranks:
         members = [SimpleNamespace(rank=rank, device=rank, record=Record()) for rank in own]
         self.runner = Runner(members, WORLD_SIZE, Chip(132, "sm_90a"), None, self.stores[own[0]], None)
         self.fingerprints = [
-            self.runner.fingerprints if rank in own else Fingerprints(store) for rank, store in enumerate(self.stores)
+            self.runner._fingerprints if rank in own else Fingerprints(store) for rank, store in enumerate(self.stores)
         ]
         for algorithm in (PUSH, PIPELINED):
             addresses = [0x1000 * (1 + algorithm.number) + 0x100 * rank for rank in range(WORLD_SIZE)]

@@ -262,7 +262,7 @@ CALLS = {7: "allreduce of 8 elements", 8: "allreduce of 9 elements"}
 @pytest.mark.promise("Ranks whose calls differ all get an error that says what each called.")
 def test_ranks_whose_calls_differ_are_told_what_each_called(monkeypatch):
     failed = runner_of(monkeypatch, record_of(kind=3, expected=7, seen=8))
-    monkeypatch.setattr(failed.fingerprints, "words", lambda fingerprint, rank, patience_s=0.0: CALLS[fingerprint])
+    monkeypatch.setattr(failed._fingerprints, "words", lambda fingerprint, rank, patience_s=0.0: CALLS[fingerprint])
 
     with pytest.raises(CommunicatorError) as raised:
         failed.raise_failure()

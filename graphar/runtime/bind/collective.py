@@ -115,7 +115,7 @@ def bind_slice(runner: Runner, call: Call, config: Config, part: Slice, timeout_
         grid = Grid(config.blocks, config.threads, shared_nbytes, overlaps, config.cluster)
         launch = KernelLaunch(function, [arguments], grid)
         peers = runner.symmetric.put_peers(arguments, row.direct) if config.direct else None
-        put = arguments.bind(call, part, lambda more: runner.fingerprints.of(f"{words}, {more}", tells=False))
+        put = arguments.bind(call, part, lambda more: runner.fingerprint(f"{words}, {more}", (), tells=False))
         put = put_agreed(runner, arguments, words, call.work.epilogue, put, peers)
         launches.append(bind_launch(runner, member, launch, arguments, put))
     return launches

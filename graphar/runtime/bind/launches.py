@@ -8,7 +8,6 @@ import torch
 
 from graphar.numerics.epilogues.epilogue import Pointwise
 from graphar.plan.call import Operands
-from graphar.ranks.agreement import words_with_numbers
 from graphar.runtime import launcher
 from graphar.runtime.arguments import Arguments, Put
 from graphar.runtime.launcher import Launch as KernelLaunch
@@ -73,8 +72,7 @@ def put_agreed(
         nonlocal last
         place = put_peers() if put_peers else ""
         if (place, numbers) != last:
-            said = words_with_numbers(f"{words}{place}", numbers)
-            arguments.fingerprint = runner.fingerprints.of(said, tells=last is None)
+            arguments.fingerprint = runner.fingerprint(f"{words}{place}", numbers, tells=last is None)
             last = place, numbers
         if put:
             put(inputs, outputs, numbers, corner)
