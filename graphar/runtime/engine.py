@@ -213,10 +213,9 @@ class Engine:
         with self._making:
             if self.runner or self.why_no_runner:  # by another thread meanwhile
                 return
-            rendezvous = self.rendezvous()
             try:
-                rendezvous.agree_on_none("set-up", missing_software())
-                self.runner, self.table = set_up(self, device, rendezvous, self.lossless, self.multimem_stand_in)
+                self.rendezvous().agree_on_none("set-up", missing_software())
+                self.runner, self.table = set_up(self, device, self.lossless, self.multimem_stand_in)
             except UnsupportedError as error:
                 self.why_no_runner = str(error)
 

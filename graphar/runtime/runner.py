@@ -334,10 +334,8 @@ class Runner:
         """Waits for all work on the members' devices, compares the ranks' last calls, and raises a kernel's error."""
         for member in self.members:
             torch.cuda.synchronize(member.device)
-            with on_device(member.device):
-                for algorithm, region in self.regions.items():
-                    counters = region.pointers[member.rank]
-                    compare_last_calls(member.record, algorithm, counters, member.rank, self.world_size)
+            for algorithm, counters in self._read_counters(member).items():
+                compare_last_calls(member.record, algorithm, counters, member.rank, self.world_size)
         self.raise_failure()
 
     def close(self) -> None:
@@ -368,14 +366,13 @@ class Runner:
 # ---- what kernels wrote into counters -------------------------------------------------------------------------------
 
 
-def compare_last_calls(record: Record, algorithm: Algorithm, counters: int, rank: int, world_size: int) -> None:
+def compare_last_calls(record: Record, algorithm: Algorithm, counters: Counters, rank: int, world_size: int) -> None:
     """Writes ``record`` if a peer told this rank of another call than its own, among an algorithm's last calls.
 
-    Kernels compare all but these. A peer that runs behind may not have told its last call yet. ``counters`` is the
-    address of the rank's Counters. The current device, which is the rank's own, has no work queued.
+    Kernels compare all but these. A peer that runs behind may not have told its last call yet. The rank's device had no
+    work queued when ``counters`` were read.
     """
-    copy = read(Counters, counters)
-    called, begun = copy.called[:world_size], copy.epoch_state[0].epoch
+    called, begun = counters.called[:world_size], counters.epoch_state[0].epoch
     unlike = [
         (fingerprint, told, peer)
         for peer, entries in enumerate(called)
@@ -425,14 +422,13 @@ def read(struct: type[Struct], address: int) -> Struct:
 # ---- set-up ---------------------------------------------------------------------------------------------------------
 
 
-def set_up(
-    engine: Ranks, device: torch.device, rendezvous: StoreRendezvous, lossless: bool, stand_in: bool
-) -> tuple[Runner, Table]:
+def set_up(engine: Ranks, device: torch.device, lossless: bool, stand_in: bool) -> tuple[Runner, Table]:
     """Returns the runner of an engine, and the tuning table of its calls. Collective.
 
     ``device`` is this process's, or the first of the engine's. With ``stand_in``, for tests, multimem kernels use
     ordinary accesses in place of multimem instructions. UnsupportedError on every rank if kernels cannot reach all.
     """
+    rendezvous = engine.rendezvous()
     # With different settings they would wait for each other in different kernels.
     settings = {
         "lossless compression must be on or off on all ranks (Communicator(lossless=...), GRAPHAR_LOSSLESS)": (
