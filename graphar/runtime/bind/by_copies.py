@@ -357,7 +357,7 @@ class ByCopies:
         return [state.copy(state.moves(self._chunk(state.rank, at).push), _PUSHES) for state in states]
 
     def _meet_after(self, states: Sequence[_Rank], left: int, words: str = "") -> None:
-        """Lets ranks meet after the copies whose ends they have noted, but for the last ``left`` copies."""
+        """Waits for each rank's noted copies except the last ``left``, and then lets the ranks meet."""
         for state in states:
             while len(state.ends) > left:
                 state.wait(state.ends.pop(0))
