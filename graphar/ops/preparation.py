@@ -15,12 +15,12 @@ from graphar.numerics.epilogues.epilogue import Pointwise
 from graphar.numerics.fp8_products import FP8
 from graphar.numerics.partitions import TP_INVARIANT
 from graphar.plan import select
-from graphar.plan.algorithms import COPYING, MATMUL_ARCH, MATMUL_TYPES, Algorithm, with_kernels
+from graphar.plan.algorithms import MATMUL_ARCH, MATMUL_TYPES, Algorithm, with_kernels
 from graphar.plan.matmuls import tiles_that_serve
 from graphar.plan.work import FORMATS, Product, without_seeds
 from graphar.product.fused import Tile, load_tile, sources_of_tile
 from graphar.runtime import compiler, launcher
-from graphar.runtime.bind import by_copies, loss
+from graphar.runtime.bind import loss
 from graphar.runtime.catalogue import KernelSource
 from graphar.runtime.engine import Engine, runner_of
 from graphar.runtime.runner import threads_for_compiling
@@ -65,18 +65,12 @@ def prepare(
             kernels = list(select.needed_kernels(facts, *wanted))
             tiles = list(_needed_tiles(engine, ops, dtypes, codecs, epilogues, tp_invariant))
             of_tiles = [sources_of_tile(engine.world_size, *tile).values() for tile in tiles]
-            least = {op: engine.table.copies.least(op, engine.world_size) for op in ops if op in COPYING}
-            copied = [op for op, size in least.items() if size and (max_nbytes is None or max_nbytes >= size)]
-            calls = [(COPYING[op], dtype) for op in copied for dtype in added]
-            of_copies = [by_copies.sources(runner, *call) for call in calls]
-            of_kernels = map(runner.source_of, kernels)
-            runner.compile(itertools.chain(of_kernels, *of_tiles, *of_copies, *of_losses.values()))
+            of_kernels = filter(None, map(runner.source_of, kernels))
+            runner.compile(itertools.chain(of_kernels, *of_tiles, *of_losses.values()))
             for kernel in kernels:
                 runner.prepare(kernel)
             for tile in tiles:
                 load_tile(runner, *tile)
-            for call in calls:
-                by_copies.load(runner, *call)
         for device, sources in of_losses.items():
             for source in sources:
                 loss.load(source, device)

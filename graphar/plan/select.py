@@ -22,6 +22,7 @@ from graphar.plan.algorithms import (
     COMPRESSING,
     COPYING,
     GENERAL,
+    MEETING,
     TUPLE_VARIANT,
     Algorithm,
     is_from_outside,
@@ -365,6 +366,9 @@ def needed_kernels(
             yield from _variants([COMPRESSING[op]], dtypes, symmetric)
         for codec, dtype in itertools.product(codecs, dtypes):
             yield from [Kernel(algorithm, dtype, codec=codec) for algorithm in algorithms_of(codec, op)]
+        least = facts.table.copies.least(op, facts.world_size)
+        if least and (max_nbytes is None or max_nbytes >= least):
+            yield from _variants([MEETING, COPYING[op]], dtypes, symmetric=False)
 
 
 def _variants(

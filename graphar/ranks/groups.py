@@ -70,7 +70,9 @@ def local_devices(devices: Sequence[torch.device | str | int]) -> tuple[torch.de
 
 
 def check_devices(op: str, devices: Sequence[torch.device]) -> None:
-    """Raises ValueError for devices that are neither CPU nor CUDA, and for a CUDA device that occurs twice."""
+    """Raises ValueError for devices that are neither CPU nor CUDA, a CUDA device that occurs twice, and no devices."""
+    if not devices:
+        raise ValueError(f"{op}: needs at least one tensor, got an empty list")
     for i, device in enumerate(devices):
         if device.type not in ("cpu", "cuda"):
             raise ValueError(f"{op}: tensors must be on the CPU or on CUDA devices, got {device}")

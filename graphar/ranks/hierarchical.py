@@ -14,7 +14,6 @@ Tensors are cut into chunks. On GPUs a chunk crosses hosts on a separate stream 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
@@ -36,7 +35,7 @@ from graphar.ranks.cpu.reduction import CoderOf
 from graphar.ranks.cpu.transport import Group, check_backend, pipelined
 from graphar.ranks.groups import known_group
 from graphar.ranks.hosts import host
-from graphar.ranks.rendezvous import Ranks
+from graphar.ranks.rendezvous import Ranks, exchange_json
 
 _CHUNK_NUMEL = 4 << 20  # 16 MB of fp32, the most of one launch of reducescatter_push; a fourth with a codec
 _LINE_NUMEL = 32  # 128 bytes of fp32
@@ -115,9 +114,8 @@ class Hierarchy:
 
     def _find_hosts(self) -> None:
         if not self._hosts:
-            said = json.dumps([self._given, host()]).encode()
-            words = [json.loads(word) for word in self._communicator.rendezvous().exchange("finding hosts", said)]
-            all_given, names = zip(*words, strict=True)
+            everyone = exchange_json(self._communicator.rendezvous(), "finding hosts", [self._given, host()])
+            all_given, names = zip(*everyone, strict=True)
             if any(given != self._given for given in all_given):
                 raise CommunicatorError(f"ranks were given different hosts: {[*all_given]}")
             by_name = [[rank for rank, its in enumerate(names) if its == name] for name in dict.fromkeys(names)]

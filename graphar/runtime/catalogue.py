@@ -73,16 +73,19 @@ def kernel_source(
     return KernelSource(file_of(algorithm), name, minimum_arch, generated=code, digest=can.digest)
 
 
-def source_of(kernel: Kernel, world_size: int, variant: str | None = None) -> KernelSource:
-    """Returns the source of a kernel that a plan names; ``variant`` counts if no codec or work determines it."""
+def source_of(kernel: Kernel, world_size: int, variant: str | None = None) -> KernelSource | None:
+    """Returns the source of a kernel that a plan names; None if copy engines alone do the work.
+
+    ``variant`` counts if no codec or work determines it.
+    """
+    if kernel.algorithm.row.copies:
+        if kernel.dtype == BYTE:
+            return None
+        return KernelSource("copies/sum_of_parts.cu", f"sum_of_parts<{TYPE_NAMES[kernel.dtype]}, {world_size}>")
     order = kernel.template if kernel.algorithm.row.adds_tree and kernel.algorithm not in NORM_KERNELS else None
     variant = kernel.codec.type_name if kernel.codec else (not order and kernel.template) or variant
     generated = kernel.epilogue.generated if kernel.epilogue else None
     return kernel_source(kernel.algorithm, kernel.dtype, world_size, variant, generated, order)
-
-
-def sum_of_parts_source(dtype: torch.dtype, world_size: int) -> KernelSource:
-    return KernelSource("copies/sum_of_parts.cu", f"sum_of_parts<{TYPE_NAMES[dtype]}, {world_size}>")
 
 
 def local_codec_sources(dtype: torch.dtype, codec: Codec) -> tuple[KernelSource, KernelSource, KernelSource]:

@@ -63,8 +63,7 @@ def compile_kernel(source: KernelSource, arch: str) -> Cubin:
         return Cubin(image, symbol.decode())
     begin = time.perf_counter()
     cubin = _compile(source, arch)
-    took_s = time.perf_counter() - begin
-    _log.debug("compiled %s of %s for %s in %.2f s", source.name, source.file, arch, took_s)
+    _log.debug("compiled %s of %s for %s in %.2f s", source.name, source.file, arch, time.perf_counter() - begin)
     # A changed key means that a source was edited meanwhile, and it is unknown which version NVRTC read.
     if cache_key(source, arch) == key:
         cache.store(key, cubin.symbol.encode() + b"\n" + cubin.image)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import logging
 import os
 import threading
@@ -29,7 +28,7 @@ from graphar.ranks.capture import check_can_prepare
 from graphar.ranks.cpu.without_kernels import WithoutKernels
 from graphar.ranks.groups import device_of_process, known_group
 from graphar.ranks.hierarchical import Hierarchy
-from graphar.ranks.rendezvous import Alone, RanksAbsent, StoreRendezvous, meet
+from graphar.ranks.rendezvous import Alone, RanksAbsent, StoreRendezvous, exchange_json, meet
 from graphar.runtime.availability import missing_software
 from graphar.runtime.bind.local_codec import coder_of
 from graphar.runtime.checks import call_checks, tensor_checks
@@ -61,7 +60,6 @@ class Engine:
 
     # Tests set it before the first call: multimem kernels then use ordinary accesses and need no multicast.
     multimem_stand_in = False
-    _has_said = False  # whether the log says how calls are made
 
     def __init__(
         self,
@@ -131,8 +129,7 @@ class Engine:
             with self.keeping_failure(call.op), announced:
                 plan = binders[type(call.work)](self, call, ranks)
             plan = self.plans.keep(call, plan)
-            if not self._has_said:
-                self._has_said = True
+            if self.plans.made == 1:
                 self._say_how_calls_are_made(plan)
         return plan
 
@@ -216,17 +213,17 @@ class Engine:
         with self._making:
             if self.runner or self.why_no_runner:  # by another thread meanwhile
                 return
-            rendezvous = Alone() if self.devices else self.rendezvous()
             try:
-                rendezvous.agree_on_none("set-up", missing_software())
-                self.runner, self.table = set_up(self, device, rendezvous, self.lossless, self.multimem_stand_in)
+                self.rendezvous().agree_on_none("set-up", missing_software())
+                self.runner, self.table = set_up(self, device, self.lossless, self.multimem_stand_in)
             except UnsupportedError as error:
                 self.why_no_runner = str(error)
 
     def rendezvous(self) -> StoreRendezvous:
-        """Returns the rendezvous of the group's processes. The first call makes it."""
+        """Returns the rendezvous of the ranks' processes. The first call makes it."""
         with self._making:
-            self._rendezvous = self._rendezvous or meet(known_group(self.group), self.timeout_s)
+            if self._rendezvous is None:
+                self._rendezvous = Alone() if self.devices else meet(known_group(self.group), self.timeout_s)
             return self._rendezvous
 
     def find_warm_plans(self) -> None:
@@ -278,7 +275,8 @@ class Engine:
         if self.suspended:
             return
         with self.keeping_failure("suspend"):
-            kept, reasons = zip(*self._meet_to("suspend", str(keep), self.why_stays() or ""), strict=True)
+            everyone = exchange_json(self.rendezvous(), "suspend", [str(keep), self.why_stays() or ""])
+            kept, reasons = zip(*everyone, strict=True)
             if len(set(kept)) > 1:
                 raise CommunicatorError(f"suspend: ranks must pass the same keep, got, in rank order, {[*kept]}")
             if reason := next(filter(None, reasons), ""):
@@ -310,7 +308,7 @@ class Engine:
         if self._failure:
             raise self._failure.again()
         try:
-            self._meet_to("resume")
+            self.rendezvous().exchange("resume", b"")
             self.hierarchy.in_hosts("restoring memory", lambda engine: engine.resume())
             if self._suspension:
                 self._suspension.resume()
@@ -325,14 +323,8 @@ class Engine:
         self.suspended = suspended
         self.find_warm_plans()
 
-    def _meet_to(self, what: str, *words: str) -> list[list[str]]:
-        """Meets the ranks of other processes, and returns each rank's words, in rank order."""
-        if self.devices:
-            return [[*words]]
-        return [json.loads(said) for said in self.rendezvous().exchange(what, json.dumps(words).encode())]
-
     def memory(self) -> Memory:
-        return self.runner.memory_use() if self.runner else memory_of({}, [])
+        return memory_of(self.runner.regions, self.runner.symmetric.buffers) if self.runner else memory_of({}, [])
 
     def close(self) -> None:
         """Frees the memory shared with other ranks, but for what an absent rank may still use. Collective."""
@@ -369,7 +361,7 @@ def runner_of(engine: Engine) -> Runner:
     return engine.runner
 
 
-class KeepingFailure:
+class KeepingFailure(contextlib.ContextDecorator):
     """Checks that calls can be made, and keeps a failure of the code inside or of the decorated function, for later."""
 
     def __init__(self, engine: Engine, op: str) -> None:
@@ -386,13 +378,6 @@ class KeepingFailure:
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if isinstance(error, (CollectiveTimeout, RanksAbsent)):
             self._engine.keep_failure(error)
-
-    def __call__(self, run: Callable[[Sequence[Operands]], None]) -> Callable[[Sequence[Operands]], None]:
-        def run_in_context(ranks: Sequence[Operands]) -> None:
-            with self:
-                run(ranks)
-
-        return run_in_context
 
 
 def _find_warm_plans() -> None:

@@ -24,6 +24,11 @@ _libraries: dict[bytes, object] = {}
 _HERE = contextlib.nullcontext()
 
 
+def here(device: int) -> contextlib.AbstractContextManager[None]:
+    """Returns a context in which a device is current. The caller has used the CUDA runtime in this thread."""
+    return _HERE if torch._C._cuda_getDevice() == device else on_device(device)
+
+
 @functools.cache
 def architecture(device: int) -> str:
     """Returns the compiler's name of a device's architecture, with the suffix "a" from sm_90 on: "sm_90a"."""
@@ -134,11 +139,10 @@ class OwnLaunches:
 
     def run(self, *chosen: Launch, **fields: torch.Tensor | int | None) -> None:
         """Queues all launches, or the chosen ones, on torch's current stream; ``fields`` are arguments, None is 0."""
-        is_here = torch._C._cuda_getDevice() == self._device
-        with self._lock, _HERE if is_here else torch.cuda.device(self._device):
+        with self._lock, here(self._device):
             for name, value in fields.items():
                 setattr(self._arguments, name, value.data_ptr() if isinstance(value, torch.Tensor) else value or 0)
-            stream = torch.cuda.current_stream().cuda_stream
+            stream = torch._C._cuda_getCurrentRawStream(self._device)
             for launch in chosen or self.launches:
                 launch.enqueue(stream)
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import json
 import logging
 import os
 import threading
@@ -36,7 +35,7 @@ from graphar.plan.slices import Slice
 from graphar.plan.tables import Table
 from graphar.ranks.agreement import Fingerprints, words_of_kernel, words_with_numbers
 from graphar.ranks.capture import check_can_prepare, is_capturing
-from graphar.ranks.rendezvous import Ranks, RanksAbsent, StoreRendezvous
+from graphar.ranks.rendezvous import Ranks, RanksAbsent, StoreRendezvous, exchange_json
 from graphar.runtime import catalogue, compiler, launcher
 from graphar.runtime.arguments import KEPT_CALLS, Arguments, Counters, EpochState, Record
 from graphar.runtime.availability import COMMUNICATORS
@@ -47,7 +46,6 @@ from graphar.runtime.memory.multicast import TorchBuffer, TorchMemory
 from graphar.runtime.memory.peer_memory import Buffer, LocalMemory, PeerMemory, ProcessMemory
 from graphar.runtime.memory.symmetric_tensors import SymmetricTensors
 from graphar.runtime.user_tables import find_table
-from graphar.runtime.watch.stats import Memory, memory_of
 
 T = TypeVar("T", bound=Arguments)
 Struct = TypeVar("Struct", bound=ctypes.Structure)
@@ -110,7 +108,7 @@ class Runner:
         return self._multicast_memory.why_not() if self._multicast_memory else None
 
     def prepare(self, kernel: Kernel) -> list:
-        """Returns the functions of a kernel for each member. The first call for a kernel is collective."""
+        """Returns each member's function of a kernel, or None as its source. The first call for it is collective."""
         described = words_of_kernel(kernel)
         return self.prepare_all(kernel.key, kernel.algorithm, described, lambda member: self._load(kernel, member))
 
@@ -152,15 +150,17 @@ class Runner:
             share = wanted[begin : begin + PART * ranks][self.rendezvous.rank :: ranks]
             self.rendezvous.agree(f"compiling {len(wanted)} kernels", partial(compile_part, share))
 
-    def source_of(self, kernel: Kernel) -> KernelSource:
+    def source_of(self, kernel: Kernel) -> KernelSource | None:
         stands_in = kernel.algorithm.row.multimem and not self._multicast_memory
         variant = "direct" if kernel.direct else "StandIn" if stands_in else None
         return catalogue.source_of(kernel, self.world_size, variant)
 
     def _load(self, kernel: Kernel, member: Member):
         algorithm = kernel.algorithm
+        if (source := self.source_of(kernel)) is None:
+            return None
         shared_nbytes = algorithm.row.scratch(self.world_size).shared_nbytes
-        return launcher.load(self.source_of(kernel), member.device, shared_nbytes, f"{algorithm.op}: {algorithm.value}")
+        return launcher.load(source, member.device, shared_nbytes, f"{algorithm.op}: {algorithm.value}")
 
     def _allocate(self, algorithm: Algorithm) -> Buffer | TorchBuffer:
         memory = (self._multicast_memory if algorithm.row.multimem else None) or self.memory
@@ -178,10 +178,6 @@ class Runner:
                 call(driver.cuMemsetD8, counters + COUNTERS_NBYTES, needs.fill, needs.nbytes)
                 call(driver.cuCtxSynchronize)
 
-    def counters(self) -> Mapping[Algorithm, Sequence[int]]:
-        """Returns the addresses of each prepared algorithm's counters, by rank."""
-        return {algorithm: region.pointers for algorithm, region in self.regions.items()}
-
     def scratch(self, algorithm: Algorithm) -> list[int]:
         """Returns the addresses of a prepared algorithm's scratch, by rank."""
         return [pointer + COUNTERS_NBYTES for pointer in self.regions[algorithm].pointers]
@@ -192,14 +188,13 @@ class Runner:
         self, member: Member, algorithm: Algorithm, part: Slice, timeout_s: float, words: str, kind: type[T] = Arguments
     ) -> T:
         """Returns what all kernels of a prepared algorithm take, for a member and slice. Ranks have equal ``words``."""
-        counters, scratch = self.counters()[algorithm], self.scratch(algorithm)
-        multicast = self.regions[algorithm].multicast_pointer
+        region, scratch = self.regions[algorithm], self.scratch(algorithm)
         arguments = kind(
             numel=part.numel,
             timeout_ns=int(timeout_s * 1e9),
             capacity=algorithm.row.scratch(self.world_size).capacity,
-            multicast=multicast and multicast + COUNTERS_NBYTES,
-            counters=counters[member.rank],
+            multicast=region.multicast_pointer and region.multicast_pointer + COUNTERS_NBYTES,
+            counters=region.pointers[member.rank],
             abort=member.abort,
             record=member.record_pointer,
             rank=member.rank,
@@ -207,7 +202,7 @@ class Runner:
             algorithm=algorithm.number,
             fingerprint=self._fingerprints.of(words),
         )
-        for rank, pointer in enumerate(counters):
+        for rank, pointer in enumerate(region.pointers):
             arguments.scratch[rank], arguments.peer_counters[rank] = scratch[rank], pointer
             arguments.ring[(rank - member.rank) % self.world_size] = scratch[rank]
         for rank, (begin, count) in enumerate(zip(part.begin, part.count, strict=True)):
@@ -218,16 +213,13 @@ class Runner:
         """Returns the fingerprint of a launch with numbers of its epilogue, as :meth:`Fingerprints.of` does."""
         return self._fingerprints.of(words_with_numbers(words, numbers), tells)
 
-    def memory_use(self) -> Memory:
-        return memory_of(self.regions, self.symmetric.buffers)
-
     # ---- failures and the end ---------------------------------------------------------------------------------------
 
     def calls_begun(self) -> dict[Algorithm, list[int | None]]:
         """Returns how many calls the kernels of each prepared algorithm have counted, by member; None: unreadable."""
         return {
-            algorithm: [calls_begun(pointers[member.rank], member.device) for member in self.members]
-            for algorithm, pointers in self.counters().items()
+            algorithm: [calls_begun(region.pointers[member.rank], member.device) for member in self.members]
+            for algorithm, region in self.regions.items()
         }
 
     def launches(self) -> dict[str, int]:
@@ -319,7 +311,7 @@ class Runner:
 
     def _read_counters(self, member: Member) -> Mapping[Algorithm, Counters]:
         with on_device(member.device):
-            return {algorithm: read(Counters, at[member.rank]) for algorithm, at in self.counters().items()}
+            return {of: read(Counters, region.pointers[member.rank]) for of, region in self.regions.items()}
 
     def _last_calls(self) -> list[str]:
         """Returns, for each rank, its last call of each algorithm in words, such as "one_shot call 3"."""
@@ -330,7 +322,7 @@ class Runner:
         local, said = {member.rank: member.device for member in self.members}, []
         for rank in range(self.world_size):  # memory of an ended process stays readable while it is mapped here
             device = local.get(rank, self.members[0].device)
-            begun = {of: calls_begun(pointers[rank], device) for of, pointers in self.counters().items()}
+            begun = {of: calls_begun(region.pointers[rank], device) for of, region in self.regions.items()}
             calls = [f"{algorithm.value} call {count - 1}" for algorithm, count in begun.items() if count]
             known = "unknown" if None in begun.values() and not calls else ", ".join(calls) or "none"
             if preparing := self.rendezvous.published(_PREPARING, rank):
@@ -342,9 +334,8 @@ class Runner:
         """Waits for all work on the members' devices, compares the ranks' last calls, and raises a kernel's error."""
         for member in self.members:
             torch.cuda.synchronize(member.device)
-            with on_device(member.device):
-                for algorithm, pointers in self.counters().items():
-                    compare_last_calls(member.record, algorithm, pointers[member.rank], member.rank, self.world_size)
+            for algorithm, counters in self._read_counters(member).items():
+                compare_last_calls(member.record, algorithm, counters, member.rank, self.world_size)
         self.raise_failure()
 
     def close(self) -> None:
@@ -375,14 +366,13 @@ class Runner:
 # ---- what kernels wrote into counters -------------------------------------------------------------------------------
 
 
-def compare_last_calls(record: Record, algorithm: Algorithm, counters: int, rank: int, world_size: int) -> None:
+def compare_last_calls(record: Record, algorithm: Algorithm, counters: Counters, rank: int, world_size: int) -> None:
     """Writes ``record`` if a peer told this rank of another call than its own, among an algorithm's last calls.
 
-    Kernels compare all but these. A peer that runs behind may not have told its last call yet. ``counters`` is the
-    address of the rank's Counters. The current device, which is the rank's own, has no work queued.
+    Kernels compare all but these. A peer that runs behind may not have told its last call yet. The rank's device had no
+    work queued when ``counters`` were read.
     """
-    copy = read(Counters, counters)
-    called, begun = copy.called[:world_size], copy.epoch_state[0].epoch
+    called, begun = counters.called[:world_size], counters.epoch_state[0].epoch
     unlike = [
         (fingerprint, told, peer)
         for peer, entries in enumerate(called)
@@ -432,14 +422,13 @@ def read(struct: type[Struct], address: int) -> Struct:
 # ---- set-up ---------------------------------------------------------------------------------------------------------
 
 
-def set_up(
-    engine: Ranks, device: torch.device, rendezvous: StoreRendezvous, lossless: bool, stand_in: bool
-) -> tuple[Runner, Table]:
+def set_up(engine: Ranks, device: torch.device, lossless: bool, stand_in: bool) -> tuple[Runner, Table]:
     """Returns the runner of an engine, and the tuning table of its calls. Collective.
 
     ``device`` is this process's, or the first of the engine's. With ``stand_in``, for tests, multimem kernels use
     ordinary accesses in place of multimem instructions. UnsupportedError on every rank if kernels cannot reach all.
     """
+    rendezvous = engine.rendezvous()
     # With different settings they would wait for each other in different kernels.
     settings = {
         "lossless compression must be on or off on all ranks (Communicator(lossless=...), GRAPHAR_LOSSLESS)": (
@@ -447,8 +436,8 @@ def set_up(
         ),
         f"{COMMUNICATORS} must be the same on all ranks": os.environ.get(COMMUNICATORS) or "2",
     }
-    words = rendezvous.exchange("agreeing on settings", json.dumps([*settings.values()]).encode())
-    for rule, of_ranks in zip(settings, zip(*map(json.loads, words), strict=True), strict=True):
+    everyone = exchange_json(rendezvous, "agreeing on settings", [*settings.values()])
+    for rule, of_ranks in zip(settings, zip(*everyone, strict=True), strict=True):
         if len(set(of_ranks)) > 1:
             said = [f"rank {rank}: {setting}" for rank, setting in enumerate(of_ranks)]
             raise CommunicatorError("\n".join([f"{rule}, got", *said]))
@@ -470,8 +459,7 @@ def set_up(
         return [Member(rank, index) for rank, index in ranks.items()], {"table": table, "chip": asdict(chip)}
 
     members, facts = rendezvous.agree("preparing the GPUs", prepare)
-    words = rendezvous.exchange("reading the tuning table", json.dumps(facts).encode())
-    everyone = [json.loads(word) for word in words]
+    everyone = exchange_json(rendezvous, "reading the tuning table", facts)
     chip = Chip.in_common(Chip(**facts["chip"]) for facts in everyone)
     multicast = None if stand_in else TorchMemory(engine.group, device.index, rendezvous)
     runner = Runner(members, engine.world_size, chip, memory, rendezvous, multicast)

@@ -112,7 +112,7 @@ def test_every_step_of_a_call_without_a_kernel_has_its_deadline(group, name):
 # ---- kernels --------------------------------------------------------------------------------------------------------
 
 
-COUNTERS = {Algorithm.ALLGATHER_MATMUL: [0, 0]}
+REGIONS = {Algorithm.ALLGATHER_MATMUL: SimpleNamespace(pointers=[0, 0])}
 
 
 def on_gpu(*shape):
@@ -168,7 +168,7 @@ def gpus(monkeypatch, request):
         why_no_multicast=str,
         prepare=load,
         prepare_all=load,
-        counters=lambda: COUNTERS,
+        regions=REGIONS,
         symmetric=None,
         arguments=arguments,
         raise_failure=lambda: None,

@@ -73,9 +73,7 @@ class Machine:
             members=members,
             raise_failure=lambda: None,
             scratch=lambda algorithm: [one.data_ptr() for one in self._scratch],
-            prepare=lambda kernel: None,
-            source_of=lambda kernel: None,
-            prepare_all=lambda key, algorithm, words, load: [load(member) for member in members],
+            prepare=lambda kernel: [kernel.dtype for _ in members],
             symmetric=SimpleNamespace(where=lambda pointer: (self.symmetric[pointer], "")),
         )
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: self.mains[device])
@@ -86,7 +84,6 @@ class Machine:
         monkeypatch.setattr(by_copies, "here", lambda device: contextlib.nullcontext())
         monkeypatch.setattr(by_copies, "meetings", lambda *given: self._meet)
         monkeypatch.setattr(by_copies, "Launch", lambda dtype, arguments, grid: Add(self, dtype, *arguments))
-        monkeypatch.setattr(by_copies, "launcher", SimpleNamespace(load=self._load))
         monkeypatch.setattr(by_copies, "_functions", lambda: (self._copy, self._copy_batch))
         monkeypatch.setattr(by_copies, "_attributes", lambda: SimpleNamespace(getPtr=lambda: 0))
 
@@ -110,10 +107,6 @@ class Machine:
     def use_other_streams(self) -> None:
         """Makes later calls on streams of the caller's that wait for nothing."""
         self.mains = self._streams_of_callers[self.mains is self._streams_of_callers[0]]
-
-    def _load(self, source, device, shared_nbytes, what) -> torch.dtype:
-        names = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-        return names[source.name.split("<")[1].split(",")[0]]
 
     def _meet(self, more: str = "") -> None:
         """Lets each rank note that it has come, and then wait until all have."""

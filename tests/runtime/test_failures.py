@@ -60,7 +60,7 @@ class Ranks:
         monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
 
     def counters_of(self, algorithm, rank):
-        return self.counters[self.runner.counters()[algorithm][rank]]
+        return self.counters[self.runner.regions[algorithm].pointers[rank]]
 
     def call(self, rank, algorithm, first, calls, to=range(WORLD_SIZE)):
         """Makes calls, given in words, of which the first one has a number, and tells the ranks ``to`` of each."""

@@ -84,7 +84,7 @@ def launched(monkeypatch):
     monkeypatch.setattr(local_codec, "_bind", bind)
     monkeypatch.setattr(local_codec.launcher, "sm_count", lambda device: 2)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0))
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
     return found
 
 

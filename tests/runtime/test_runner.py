@@ -76,9 +76,10 @@ def test_choices_go_by_what_the_devices_of_every_rank_have(monkeypatch, own, the
     peers = Peers(theirs)
     devices = [torch.device("cuda", at) for at in range(len(own))]
 
-    ranks = SimpleNamespace(group=None, devices=devices if len(own) > 1 else None, world_size=2)
+    local = devices if len(own) > 1 else None
+    ranks = SimpleNamespace(group=None, devices=local, world_size=2, rendezvous=lambda: peers)
 
-    chip, _ = runner.set_up(ranks, devices[0], peers, lossless=True, stand_in=False)
+    chip, _ = runner.set_up(ranks, devices[0], lossless=True, stand_in=False)
 
     assert chip == common
     assert chip.has_clusters == (common is not AMPERE)

@@ -16,7 +16,7 @@ import graphar
 from graphar.errors import CommunicatorError, ConcurrentCallError, DriverError, GrapharError, UnsupportedError
 from graphar.plan.algorithms import Algorithm
 from graphar.plan.scratch import SENTINEL
-from graphar.ranks.rendezvous import Alone
+from graphar.ranks.rendezvous import Alone, exchange_json
 from graphar.runtime import runner as runners
 from graphar.runtime.arguments import Counters, Record
 from graphar.runtime.engine import open_engines
@@ -24,7 +24,7 @@ from graphar.runtime.memory import suspension
 from graphar.runtime.memory.peer_memory import LocalMemory, ProcessMemory
 from graphar.runtime.memory.suspension import Suspension
 from graphar.runtime.runner import COUNTERS_NBYTES, Runner
-from graphar.runtime.watch.stats import Memory, MemoryUse
+from graphar.runtime.watch.stats import Memory, MemoryUse, memory_of
 from tests.fake_gpu import FakeDriver, descriptors, installed, tensor_at
 from tests.processes import on_ranks, run_ranks
 
@@ -278,7 +278,7 @@ def running(make_memory, ranks, rendezvous, *algorithms):
         patch.setattr(torch.cuda, "synchronize", lambda device: fake.synchronized.append(device))
         patch.setattr(runners, "is_capturing", lambda device: False)
         patch.setattr(suspension, "is_capturing", lambda device: False)
-        patch.setattr(runners, "compare_last_calls", lambda *_: None)
+        patch.setattr(Runner, "_read_counters", lambda self, member: {})
         patch.setattr(runners, "calls_begun", begun)
         patch.setattr(suspension, "_pinned", lambda nbytes: torch.empty(nbytes, dtype=torch.uint8))
         fake.synchronized = []
@@ -314,11 +314,11 @@ def counters_of(runner, algorithm, rank=0):
 
 
 def test_nothing_but_a_guard_stays_resident(runner):
-    before = runner.memory_use()
+    before = memory_of(runner.regions, runner.symmetric.buffers)
 
     suspended(runner)
 
-    after = runner.memory_use()
+    after = memory_of(runner.regions, runner.symmetric.buffers)
     assert before.total.resident_nbytes == before.total.reserved_nbytes == after.total.reserved_nbytes
     assert after.total.resident_nbytes == 0
     assert len(runner.fake.handles) == 1  # the guard's
@@ -408,7 +408,13 @@ SMALL = Algorithm.ALLGATHER_FLAGGED, Algorithm.MATMUL_ONE_SHOT  # with little sc
 
 def what_is_held(runner):
     fake = runner.fake
-    return runner.memory_use(), dict(fake.mapped), dict(fake.reserved), dict(fake.handles), descriptors()
+    return (
+        memory_of(runner.regions, runner.symmetric.buffers),
+        dict(fake.mapped),
+        dict(fake.reserved),
+        dict(fake.handles),
+        descriptors(),
+    )
 
 
 def holds_again(runner, before, within_s=10.0):
@@ -450,7 +456,7 @@ def fail_everywhere(engine, step, fails_here=True):
             and counters_of(runner, algorithm, rank).epoch_state[3].aborted != regions[algorithm].resident
             for algorithm, rank in counters
         )
-        reached = ["True"] in engine._meet_to("look", str(fails_here and runner.fake.succeeding < 0))
+        reached = True in exchange_json(engine.rendezvous(), "look", fails_here and runner.fake.succeeding < 0)
         runner.fake.succeeding = None
         engine.suspend("symmetric")
         engine.resume()

@@ -37,7 +37,6 @@ after the meeting of chunk k + 2, or the last.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -57,16 +56,14 @@ from graphar.plan.slices import Slice, copied_chunks, row_slices
 from graphar.plan.work import Exchange, Parts, Sum
 from graphar.ranks import agreement
 from graphar.ranks.capture import is_capturing
-from graphar.runtime import launcher
 from graphar.runtime.arguments import Arguments
-from graphar.runtime.catalogue import KernelSource, sum_of_parts_source
-from graphar.runtime.driver import check, driver, on_device
+from graphar.runtime.driver import check, driver
 from graphar.runtime.engine import Engine, runner_of
-from graphar.runtime.launcher import Grid, Launch
+from graphar.runtime.launcher import Grid, Launch, here
 from graphar.runtime.member import Member
 from graphar.runtime.memory.symmetric_tensors import tensor_at
 from graphar.runtime.plan import BoundedCache, Plan
-from graphar.runtime.runner import COUNTERS_NBYTES, Runner
+from graphar.runtime.runner import COUNTERS_NBYTES
 from graphar.runtime.side_stream import stream_beside
 
 _AHEAD = COPY_PLACES - 1  # chunks that travel while a chunk is taken
@@ -76,12 +73,6 @@ _EVENTS = 32  # of a rank; each is waited for before as many others are recorded
 current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # its handle; None in a build for the CPU
 Event = torch.cuda.Event | torch.Event
 Move = tuple[int, int, int]  # the address to copy to, the address to copy from, and bytes
-_HERE = contextlib.nullcontext()
-
-
-def here(device: int) -> contextlib.AbstractContextManager[None]:
-    """Returns a context in which a device is current. The caller has used the CUDA runtime in this thread."""
-    return _HERE if torch._C._cuda_getDevice() == device else on_device(device)
 
 
 @functools.cache
@@ -164,19 +155,19 @@ def meetings(engine: Engine, call: Call, algorithm: Algorithm, words: str) -> Ca
     ``algorithm`` is prepared: the bytes lie behind its counters, as long as graphs may be replayed. ``words`` say what
     the ranks call. The function takes more words on which they must agree; new ones make a plan.
     """
-    xs, outs = [], []
-    for member in runner_of(engine).members:
-        end = runner_of(engine).counters()[algorithm][member.rank] + COUNTERS_NBYTES
-        for made, count in ((xs, 1), (outs, engine.world_size)):
-            end -= PACK_NBYTES
-            made.append(tensor_at(end, member.device, torch.empty(count, dtype=BYTE, device="meta")))
-    ranks = [Operands((x,), (out,)) for x, out in zip(xs, outs, strict=True)]
+    runner, plans = runner_of(engine), BoundedCache[Plan]()
+
+    def bytes_of(member: Member, count: int, packs: int) -> torch.Tensor:
+        """Returns the bytes that begin so many packs before the end of a member's counters."""
+        begin = runner.regions[algorithm].pointers[member.rank] + COUNTERS_NBYTES - packs * PACK_NBYTES
+        return tensor_at(begin, member.device, torch.empty(count, dtype=BYTE, device="meta"))
+
+    ranks = [Operands((bytes_of(one, 1, 1),), (bytes_of(one, engine.world_size, 2),)) for one in runner.members]
     how = {"algorithm": MEETING.value, "timeout_s": call.timeout_s, "blocks": 1}
-    plans: BoundedCache[Plan] = BoundedCache()
 
     def plan_of(more: str) -> Plan:
         work = Parts("allgather", (1,) * engine.world_size, beside=f"a meeting of {words}{more}")
-        return plans.keep(more, engine.plan(Call.of(work, xs[0], **how), ranks))
+        return plans.keep(more, engine.plan(Call.of(work, ranks[0].inputs[0], **how), ranks))
 
     def meet(more: str = "") -> None:
         (plans.get(more) or plan_of(more)).run(ranks)
@@ -205,46 +196,16 @@ class _Rank(Lane):
         return [(bases[to] + there, bases[source] + begin, nbytes) for (to, there), (source, begin), nbytes in copies]
 
 
-_MEETING = Kernel(MEETING, BYTE)
-
-
-def sources(runner: Runner, algorithm: Algorithm, dtype: torch.dtype) -> list[KernelSource]:
-    """Returns the kernels that :func:`load` loads."""
-    adds = [] if BYTE in algorithm.row.dtypes else [sum_of_parts_source(dtype, runner.world_size)]
-    return [runner.source_of(_MEETING), *adds]
-
-
-def load(runner: Runner, algorithm: Algorithm, dtype: torch.dtype) -> list[list]:
-    """Loads the kernels of an algorithm, and returns each member's local sum; empty for a gather. Collective."""
-    runner.prepare(_MEETING)
-    _, *sums = sources(runner, algorithm, dtype)
-    words = ", ".join([algorithm.value, *[source.name for source in sums]])
-
-    def load_sums(member: Member) -> list:
-        return [launcher.load(source, member.device, 0, words) for source in sums]
-
-    return runner.prepare_all((algorithm, words), algorithm, words, load_sums)
-
-
 Address = tuple[int, int]  # what it counts from, and bytes after that
 _NULL, _X, _OUT, _PEERS = range(4)  # 0; this rank's input; its output; the output of rank r is _PEERS + r
 Copy = tuple[Address, Address, int]  # to, from, and bytes
-
-
-class _Addition(NamedTuple):
-    """The local sum of all ranks' parts of a chunk, in rank order."""
-
-    output: int  # bytes after the output's begin
-    own: int  # bytes after the input's begin: of this rank's own part
-    arrived: dict[int, int]  # by peer, the address of its part
-    nbytes: int
 
 
 class _Chunk(NamedTuple):
     """What a rank does with a chunk: the steps of the module's picture, in their order."""
 
     push: list[Copy]
-    add: _Addition | None = None
+    add: Sequence[tuple[int, int]] = ()  # the peers whose parts a local sum adds, and the addresses of these
     back: Sequence[Copy] = ()
     keep: Sequence[Copy] = ()
 
@@ -277,13 +238,13 @@ class ByCopies:
             self._slices = copied_chunks(self._counts, self._itemsize, self._place_nbytes, *chunks)
         # Bytes from a part of the input to the next rank's. An all-to-all has equal parts, an all-gather one for all.
         self._stride = self._counts[0] * self._itemsize if call.op == "alltoall" else 0
-        loaded = load(self._runner, config.algorithm, call.dtype)
+        loaded = self._runner.prepare(Kernel(config.algorithm, BYTE if self._gathers else call.dtype))
         grid = Grid(config.blocks, config.threads, 0, overlaps=False)
         self._scratch = self._runner.scratch(config.algorithm)
         self._sums = {  # by rank; none in a gather
             member.rank: (Launch(function, [arguments], grid), arguments)
-            for member, sums in zip(self._runner.members, loaded, strict=True)
-            for function in sums
+            for member, function in zip(self._runner.members, loaded, strict=True)
+            if not self._gathers
             for arguments in [Arguments()]
         }
         self._ranks: BoundedCache[_Rank] = BoundedCache()  # by rank, and the handle of the caller's stream
@@ -315,15 +276,13 @@ class ByCopies:
             """Returns the copies of the peers' parts to the output, unless the peers copied them there directly."""
             return [] if direct else [((_OUT, begins[p]), place(rank, hop, area), sizes[p]) for hop, p in before]
 
-        offset = chunk.offset * self._itemsize
         if self._gathers:
-            return _Chunk(to_all(0, _X, offset, self._stride), keep=from_all(0))
+            return _Chunk(to_all(0, _X, chunk.offset * self._itemsize, self._stride), keep=from_all(0))
         to_owners = [(place(p, hop), (_X, begins[p]), sizes[p]) for hop, p in after]
-        arrived = {p: place(rank, hop)[1] for hop, p in before}
+        arrived = [(p, place(rank, hop)[1]) for hop, p in before]
         if self._op == "reducescatter":
-            return _Chunk(to_owners, _Addition(offset, begins[rank], arrived, sizes[rank]))
-        add = _Addition(begins[rank], begins[rank], arrived, sizes[rank])
-        return _Chunk(to_owners, add, back=to_all(1, _OUT, begins[rank]), keep=from_all(1))
+            return _Chunk(to_owners, arrived)
+        return _Chunk(to_owners, arrived, back=to_all(1, _OUT, begins[rank]), keep=from_all(1))
 
     # ---- calls ------------------------------------------------------------------------------------------------------
 
@@ -398,7 +357,7 @@ class ByCopies:
         return [state.copy(state.moves(self._chunk(state.rank, at).push), _PUSHES) for state in states]
 
     def _meet_after(self, states: Sequence[_Rank], left: int, words: str = "") -> None:
-        """Lets ranks meet after the copies whose ends they have noted, but for the last ``left`` copies."""
+        """Waits for each rank's noted copies except the last ``left``, and then lets the ranks meet."""
         for state in states:
             while len(state.ends) > left:
                 state.wait(state.ends.pop(0))
@@ -409,8 +368,8 @@ class ByCopies:
         if at >= self._keeps_after:
             self._keep(state, at - self._keeps_after)
         chunk = self._chunk(state.rank, at)
-        if chunk.add and chunk.add.nbytes:
-            self._add(state, chunk.add)
+        if chunk.add and self._slices[at].count[state.rank]:
+            self._add(state, self._slices[at], chunk.add)
         if chunk.back:
             state.ends.append(state.copy(state.moves(chunk.back), _RESULTS))
 
@@ -418,12 +377,15 @@ class ByCopies:
         if keep := self._chunk(state.rank, at).keep:
             state.ends.append(state.copy(state.moves(keep), _KEPT))
 
-    def _add(self, state: _Rank, add: _Addition) -> None:
+    def _add(self, state: _Rank, chunk: Slice, arrived: Sequence[tuple[int, int]]) -> None:
+        """Adds this rank's own part of a chunk and those of its peers, in rank order."""
         launch, arguments = self._sums[state.rank]
-        arguments.numel, arguments.output = add.nbytes // self._itemsize, state.bases[_OUT] + add.output
+        own = chunk.begin[state.rank]
+        to = chunk.offset if self._op == "reducescatter" else own
+        arguments.numel, arguments.output = chunk.count[state.rank], state.bases[_OUT] + to * self._itemsize
         arguments.epilogue.scalar[0] = state.factor
-        arguments.peer_input[state.rank] = state.bases[_X] + add.own
-        for peer, part in add.arrived.items():
+        arguments.peer_input[state.rank] = state.bases[_X] + own * self._itemsize
+        for peer, part in arrived:
             arguments.peer_input[peer] = part
         with here(state.member.device):
             launch.enqueue(state.main.cuda_stream)

@@ -19,15 +19,9 @@ from graphar.plan.call import Call, Operands
 from graphar.plan.config import FALLBACK
 from graphar.plan.scratch import PACK_NBYTES, WARP
 from graphar.plan.work import Loss
-from graphar.runtime import launcher
+from graphar.runtime import catalogue, launcher
 from graphar.runtime.arguments import LossArguments
-from graphar.runtime.catalogue import (
-    KernelSource,
-    softmax_backward_source,
-    softmax_partials_source,
-    softmax_results_source,
-    softmax_total_source,
-)
+from graphar.runtime.catalogue import KernelSource
 from graphar.runtime.engine import Engine
 from graphar.runtime.launcher import Launch, OwnLaunches, early_grid, runs_on
 from graphar.runtime.plan import Plan, Tensors
@@ -100,9 +94,9 @@ def sources(device: int, dtypes: Sequence[torch.dtype]) -> list[KernelSource]:
     """Returns the kernels that losses and log-probabilities may take on a GPU, and those of their gradients."""
     spreads = (False, True) if launcher.chip(device).has_clusters else (False,)
     kinds = itertools.product(FORMS, spreads, dtypes)
-    partials = [softmax_partials_source(dtype, *form, spread) for form, spread, dtype in kinds]
-    results = [*map(softmax_results_source, PLANES), softmax_total_source(SUM_THREADS)]
-    return [*partials, *results, *map(softmax_backward_source, dtypes)]
+    partials = [catalogue.softmax_partials_source(dtype, *form, spread) for form, spread, dtype in kinds]
+    results = [*map(catalogue.softmax_results_source, PLANES), catalogue.softmax_total_source(SUM_THREADS)]
+    return [*partials, *results, *map(catalogue.softmax_backward_source, dtypes)]
 
 
 # ---- the forward pass -----------------------------------------------------------------------------------------------
@@ -155,7 +149,7 @@ def of_rank(x: torch.Tensor, work: Loss, first: int, ranks: int) -> Compute:
     if not _serves(x):
         return _in_torch(work, first, ranks)
     device, dtype = x.device.index, x.dtype
-    load(softmax_backward_source(dtype), device)  # now, since loading could hang later
+    load(catalogue.softmax_backward_source(dtype), device)  # now, since loading could hang later
     return _bind_forward(device, dtype, work, first, ranks)
 
 
@@ -188,10 +182,10 @@ def _bind_forward(device: int, dtype: torch.dtype, work: Loss, first: int, ranks
         return Launch(load(source, device), [fields], early_grid(device, *grid))
 
     threads = LEAVES // cluster * (LANES if cluster > 1 else WARP)
-    source = softmax_partials_source(dtype, kind, scaled, cluster > 1)
+    source = catalogue.softmax_partials_source(dtype, kind, scaled, cluster > 1)
     partials = bound(source, groups * cluster, threads, shared, cluster)
-    results = bound(softmax_results_source(kind), -(-work.rows // RESULTS_THREADS), RESULTS_THREADS)
-    total = bound(softmax_total_source(SUM_THREADS), 1, SUM_THREADS)
+    results = bound(catalogue.softmax_results_source(kind), -(-work.rows // RESULTS_THREADS), RESULTS_THREADS)
+    total = bound(catalogue.softmax_total_source(SUM_THREADS), 1, SUM_THREADS)
     launches = OwnLaunches(device, fields, [partials, results, total])
     room = 0 if fields.is_per_row else room_for_sums(work.rows)
 
@@ -246,4 +240,4 @@ def _bind_backward(device: int, dtype: torch.dtype, work: Loss, first: int) -> O
     slices = min(-(-SLICED_BLOCKS * launcher.sm_count(device) // work.rows), -(-packs // BACKWARD_THREADS))
     fields = arguments(work, first, 1, slices=slices)
     grid = early_grid(device, work.rows * slices, BACKWARD_THREADS)
-    return OwnLaunches(device, fields, [Launch(load(softmax_backward_source(dtype), device), [fields], grid)])
+    return OwnLaunches(device, fields, [Launch(load(catalogue.softmax_backward_source(dtype), device), [fields], grid)])

@@ -52,7 +52,7 @@ def check_list(op: str, xs: Sequence[torch.Tensor]) -> None:
     for i, x in enumerate(xs):
         check_tensor(op, f"tensor {i}", x)
         _check_alike(op, xs, i, "equal shapes", x.shape == xs[0].shape)
-    _check_devices(op, xs)
+    check_devices(op, [x.device for x in xs])
 
 
 def check_list_to_join(op: str, xs: Sequence[torch.Tensor], axis: Any) -> int:
@@ -62,14 +62,8 @@ def check_list_to_join(op: str, xs: Sequence[torch.Tensor], axis: Any) -> int:
         axis = check_axis(op, xs[0], axis)
         fits = x.ndim == xs[0].ndim and all(at == axis or x.shape[at] == size for at, size in enumerate(xs[0].shape))
         _check_alike(op, xs, i, f"equal shapes but for axis {axis}", fits)
-    _check_devices(op, xs)
-    return axis
-
-
-def _check_devices(op: str, xs: Sequence[torch.Tensor]) -> None:
-    if not xs:
-        raise ValueError(f"{op}: needs at least one tensor, got an empty list")
     check_devices(op, [x.device for x in xs])
+    return axis
 
 
 def _check_alike(op: str, xs: Sequence[torch.Tensor], i: int, shapes: str, fits: bool) -> None:

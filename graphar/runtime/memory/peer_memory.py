@@ -13,14 +13,13 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import itertools
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeAlias
 
 from graphar.errors import CommunicatorError, DriverError, GrapharError, Reason, UnsupportedError
 from graphar.ranks.descriptors import Channel, close_all
 from graphar.ranks.hosts import host, several_hosts
-from graphar.ranks.rendezvous import Alone, RanksAbsent, StoreRendezvous
+from graphar.ranks.rendezvous import Alone, RanksAbsent, StoreRendezvous, exchange_json
 from graphar.runtime.availability import may_share_gpu, no_peer_access
 from graphar.runtime.driver import call, check, driver, on_device, primary_context
 from graphar.runtime.memory import virtual_memory
@@ -142,17 +141,14 @@ class PeerMemory:
 
     def _create(self, buffers: Sequence[VirtualBuffer], ends: contextlib.ExitStack) -> list[dict[int, object]]:
         """Returns handles of new memory for buffers, by rank, and sends them to the peers; ``ends`` releases them."""
-        handles, descriptors = [], []
-        with _told(), on_device(self._device):
-            try:
-                for buffer in buffers:
-                    handles.append(buffer.create(ends))
-                if self._channel:
-                    for memories in handles:
-                        descriptors += map(virtual_memory.export, memories.values())
-                    self._channel.send(self._exchanges, descriptors)
-            finally:
-                close_all(descriptors)
+        descriptors: list[int] = []
+        with _told(), on_device(self._device), contextlib.ExitStack() as sent:
+            sent.callback(close_all, descriptors)
+            handles = [buffer.create(ends) for buffer in buffers]
+            if self._channel:
+                for memories in handles:
+                    descriptors += map(virtual_memory.export, memories.values())
+                self._channel.send(self._exchanges, descriptors)
         return handles
 
     def _map(self, buffers: Sequence[VirtualBuffer], handles: Sequence[dict[int, object]]) -> None:
@@ -186,7 +182,7 @@ class ProcessMemory(PeerMemory):
             failing.callback(self.close)
             mine = {"why_not": self._listen(), "host": host(), "gpu": _gpu(self._device), "may_share": may_share_gpu()}
             mine["address"] = self._channel.address if self._channel else ""
-            everyone = self._exchange("set-up", mine)
+            everyone = exchange_json(self._rendezvous, "set-up", mine)
             if problem := several_hosts(facts["host"] for facts in everyone):
                 raise UnsupportedError(problem)
             gpus = [facts["gpu"] for facts in everyone]
@@ -199,7 +195,7 @@ class ProcessMemory(PeerMemory):
                 except OSError as error:
                     self.why_stays = str(error)
             facts = {"problem": _unreachable(self._device, gpus), "why_not": self.why_stays}
-            everyone = self._exchange("peer access", facts)
+            everyone = exchange_json(self._rendezvous, "peer access", facts)
             if problem := _first_reason(everyone, "problem"):
                 raise UnsupportedError(problem)
             self.why_stays = self.why_stays or _first_reason(everyone)
@@ -215,9 +211,6 @@ class ProcessMemory(PeerMemory):
         except OSError as error:
             return str(error)
         return None
-
-    def _exchange(self, what: str, words: Mapping[str, object]) -> list[dict]:
-        return [json.loads(word) for word in self._rendezvous.exchange(what, json.dumps(words).encode())]
 
 
 class LocalMemory(PeerMemory):
