@@ -60,6 +60,7 @@ class Engine:
 
     # Tests set it before the first call: multimem kernels then use ordinary accesses and need no multicast.
     multimem_stand_in = False
+    _has_said = False  # whether the log says how calls are made
 
     def __init__(
         self,
@@ -129,7 +130,8 @@ class Engine:
             with self.keeping_failure(call.op), announced:
                 plan = binders[type(call.work)](self, call, ranks)
             plan = self.plans.keep(call, plan)
-            if self.plans.made == 1:
+            if not self._has_said:
+                self._has_said = True
                 self._say_how_calls_are_made(plan)
         return plan
 
