@@ -87,8 +87,19 @@ class Calls(NamedTuple):
         self._run(Exchange(self.communicator.rank or 0, (1,), (sends,), (receives,), known=known), out, x)
 
     def _run(self, work: Parts | Exchange, out: torch.Tensor, x: torch.Tensor, place: int | None = None) -> None:
-        call, engine = Call.of(work, x, timeout_s=self.timeout_s), self.communicator.engine
-        _run_into(out, x, lambda out, x: engine.run(call, [Operands((x,), (out,))]), place)
+        """Runs work with tensors flattened, contiguous and without shared memory. ``out`` has the result.
+
+        ``x`` may be at the address ``place``, where kernels write this rank's part after they have read it.
+        """
+        out, x = out.detach(), x.detach().contiguous()
+        target = _contiguous(out)
+        begin, end = x.data_ptr(), target.data_ptr()
+        if begin != place and begin < end + target.nbytes and end < begin + x.nbytes:
+            x = x.clone()
+        call = Call.of(work, x, timeout_s=self.timeout_s)
+        self.communicator.engine.run(call, [Operands((x.view(-1),), (target.view(-1),))])
+        if target is not out:
+            out.copy_(target)
 
     def _in_packs(
         self,
@@ -144,21 +155,6 @@ def why_no_splits(
         for rows, sizes in ((out, receives), (x, sends))
     )
     return None if fit and out.shape[1:].numel() == x.shape[1:].numel() else "the sizes of parts do not fit the tensors"
-
-
-def _run_into(out: torch.Tensor, x: torch.Tensor, run: Callable[..., object], place: int | None = None) -> None:
-    """Calls ``run(out, x)`` with both flattened, contiguous and without shared memory. ``out`` has the result.
-
-    ``x`` may be at the address ``place``, where kernels write this rank's part after they have read it.
-    """
-    out, x = out.detach(), x.detach().contiguous()
-    target = _contiguous(out)
-    begin, end = x.data_ptr(), target.data_ptr()
-    if begin != place and begin < end + target.nbytes and end < begin + x.nbytes:
-        x = x.clone()
-    run(target.view(-1), x.view(-1))
-    if target is not out:
-        out.copy_(target)
 
 
 def _contiguous(out: torch.Tensor) -> torch.Tensor:

@@ -25,14 +25,14 @@ import torch
 import torch.distributed as dist
 
 from graphar.errors import CommunicatorError, Reason, UnsupportedError
-from graphar.numerics.codecs import TILE_NUMEL, Codec
+from graphar.numerics.codecs import TILE_NUMEL
 from graphar.numerics.dtypes import ACCUMULATION_DTYPES, with_canonical_nan
 from graphar.plan.call import Call, Operands
 from graphar.plan.tables import Table
 from graphar.plan.work import Parts, Sum
 from graphar.ranks import capture
 from graphar.ranks.cpu import fallback
-from graphar.ranks.cpu.reduction import CoderOf
+from graphar.ranks.cpu.reduction import Coder
 from graphar.ranks.cpu.transport import Group, check_backend, pipelined
 from graphar.ranks.groups import known_group
 from graphar.ranks.hosts import host
@@ -89,9 +89,8 @@ class Hierarchy:
         ranks: Ranks,
         hosts: list[list[int]] | None,
         make_kernels: Callable[[dist.ProcessGroup, float], Kernels],
-        coder_of: CoderOf,
     ) -> None:
-        self._communicator, self._given, self._make_kernels, self._coder_of = ranks, hosts, make_kernels, coder_of
+        self._communicator, self._given, self._make_kernels = ranks, hosts, make_kernels
         self._hosts: list[list[int]] = []  # none until the first call
         self._groups: list[dist.ProcessGroup] = []  # inside this rank's host, and across hosts
         self.kernels: Kernels | None = None  # the engine inside this host, on GPUs
@@ -167,37 +166,37 @@ class Hierarchy:
 
     # ---- calls ------------------------------------------------------------------------------------------------------
 
-    def bind(self, call: Call[Sum | Parts], timeout_s: float) -> fallback.Run:
+    def bind(self, call: Call, timeout_s: float, coder: Coder | None) -> fallback.Run:
         """Returns the function of a call on this rank's operands; ``timeout_s`` is the deadline of each wait.
 
-        It writes what graphar.reference.hierarchical_allreduce or hierarchical_reducescatter gives this rank. A codec
-        is the format across hosts; that of a reduce-scatter rounds to nearest.
+        It writes what graphar.reference.hierarchical_allreduce or hierarchical_reducescatter gives this rank.
+        ``coder`` has the codec across hosts; that of a reduce-scatter rounds to nearest.
         """
         inside, across = (Group(group, timeout_s) for group in self._groups)
-        compute = {"allreduce": self._allreduce, "reducescatter": self._reducescatter}[call.op]
+        compute: Callable[..., None] = {"allreduce": self._allreduce, "reducescatter": self._reducescatter}[call.op]
 
         def run(ranks: Sequence[Operands]) -> None:
             (operands,) = ranks
             x, out = operands.inputs[0], operands.outputs[0]
             check_backend(x.device, known_group(self._communicator.group))
-            compute(inside, across, call.wire, x, out)
+            compute(inside, across, coder, x, out)
 
         return run
 
-    def _allreduce(self, inside: Group, across: Group, codec: Codec | None, x: torch.Tensor, out: torch.Tensor) -> None:
+    def _allreduce(self, inside: Group, across: Group, coder: Coder | None, x: torch.Tensor, out: torch.Tensor) -> None:
         """Sums chunks. Inside a host that is in fp32: twice the bytes of bf16 over NVLink, but no kernel of its own."""
-        source, target, step = x.view(-1), out.view(-1), _CHUNK_NUMEL // 4 if codec else _CHUNK_NUMEL
+        source, target, step = x.view(-1), out.view(-1), _CHUNK_NUMEL // 4 if coder else _CHUNK_NUMEL
         chunks = zip(source.split(step), target.split(step), strict=True)
-        pipelined(self._sum_chunk(inside, across, codec, *chunk) for chunk in chunks)
+        pipelined(self._sum_chunk(inside, across, coder, *chunk) for chunk in chunks)
 
     def _sum_chunk(
-        self, inside: Group, across: Group, codec: Codec | None, source: torch.Tensor, target: torch.Tensor
+        self, inside: Group, across: Group, coder: Coder | None, source: torch.Tensor, target: torch.Tensor
     ) -> Iterator[None]:
         """Sums a chunk inside, and starts to sum it across. The next step waits for that, and gathers inside."""
-        unit = TILE_NUMEL if codec else _LINE_NUMEL
+        unit = TILE_NUMEL if coder else _LINE_NUMEL
         counts = tuple(map(len, fallback.shards(source, inside.world_size, unit)))
         part = self._sum_inside(inside, source, counts)
-        arrived = self._start_across(across, part, codec)
+        arrived = self._start_across(across, part, coder)
         yield
         arrived()
         rounded = with_canonical_nan(part.to(target.dtype))
@@ -206,7 +205,7 @@ class Hierarchy:
         else:
             self._inside(inside, "allgather", rounded, target, counts)
 
-    def _reducescatter(self, inside: Group, across: Group, codec: Codec, x: torch.Tensor, out: torch.Tensor) -> None:
+    def _reducescatter(self, inside: Group, across: Group, coder: Coder, x: torch.Tensor, out: torch.Tensor) -> None:
         """Sums the parts of all hosts' ranks at this rank's place inside its host, and sends each to its rank.
 
         Each rank's part of ``x`` is as long as ``out``.
@@ -221,7 +220,7 @@ class Hierarchy:
             total = part
             if across.world_size > 1:
                 total, counts = part.new_empty(target.numel()), (target.numel(),) * across.world_size
-                self._run(across, Parts("reducescatter", counts, codec.text), part, total)
+                _run(across, Parts("reducescatter", counts, coder.codec.text), part, total, coder)
             target.copy_(with_canonical_nan(total.to(target.dtype)))
 
     def _sum_inside(self, inside: Group, chunk: torch.Tensor, counts: tuple[int, ...]) -> torch.Tensor:
@@ -232,11 +231,12 @@ class Hierarchy:
         self._inside(inside, "reducescatter", wide, part, counts)
         return part
 
-    def _start_across(self, across: Group, part: torch.Tensor, codec: Codec | None) -> Callable[[], None]:
+    def _start_across(self, across: Group, part: torch.Tensor, coder: Coder | None) -> Callable[[], None]:
         """Starts to sum ``part`` over the hosts in place, and returns a function that waits for the sum."""
         if across.world_size == 1 or not part.numel():
             return lambda: None
-        step = partial(self._run, across, Sum(part.numel(), codec.text if codec else ""), part, part)
+        work = Sum(part.numel(), coder.codec.text if coder else "")
+        step = partial(_run, across, work, part, part, coder)
         if not (part.is_cuda and self._beside):
             step()
             return lambda: None
@@ -253,12 +253,11 @@ class Hierarchy:
             call = Call.of(Parts(op, counts), x, timeout_s=inside.timeout_s, blocks=blocks)
             self.kernels.run(call, [Operands((x,), (out,))])
         else:
-            self._run(inside, Parts(op, counts), x, out)
+            _run(inside, Parts(op, counts), x, out)
 
-    def _run(self, group: Group, work: Sum | Parts, x: torch.Tensor, out: torch.Tensor) -> None:
-        call = Call.of(work, x)
-        coder = self._coder_of(call, call.wire, None) if call.wire else None
-        fallback.bind(call, group, repeat(0), coder)([Operands((x,), (out,))])
+
+def _run(group: Group, work: Sum | Parts, x: torch.Tensor, out: torch.Tensor, coder: Coder | None = None) -> None:
+    fallback.bind(Call.of(work, x), group, repeat(0), coder)([Operands((x,), (out,))])
 
 
 def _new_group(communicator: Ranks, what: str, ranks: list[int]) -> dist.ProcessGroup:

@@ -237,7 +237,11 @@ def _by_specification(call: SumCall, specification: Specification, transport: Tr
         if out.device not in made:
             made[out.device] = _results(call, specification, [part.clone().view(shape) for part in parts])
     for rank, out in zip(transport.ranks, outs, strict=True):
-        _put(call, made[out.device][rank], out)
+        result = made[out.device][rank]
+        if (result.numel(), result.dtype) != (out.numel(), out.dtype):
+            gives, wanted = (f"{list(tensor.shape)} {tensor.dtype}" for tensor in (result, out))
+            raise ValueError(f"{call.op}: {call.algorithm} has a specification that gives {gives} in place of {wanted}")
+        out.view(-1).copy_(result.reshape(-1))
 
 
 def _results(call: SumCall, specification: Specification, xs: list[torch.Tensor]) -> Sequence[torch.Tensor]:
@@ -247,10 +251,3 @@ def _results(call: SumCall, specification: Specification, xs: list[torch.Tensor]
     if len(results) != len(xs):
         raise ValueError(f"{call.op}: {call.algorithm} has a specification that gives {len(results)} results")
     return results
-
-
-def _put(call: SumCall, result: torch.Tensor, out: torch.Tensor) -> None:
-    if (result.numel(), result.dtype) != (out.numel(), out.dtype):
-        gives, wanted = (f"{list(tensor.shape)} {tensor.dtype}" for tensor in (result, out))
-        raise ValueError(f"{call.op}: {call.algorithm} has a specification that gives {gives} in place of {wanted}")
-    out.view(-1).copy_(result.reshape(-1))

@@ -134,6 +134,9 @@ Reduction = ExactSum | CodedSum  # the arithmetic of one call
 class Coder(Protocol):
     """Encodes and decodes with one codec, on the device of the tensors. Tensors are 1-D and contiguous."""
 
+    @property
+    def codec(self) -> Codec: ...
+
     def encode(self, part: torch.Tensor, noise: Noise) -> torch.Tensor:
         """Returns the bytes of a tensor on the wire. A codec with feedback replaces it by its rounding errors."""
         ...

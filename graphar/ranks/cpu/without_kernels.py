@@ -58,7 +58,7 @@ class WithoutKernels:
             return fallback.bind(call, InProcess(ranks.world_size), numbers, coder)
         calls = self.group_calls()
         if config is HIERARCHICAL:
-            run = self._hierarchy.bind(call, timeout_s)
+            run = self._hierarchy.bind(call, timeout_s, coder)
         else:
             messages = calls.messages if x.device.type == "cpu" else None
             transport = messages or Group(known_group(ranks.group), timeout_s)
