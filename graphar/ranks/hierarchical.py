@@ -85,10 +85,7 @@ class Hierarchy:
     """
 
     def __init__(
-        self,
-        ranks: Ranks,
-        hosts: list[list[int]] | None,
-        make_kernels: Callable[[dist.ProcessGroup, float], Kernels],
+        self, ranks: Ranks, hosts: list[list[int]] | None, make_kernels: Callable[[dist.ProcessGroup, float], Kernels]
     ) -> None:
         self._communicator, self._given, self._make_kernels = ranks, hosts, make_kernels
         self._hosts: list[list[int]] = []  # none until the first call

@@ -30,6 +30,7 @@ _SHARD_UNIT = 64  # elements: exact shards begin where those of other dtypes wou
 OfRanks = Sequence[Operands]  # the operands of this process's ranks
 Run = Callable[[OfRanks], None]
 SumCall = Call[Sum | Parts]
+Owned = tuple[torch.Tensor, Operands, int]  # where a rank's sum goes, its operands, and its first element in the result
 
 
 def bind(call: Call, transport: Transport, calls: Iterator[int], coder: Coder | None = None) -> Run:
@@ -141,16 +142,12 @@ def _reducescatter(how: Reduction, call: SumCall, transport: Transport, ranks: O
 
 
 def _sum_shards(
-    how: Reduction,
-    transport: Transport,
-    sources: Sequence[Tensors],
-    firsts: Sequence[int],
-    owned: Sequence[tuple[torch.Tensor, Operands, int]],
+    how: Reduction, transport: Transport, sources: Sequence[Tensors], firsts: Sequence[int], owned: Sequence[Owned]
 ) -> Generator[None, None, list[torch.Tensor]]:
     """Sends each owner its shard of every rank's tensor. The next step writes the sums, and gives them as they travel.
 
     ``sources`` are the shards of each rank of this process, and ``firsts`` the indices of their first elements in the
-    whole tensor. ``owned`` has for each of these ranks its target, its operands, and its first element in the result.
+    whole tensor. ``owned`` is what each of these ranks sums.
     """
     sent = [
         [how.encode(shard, rank, first) for shard, first in zip(of_rank, firsts, strict=True)]
