@@ -150,10 +150,6 @@ class Coder(Protocol):
         ...
 
 
-# For a call, its codec, and the devices of this process's ranks; None: the call's.
-CoderOf = Callable[[Call, Codec, "Sequence[torch.device] | None"], Coder]
-
-
 @dataclass(frozen=True)
 class TorchCoder:
     """A codec by torch's functions: on the CPU at memory speed, on others as the specification has them."""

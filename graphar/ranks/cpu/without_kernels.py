@@ -26,7 +26,7 @@ from graphar.ranks import agreement
 from graphar.ranks.cpu import fallback
 from graphar.ranks.cpu.fallback import Run
 from graphar.ranks.cpu.messages import Messages, hash_of, messages_of
-from graphar.ranks.cpu.reduction import CoderOf
+from graphar.ranks.cpu.reduction import Coder
 from graphar.ranks.cpu.transport import Group, GroupFailed, InProcess
 from graphar.ranks.groups import known_group
 from graphar.ranks.hierarchical import Hierarchy
@@ -41,9 +41,12 @@ _PARTS = re.compile(r"^allgather of parts of \[[^]]*\]")  # as agreement.words b
 
 
 class WithoutKernels:
-    """The calls of one communicator without kernels. ``coder_of`` makes what encodes for calls with a codec."""
+    """The calls of one communicator without kernels.
 
-    def __init__(self, communicator: Ranks, hierarchy: Hierarchy, coder_of: CoderOf) -> None:
+    ``coder_of`` makes the coder of a call from the call, its codec, and the devices of this process's ranks.
+    """
+
+    def __init__(self, communicator: Ranks, hierarchy: Hierarchy, coder_of: Callable[..., Coder]) -> None:
         self._communicator, self._hierarchy, self._coder_of = communicator, hierarchy, coder_of
         self._group_calls: GroupCalls | None = None  # made at first use
         self._making = threading.Lock()
