@@ -150,10 +150,13 @@ class Timer(Stopwatch, contextlib.AbstractContextManager):
         """Returns the median time of each of ``runs``; hopeless ones stop early. ``before`` gets a run's index."""
         times: list[list[float]] = [[] for _ in runs]
         for turn in range(1 + REPEATS):
-            for at in _worthwhile(times):
+            fastest_us = min(itertools.chain(*times), default=0.0)
+            for at, run in enumerate(runs):
+                if min(times[at], default=0.0) > HOPELESS * fastest_us:
+                    continue
                 if before:
                     before(at)
-                time_us = self.elapsed_us(runs[at])
+                time_us = self.elapsed_us(run)
                 if turn > 0:  # the first one warms up
                     times[at].append(time_us)
         return [statistics.median(of_run) for of_run in times]
@@ -184,11 +187,3 @@ class Timer(Stopwatch, contextlib.AbstractContextManager):
             for _ in range(count):
                 run()
         return graph
-
-
-def _worthwhile(times: list[list[float]]) -> list[int]:
-    """Returns the indexes of the runs that may still be the fastest, by the times so far."""
-    if not times[0]:
-        return list(range(len(times)))
-    best = min(min(of_run) for of_run in times)
-    return [at for at, of_run in enumerate(times) if min(of_run) <= HOPELESS * best]
