@@ -55,8 +55,7 @@ class GrapharWork(dist.Work):
     def is_completed(self) -> bool:
         return self._event is None or self._event.query()
 
-    def is_success(self) -> bool:
-        return self.is_completed()
+    is_success = is_completed
 
     def result(self) -> list[torch.Tensor]:
         return self._outputs

@@ -61,10 +61,6 @@ def alone(call: Call) -> Run:
     return feeding_back(call, copy)
 
 
-def do_nothing(ranks: OfRanks) -> None:
-    """The function of a call without elements."""
-
-
 def feeding_back(call: SumCall, run: Run) -> Run:
     """Returns ``run``, which leaves rounding errors in its inputs, for a call that adds those of earlier calls to them.
 
@@ -232,19 +228,14 @@ def _by_specification(call: SumCall, specification: Specification, transport: Tr
     outs = [operands.outputs[0] for operands in ranks]
     for out, parts in zip(outs, received, strict=True):
         if out.device not in made:
-            made[out.device] = _results(call, specification, [part.clone().view(shape) for part in parts])
+            result = specification([part.clone().view(shape) for part in parts])  # it may overwrite the copies
+            results = [result] * world_size if isinstance(result, torch.Tensor) else result
+            if len(results) != world_size:
+                raise ValueError(f"{call.op}: {call.algorithm} has a specification that gives {len(results)} results")
+            made[out.device] = results
     for rank, out in zip(transport.ranks, outs, strict=True):
         result = made[out.device][rank]
         if (result.numel(), result.dtype) != (out.numel(), out.dtype):
             gives, wanted = (f"{list(tensor.shape)} {tensor.dtype}" for tensor in (result, out))
             raise ValueError(f"{call.op}: {call.algorithm} has a specification that gives {gives} in place of {wanted}")
         out.view(-1).copy_(result.reshape(-1))
-
-
-def _results(call: SumCall, specification: Specification, xs: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """Returns each rank's result. ``xs`` are copies of the ranks' tensors, which the function may overwrite."""
-    result = specification(xs)
-    results = [result] * len(xs) if isinstance(result, torch.Tensor) else result
-    if len(results) != len(xs):
-        raise ValueError(f"{call.op}: {call.algorithm} has a specification that gives {len(results)} results")
-    return results
