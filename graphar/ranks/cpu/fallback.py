@@ -92,18 +92,18 @@ def _allreduce(how: Reduction, call: SumCall, transport: Transport, ranks: OfRan
             owned = [(targets[rank], ranks[0], firsts[rank])]
             totals = yield from _sum_shards(how, transport, [sources], firsts, owned)
             rooms = [how.room(target) for target in targets]
-            gathered = transport.gather(totals, [rooms])
+            arrived = transport.gather(totals, list(map(len, rooms)), [rooms])
             yield
-            gathered()
-            for peer, (target, room) in enumerate(zip(targets, rooms, strict=True)):
+            (sums,) = arrived()
+            for peer, (target, of_peer) in enumerate(zip(targets, sums, strict=True)):
                 if peer != rank:
-                    how.arrived(target, room)
+                    how.arrived(target, of_peer)
 
         pipelined(two_shot(*at) for at in _windows(numel, step))
         return
     for start, window in _windows(numel, _CHUNK_NUMEL if is_coded else numel):
         sent = [how.encode(x[window], rank, start) for rank, x in zip(transport.ranks, xs, strict=True)]
-        received = transport.collect(sent, [sent[0].numel()] * transport.world_size)
+        received = transport.gather(sent, [sent[0].numel()] * transport.world_size)()
         if len(ranks) == 1:
             how.into(outs[0][window], received[0], ranks[0], start)
             continue
@@ -149,12 +149,12 @@ def _sum_shards(
         [how.encode(shard, rank, first) for shard, first in zip(of_rank, firsts, strict=True)]
         for rank, of_rank in zip(transport.ranks, sources, strict=True)
     ]
-    arrived = transport.exchange([list(map(bytes_of, parts)) for parts in sent], None)
+    arrived = transport.exchange([list(map(bytes_of, parts)) for parts in sent])
     yield
     totals = []
     for rank, parts, received, (target, operands, first) in zip(transport.ranks, sent, arrived(), owned, strict=True):
         parts = [part.view(parts[rank].dtype) for part in received]
-        totals.append(how.into(target, parts, operands, first) if target.numel() else target)
+        totals.append(how.into(target, parts, operands, first) if target.numel() else how.room(target))
     return totals
 
 
@@ -164,7 +164,7 @@ def _allgather(how: Reduction, call: SumCall, transport: Transport, ranks: OfRan
     outs = [bytes_of(operands.outputs[0]).split(nbytes) for operands in ranks]
     for start, window in _windows(max(nbytes), transport.chunk_nbytes):
         lengths = [max(0, min(count, window.stop) - start) for count in nbytes]
-        received = transport.collect([x[window] for x in xs], lengths)
+        received = transport.gather([x[window] for x in xs], lengths)()
         for targets, parts in zip(outs, received, strict=True):
             for target, part in zip(targets, parts, strict=True):
                 target[window].copy_(part)
@@ -195,7 +195,7 @@ def _compare_lengths(call: Call[Exchange], transport: Transport, device: torch.d
         return
     work, ranks = call.work, range(transport.world_size)
     operands = torch.tensor([*work.sends[0], *work.receives[0]], dtype=torch.int64)
-    (of_ranks,) = transport.collect([operands], [operands.numel()] * len(ranks))
+    (of_ranks,) = transport.gather([operands], [operands.numel()] * len(ranks))()
     lengths = [of_rank.tolist() for of_rank in of_ranks]
     for sender in ranks:
         for receiver in ranks:
@@ -223,7 +223,7 @@ def _by_specification(call: SumCall, specification: Specification, transport: Tr
     joins, world_size = call.op == "allgather", transport.world_size
     counts = call.work.parts if joins else [x.numel()] * world_size
     shape = (-1, *x.shape[1:]) if joins else x.shape
-    received = transport.collect([operands.inputs[0].reshape(-1) for operands in ranks], counts)
+    received = transport.gather([operands.inputs[0].reshape(-1) for operands in ranks], counts)()
     made: dict[torch.device, Sequence[torch.Tensor]] = {}  # before anything is written: an output may be an input
     outs = [operands.outputs[0] for operands in ranks]
     for out, parts in zip(outs, received, strict=True):

@@ -122,20 +122,29 @@ class Messages:
 
     # ---- data -------------------------------------------------------------------------------------------------------
 
-    def collect(self, sent: Tensors, lengths: Sequence[int]) -> Sequence[Tensors]:
-        (mine,) = sent
+    def gather(self, sent: Tensors, lengths: Sequence[int], rooms: Rooms = None) -> Arriving:
+        (mine,), gloo = sent, self._gloo
         if self._header and max(lengths) * mine.element_size() <= SMALL_NBYTES:
             behind = self._behind_headers(mine.dtype, tuple(lengths))
             behind[self._rank].copy_(mine)
             self.agree(mine.nbytes)
-            return [behind]
+            return lambda: [behind]
         if self._header:
             self.agree()
-        received = [mine if rank == self._rank else mine.new_empty(length) for rank, length in enumerate(lengths)]
-        self.gather(sent, [received])()
-        return [received]
+        if rooms is None:
+            rooms = [[mine if rank == self._rank else mine.new_empty(length) for rank, length in enumerate(lengths)]]
+        (received,) = rooms
+        tag = zlib.crc32(b"gather", self._tag_of_call) >> 1
+        moves = [self._post(gloo.recv, received[peer], peer, tag) for peer in self.peers if received[peer].numel()]
+        moves += [self._post(gloo.send, mine, peer, tag) for peer in self.peers if mine.numel()]
 
-    def exchange(self, sent: Sequence[Tensors], rooms: Rooms) -> Arriving:
+        def arrived():
+            wait(moves, self._timeout_s)
+            return [received]
+
+        return arrived
+
+    def exchange(self, sent: Sequence[Tensors], rooms: Rooms = None) -> Arriving:
         """Small parts travel behind the header, if the call has brought none yet, and others while headers do."""
         (mine,), rank, gloo = sent, self._rank, self._gloo
         received = rooms[0] if rooms else self._scratch_like(mine[rank])
@@ -156,13 +165,6 @@ class Messages:
             return [received]
 
         return arrived
-
-    def gather(self, sent: Tensors, rooms: Sequence[Tensors]) -> Callable[[], None]:
-        (mine,), (received,) = sent, rooms
-        gloo, tag = self._gloo, zlib.crc32(b"gather", self._tag_of_call) >> 1
-        moves = [self._post(gloo.recv, received[peer], peer, tag) for peer in self.peers if received[peer].numel()]
-        moves += [self._post(gloo.send, mine, peer, tag) for peer in self.peers if mine.numel()]
-        return partial(wait, moves, self._timeout_s)
 
     def _scratch_like(self, mine: torch.Tensor) -> list[torch.Tensor]:
         """Returns ``mine``, and memory like it for every other rank, which the exchange after the next uses again."""

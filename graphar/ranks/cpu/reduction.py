@@ -79,11 +79,13 @@ class ExactSum:
         return target.copy_(total)
 
     def room(self, target: torch.Tensor) -> torch.Tensor:
-        """Returns a tensor for another rank's sum as it travels."""
+        """Returns a tensor for a rank's sum as it travels."""
         return target
 
-    def arrived(self, target: torch.Tensor, room: torch.Tensor) -> None:
-        """Writes another rank's sum."""
+    def arrived(self, target: torch.Tensor, travelled: torch.Tensor) -> None:
+        """Writes another rank's sum, which may have come in its room."""
+        if travelled is not target:
+            target.copy_(travelled)
 
 
 @dataclass(frozen=True)
@@ -121,8 +123,8 @@ class CodedSum:
     def room(self, target: torch.Tensor) -> torch.Tensor:
         return target.new_empty(self.codec.wire_nbytes(target.numel()), dtype=torch.uint8)
 
-    def arrived(self, target: torch.Tensor, room: torch.Tensor) -> None:
-        self.coder.decode([room], target)
+    def arrived(self, target: torch.Tensor, travelled: torch.Tensor) -> None:
+        self.coder.decode([travelled], target)
 
 
 Reduction = ExactSum | CodedSum  # the arithmetic of one call

@@ -49,22 +49,20 @@ class Transport(Protocol):
     @property
     def ranks(self) -> Sequence[int]: ...  # those of this process
 
-    def collect(self, sent: Tensors, lengths: Sequence[int]) -> Sequence[Tensors]:
-        """All-gather: returns for each rank of this process what all ranks have sent, which is read only.
+    def gather(self, sent: Tensors, lengths: Sequence[int], rooms: Rooms = None) -> Arriving:
+        """Begins an all-gather: each rank of this process sends a tensor, and receives those of all ranks.
 
-        ``lengths`` are the elements that each rank sends. The result stays until the next call.
+        ``lengths`` are the elements that each rank sends. What comes is read only, and stays until the next call. It
+        may come in ``rooms``.
         """
         ...
 
-    def exchange(self, sent: Sequence[Tensors], rooms: Rooms) -> Arriving:
+    def exchange(self, sent: Sequence[Tensors], rooms: Rooms = None) -> Arriving:
         """Begins an all-to-all: each rank of this process sends bytes to each rank, and receives some from each.
 
-        Without ``rooms`` what comes is like what a rank sends itself, and stays until the exchange after the next.
+        It receives them in ``rooms``. Without rooms what comes is like what a rank sends itself, and stays until the
+        exchange after the next.
         """
-        ...
-
-    def gather(self, sent: Tensors, rooms: Sequence[Tensors]) -> Callable[[], None]:
-        """Begins an all-gather into the rooms of other ranks, once calls are compared, and returns what waits."""
         ...
 
 
@@ -76,23 +74,17 @@ class InProcess:
     def __init__(self, world_size: int) -> None:
         self.world_size, self.ranks = world_size, range(world_size)
 
-    def collect(self, sent: Tensors, lengths: Sequence[int]) -> Sequence[Tensors]:
+    def gather(self, sent: Tensors, lengths: Sequence[int], rooms: Rooms = None) -> Arriving:
         by_device = {device: [x.to(device) for x in sent] for device in dict.fromkeys(x.device for x in sent)}
-        return [by_device[x.device] for x in sent]
+        return lambda: [by_device[x.device] for x in sent]
 
-    def exchange(self, sent: Sequence[Tensors], rooms: Rooms) -> Arriving:
+    def exchange(self, sent: Sequence[Tensors], rooms: Rooms = None) -> Arriving:
         if rooms is None:
             return lambda: [[parts[rank].to(sent[rank][rank].device) for parts in sent] for rank in self.ranks]
         for rank, of_rank in enumerate(rooms):
             for room, parts in zip(of_rank, sent, strict=True):
                 room.copy_(parts[rank])
         return lambda: rooms
-
-    def gather(self, sent: Tensors, rooms: Sequence[Tensors]) -> Callable[[], None]:
-        for of_rank in rooms:
-            for room, x in zip(of_rank, sent, strict=True):
-                room.copy_(x)
-        return lambda: None
 
 
 class Group:
@@ -108,14 +100,22 @@ class Group:
         self._group, self.world_size, self._rank = group, group.size(), group.rank()
         self.ranks, self.timeout_s = (self._rank,), timeout_s
 
-    def collect(self, sent: Tensors, lengths: Sequence[int]) -> Sequence[Tensors]:
+    def gather(self, sent: Tensors, lengths: Sequence[int], rooms: Rooms = None) -> Arriving:
         (mine,) = sent
         nbytes = [length * mine.itemsize for length in lengths]
-        gathering, rows = self._gather(mine, max(nbytes))
-        self._wait(gathering, mine.device)
-        return [[row[:n].view(mine.dtype) for row, n in zip(rows, nbytes, strict=True)]]
+        row = mine.new_empty(-(-max(nbytes) // ROW_UNIT) * ROW_UNIT, dtype=torch.uint8)
+        row[: mine.nbytes].copy_(bytes_of(mine))
+        rows = row.new_empty(self.world_size, row.numel())
+        options = self._options(AllgatherOptions(), mine.device)
+        work = self._group.allgather([list(rows)], [row], options)
 
-    def exchange(self, sent: Sequence[Tensors], rooms: Rooms) -> Arriving:
+        def arrived():
+            self._wait(work, mine.device)
+            return [[row[:n].view(mine.dtype) for row, n in zip(rows, nbytes, strict=True)]]
+
+        return arrived
+
+    def exchange(self, sent: Sequence[Tensors], rooms: Rooms = None) -> Arriving:
         (mine,) = sent
         nbytes = [room.nbytes for room in rooms[0]] if rooms else [mine[self._rank].nbytes] * self.world_size
         flat = torch.cat(list(mine))
@@ -131,26 +131,6 @@ class Group:
             return [parts]
 
         return arrived
-
-    def gather(self, sent: Tensors, rooms: Sequence[Tensors]) -> Callable[[], None]:
-        (mine,), (of_ranks,) = sent, rooms
-        gathering, rows = self._gather(mine, max(room.nbytes for room in of_ranks))
-
-        def arrived():
-            self._wait(gathering, mine.device)
-            for rank, room in enumerate(of_ranks):
-                if rank != self._rank:
-                    bytes_of(room).copy_(rows[rank, : room.nbytes])
-
-        return arrived
-
-    def _gather(self, mine: torch.Tensor, most: int) -> tuple[dist.Work, torch.Tensor]:
-        """Begins to gather tensors of at most ``most`` bytes. Returns the work, and the ranks' bytes as padded rows."""
-        row = mine.new_empty(-(-most // ROW_UNIT) * ROW_UNIT, dtype=torch.uint8)
-        row[: mine.nbytes].copy_(bytes_of(mine))
-        rows = row.new_empty(self.world_size, row.numel())
-        options = self._options(AllgatherOptions(), mine.device)
-        return self._group.allgather([list(rows)], [row], options), rows
 
     def _options(self, options, device: torch.device):
         check_backend(device, self._group)
