@@ -174,16 +174,16 @@ def _alltoall(call: Call[Exchange], transport: Transport, ranks: OfRanks) -> Non
     work = call.work
     if not work.known:
         _compare_lengths(call, transport, ranks[0].inputs[0].device)
-    sent, received, targets = [], [], []
+    sent, rooms, targets = [], [], []
     for operands, sends, receives in zip(ranks, work.sends, work.receives, strict=True):
         sent.append([bytes_of(part.contiguous()) for part in operands.inputs[0].split(sends, work.scatter_dim)])
         parts = operands.outputs[0].split(receives, work.gather_dim)
-        rooms = [part if part.is_contiguous() else part.new_empty(part.shape) for part in parts]
-        received.append(list(map(bytes_of, rooms)))
-        targets += [pair for pair in zip(parts, rooms, strict=True) if pair[0] is not pair[1]]
-    transport.exchange(sent, received)()
-    for part, room in targets:
-        part.copy_(room)
+        rooms.append([bytes_of(part if part.is_contiguous() else part.new_empty(part.shape)) for part in parts])
+        targets.append(parts)
+    for parts, received in zip(targets, transport.exchange(sent, rooms)(), strict=True):
+        for part, came in zip(parts, received, strict=True):
+            if came.data_ptr() != part.data_ptr():
+                part.copy_(came.view(part.dtype).view(part.shape))
 
 
 def _compare_lengths(call: Call[Exchange], transport: Transport, device: torch.device) -> None:

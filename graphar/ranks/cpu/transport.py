@@ -22,7 +22,7 @@ from graphar.ranks.cpu.reduction import Tensors
 
 ROW_UNIT = 64  # bytes: a multiple of every dtype's size, and of kernels' packs
 
-Rooms = Sequence[Tensors] | None  # for each rank of this process, what receives from each rank
+Rooms = Sequence[Tensors] | None  # for each rank of this process, memory in which each rank's part may come
 Arriving = Callable[[], Sequence[Tensors]]  # waits for what each rank of this process receives, and returns it
 
 
@@ -52,16 +52,14 @@ class Transport(Protocol):
     def gather(self, sent: Tensors, lengths: Sequence[int], rooms: Rooms = None) -> Arriving:
         """Begins an all-gather: each rank of this process sends a tensor, and receives those of all ranks.
 
-        ``lengths`` are the elements that each rank sends. What comes is read only, and stays until the next call. It
-        may come in ``rooms``.
+        ``lengths`` are the elements that each rank sends. What comes is read only, and stays until the next call.
         """
         ...
 
     def exchange(self, sent: Sequence[Tensors], rooms: Rooms = None) -> Arriving:
         """Begins an all-to-all: each rank of this process sends bytes to each rank, and receives some from each.
 
-        It receives them in ``rooms``. Without rooms what comes is like what a rank sends itself, and stays until the
-        exchange after the next.
+        Without ``rooms`` what comes is like what a rank sends itself, and stays until the exchange after the next.
         """
         ...
 
@@ -79,12 +77,7 @@ class InProcess:
         return lambda: [by_device[x.device] for x in sent]
 
     def exchange(self, sent: Sequence[Tensors], rooms: Rooms = None) -> Arriving:
-        if rooms is None:
-            return lambda: [[parts[rank].to(sent[rank][rank].device) for parts in sent] for rank in self.ranks]
-        for rank, of_rank in enumerate(rooms):
-            for room, parts in zip(of_rank, sent, strict=True):
-                room.copy_(parts[rank])
-        return lambda: rooms
+        return lambda: [[parts[rank].to(sent[rank][rank].device) for parts in sent] for rank in self.ranks]
 
 
 class Group:
@@ -125,10 +118,7 @@ class Group:
 
         def arrived():
             self._wait(work, flat.device)
-            parts = received.split(nbytes)
-            for room, part in zip(rooms[0], parts, strict=True) if rooms else ():
-                room.copy_(part)
-            return [parts]
+            return [received.split(nbytes)]
 
         return arrived
 
