@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from graphar.ops.register import _in_stream_order
-from graphar.ranks import hierarchical
 from graphar.ranks.hierarchical import Hierarchy
 from graphar.runtime.side_stream import SideStream
 from tests.fake_gpu import OnGpu
@@ -96,7 +95,7 @@ def test_a_chunk_crosses_hosts_after_it_is_summed_and_is_gathered_after_it_has_c
     part, hierarchy = torch.ones(4).as_subclass(OnGpu), Hierarchy.__new__(Hierarchy)
     hierarchy._beside = streams.side
     crossing = lambda *given: streams.steps.append(f"across hosts on {streams.current.name}")  # noqa: E731
-    monkeypatch.setattr(hierarchical, "_run", crossing)
+    monkeypatch.setattr("graphar.ranks.hierarchical._run", crossing)
 
     arrived = hierarchy._start_across(SimpleNamespace(world_size=2), part, None)
     streams.steps.append("the next chunk")
