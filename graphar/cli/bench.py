@@ -20,8 +20,10 @@ from graphar.cli.options import (
     algorithm_named,
     count,
     load,
+    one_of,
     progress,
     ranks_here,
+    several,
     size,
 )
 from graphar.errors import GrapharError
@@ -59,15 +61,7 @@ def add(commands) -> None:
     command.add_argument("-g", "--ngpus", choices=("1",), metavar="1", help="GPUs of a process; torchrun starts more")
     command.add_argument("-o", choices=("sum",), metavar="sum", help="what a reduction computes")
     named = f"under torchrun: {', '.join(BACKENDS)}, separated by commas (default: graphar, and nccl or gloo)"
-    command.add_argument("--backend", type=backends, metavar="NAMES", help=named)
-
-
-def backends(text: str) -> list[str]:
-    """Returns the names of backends; an argparse type."""
-    names = text.split(",")
-    if unknown := set(names) - set(BACKENDS):
-        raise argparse.ArgumentTypeError(f"no backend {min(unknown)!r}: {', '.join(BACKENDS)}")
-    return names
+    command.add_argument("--backend", type=several(one_of(BACKENDS)), metavar="NAMES", help=named)
 
 
 def sizes_of(options: argparse.Namespace, defaults: Sequence[int]) -> list[int]:

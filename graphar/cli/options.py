@@ -10,6 +10,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -72,14 +73,28 @@ def world_size(text: str) -> int:
 
 SHORT_NAMES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
 SHORT_NAMES |= {"f16": "float16", "f32": "float32", "fp64": "float64", "double": "float64"}
-
-
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in TYPE_NAMES}
 
 
 def dtype_name(text: str) -> str:
     """Returns torch's name of a dtype for a short form such as "bf16", and other text as it is; an argparse type."""
     return SHORT_NAMES.get(text.lower(), text.removeprefix("torch."))
+
+
+def one_of(names: Iterable[str]) -> Callable[[str], str]:
+    """Returns an argparse type for a name, of a dtype also in a short form."""
+
+    def name(text: str) -> str:
+        if (long := dtype_name(text)) not in names:
+            raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(names)}")
+        return long
+
+    return name
+
+
+def several(of: Callable[[str], Any]) -> Callable[[str], list[Any]]:
+    """Returns an argparse type for several values of another type, with commas between them."""
+    return lambda text: list(dict.fromkeys(map(of, text.split(","))))
 
 
 def add_call(command: argparse.ArgumentParser, dtypes: Iterable[str], *, count: str, what: str, ranks: str) -> None:

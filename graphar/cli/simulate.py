@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
-from graphar.cli.options import DTYPES, add_command, count, dtype_name, load, progress, python_file, world_size
+from graphar.cli.options import DTYPES, add_command, count, load, one_of, progress, python_file, several, world_size
 from graphar.plan.algorithms import NAMED, is_from_outside
 from graphar.plan.scratch import MAX_RANKS, WORLD_SIZES
 from graphar.simulator import ALGORITHMS, SANITIZERS, Report
@@ -32,15 +32,15 @@ def add(commands) -> None:
     command.add_argument("--ranks", type=_world_sizes, default=list(WORLD_SIZES), metavar="N[,N|-N]", help=listed)
     sanitizers = f"some of {','.join(SANITIZERS)} (default: all): plain runs use none, thread is ThreadSanitizer, and"
     sanitizers += " address is AddressSanitizer and UBSan"
-    of = _some(_one_of(SANITIZERS))
-    command.add_argument("--sanitizers", type=of, default=list(SANITIZERS), metavar="NAMES", help=sanitizers)
+    some_of = several(one_of(SANITIZERS))
+    command.add_argument("--sanitizers", type=some_of, default=list(SANITIZERS), metavar="NAMES", help=sanitizers)
     command.add_argument("--seeds", type=count, default=3, metavar="N", help="seeds of each case (default: 3)")
     command.add_argument("--seed", type=int, metavar="SEED", help="this seed alone, which repeats a failure")
     sizes = f"elements of a tensor, or of the largest part (default: {','.join(map(str, NUMELS))})"
-    command.add_argument("--numel", type=_some(count), default=list(NUMELS), metavar="N,N", help=sizes)
+    command.add_argument("--numel", type=several(count), default=list(NUMELS), metavar="N,N", help=sizes)
     dtypes = f"some of {','.join(DTYPES)}, or short forms such as bf16 (default: bfloat16,float32)"
     default = ["bfloat16", "float32"]
-    command.add_argument("--dtypes", type=_some(_one_of(DTYPES)), default=default, metavar="NAMES", help=dtypes)
+    command.add_argument("--dtypes", type=several(one_of(DTYPES)), default=default, metavar="NAMES", help=dtypes)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -110,23 +110,7 @@ def _subject(text: str) -> str:
     return text
 
 
-def _some(of: Callable[[str], Any]) -> Callable[[str], list[Any]]:
-    """Returns an argparse type for several of another type, with commas between them."""
-    return lambda text: list(dict.fromkeys(map(of, text.split(","))))
-
-
 def _world_sizes(text: str) -> list[int]:
     """Returns numbers of ranks: "2", "2,4" or "2-8"; an argparse type."""
     first, dash, last = text.partition("-")
-    return list(range(world_size(first), world_size(last) + 1)) if dash else _some(world_size)(text)
-
-
-def _one_of(names: Iterable[str]) -> Callable[[str], str]:
-    """Returns an argparse type for a name, of a dtype also in a short form."""
-
-    def name(text: str) -> str:
-        if (long := dtype_name(text)) not in names:
-            raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(names)}")
-        return long
-
-    return name
+    return list(range(world_size(first), world_size(last) + 1)) if dash else several(world_size)(text)

@@ -12,6 +12,7 @@ import graphar
 from graphar import reference
 from graphar.communicator import Communicator
 from graphar.errors import GrapharError
+from graphar.numerics.dtypes import SAME_SIZE_INTEGER
 from graphar.numerics.partitions import split
 from graphar.plan.algorithms import Algorithm
 from graphar.plan.tune import Workload
@@ -92,7 +93,7 @@ def random(
 
 def count_wrong(result: torch.Tensor, expected: torch.Tensor) -> int:
     """Returns how many elements of two tensors on one device differ in any bit."""
-    kind = {2: torch.int16, 4: torch.int32}[result.itemsize]
+    kind = SAME_SIZE_INTEGER[result.itemsize]
     return int((result.view(kind) != expected.view(kind)).sum())
 
 

@@ -12,7 +12,7 @@ from functools import partial
 import torch
 
 from graphar.cli import specified
-from graphar.cli.specified import DTYPE, Prepared, SpecifiedCall, count_wrong
+from graphar.cli.specified import DTYPE, OfRanks, Prepared, SpecifiedCall, count_wrong
 from graphar.communicator import Communicator
 from graphar.errors import GrapharError, UnsupportedError
 from graphar.plan.call import Call
@@ -31,8 +31,6 @@ CALLS = 12  # calls of a repeat; a multiple of the number of weights that take t
 _PAUSE = 200_000  # clocks, 0.1 ms: enough for the host to queue a graph on each device
 _LONGEST_PAUSE = 1 << 28  # 0.15 s; if the host is still late after that, it limits the time
 _DEADLINE_S = 20.0
-
-Tensors = Sequence[torch.Tensor]  # one of each rank
 
 
 def launches_of(nbytes: int) -> int:
@@ -152,21 +150,24 @@ class Timer(Stopwatch, contextlib.AbstractContextManager):
         """Returns the median time of each of ``runs``; hopeless ones stop early. ``before`` gets a run's index."""
         times: list[list[float]] = [[] for _ in runs]
         for turn in range(1 + REPEATS):
-            for at in _worthwhile(times):
+            fastest_us = min(itertools.chain(*times), default=0.0)
+            for at, run in enumerate(runs):
+                if min(times[at], default=0.0) > HOPELESS * fastest_us:
+                    continue
                 if before:
                     before(at)
-                time_us = self.elapsed_us(runs[at])
+                time_us = self.elapsed_us(run)
                 if turn > 0:  # the first one warms up
                     times[at].append(time_us)
         return [statistics.median(of_run) for of_run in times]
 
-    def _bind(self, call: Call, config: Config, xs: Tensors, outs: Tensors) -> list[Callable[[], None]]:
+    def _bind(self, call: Call, config: Config, xs: OfRanks, outs: OfRanks) -> list[Callable[[], None]]:
         """Returns, for each rank, a function that launches its kernel on the current stream."""
         engine, whole = self.communicator.engine, Slice(call.work.numel)
         launches = bind_slice(runner_of(engine), call, config, whole, _DEADLINE_S)
         return [partial(launch, (x,), (out,)) for launch, x, out in zip(launches, xs, outs, strict=True)]
 
-    def _check(self, configs: Sequence[Config], launches, outs: Tensors, expected: Tensors) -> None:
+    def _check(self, configs: Sequence[Config], launches, outs: OfRanks, expected: OfRanks) -> None:
         """Raises GrapharError if a configuration's launches (one per rank) do not give the expected sum in ``outs``."""
         for config, runs in zip(configs, launches, strict=True):
             for out in outs:
@@ -186,11 +187,3 @@ class Timer(Stopwatch, contextlib.AbstractContextManager):
             for _ in range(count):
                 run()
         return graph
-
-
-def _worthwhile(times: list[list[float]]) -> list[int]:
-    """Returns the indexes of the runs that may still be the fastest, by the times so far."""
-    if not times[0]:
-        return list(range(len(times)))
-    best = min(min(of_run) for of_run in times)
-    return [at for at, of_run in enumerate(times) if min(of_run) <= HOPELESS * best]

@@ -39,16 +39,10 @@ def _create(group: Any, backend_options: object) -> object:
 class GrapharBackend(Routing, dist._Backend):
     """The backend of a process group of torch's, from torch 2.14 on."""
 
+    supports_coalescing = supports_splitting = True
+
     def _get_sequence_number_for_group(self) -> int:
         return self._collectives  # torch's debug mode compares it between ranks
-
-    @property
-    def supports_coalescing(self) -> bool:
-        return True
-
-    @property
-    def supports_splitting(self) -> bool:
-        return True
 
     @property
     def options(self):
@@ -81,16 +75,13 @@ class GrapharProcessGroup(Routing, dist.ProcessGroup):
         super().__init__(store, rank, ranks, name, timeout)
         dist.batch_isend_irecv = c10d.batch_isend_irecv = _batch_isend_irecv
         _serve_functional_ops()
-        self._devices: set[str] | None = None  # for which graphar is the backend
         # torch drops what it has made for other devices. Let no rank do so while another still connects to it.
         store.set(f"graphar/made/{rank}", "1")
         store.wait([f"graphar/made/{other}" for other in range(len(ranks))], timeout)
 
     def _is_backend_of(self, device: torch.device) -> bool:
-        if self._devices is None:
-            config = c10d._world.pg_backend_config[self]  # such as "cpu:gloo,cuda:graphar"
-            self._devices = {entry.partition(":")[0] for entry in config.split(",") if entry.endswith(f":{NAME}")}
-        return device.type in self._devices
+        config = c10d._world.pg_backend_config[self]  # such as "cpu:gloo,cuda:graphar"
+        return f"{device.type}:{NAME}" in config.split(",")
 
     def _begin(self, op: str, arguments: Sequence[object]) -> None:
         super()._begin(op, arguments)
@@ -105,8 +96,7 @@ class GrapharProcessGroup(Routing, dist.ProcessGroup):
 
     @property
     def _device_types(self) -> list[torch.device]:
-        backend = str(dist.get_backend_config(self._torch.group))
-        return [torch.device(entry.partition(":")[0]) for entry in backend.split(",")]
+        return [torch.device(kind) for kind in self._torch.device_types]
 
     def _get_backend(self, device: torch.device):
         device = torch.device(device)

@@ -19,6 +19,7 @@ from graphar.plan.work import Exchange, Parts
 _PACK_NBYTES = 1 << 20  # to copy more takes longer than the launches that it saves
 
 Tensors = list[torch.Tensor]
+OfPair = Callable[[torch.Tensor, torch.Tensor], None]  # of an output and its input
 
 
 class Calls(NamedTuple):
@@ -41,7 +42,7 @@ class Calls(NamedTuple):
 
     def reducescatter(self, outputs: Tensors, inputs: Tensors) -> None:
         self._check_lengths("reduce_scatter", "input", inputs, "output", outputs)
-        self._in_packs(self._reducescatter_one, outputs, inputs, rows_of_input=self.ranks)
+        self._in_packs(self._reducescatter_one, outputs, inputs, (1, self.ranks))
 
     def reducescatter_lists(self, outputs: Tensors, inputs: list[Tensors]) -> None:
         for out, parts in zip(outputs, inputs, strict=True):
@@ -55,7 +56,7 @@ class Calls(NamedTuple):
 
     def allgather(self, outputs: Tensors, inputs: Tensors) -> None:
         self._check_lengths("all_gather", "output", outputs, "input", inputs)
-        self._in_packs(self._allgather_one, outputs, inputs, rows_of_output=self.ranks)
+        self._in_packs(self._allgather_one, outputs, inputs, (self.ranks, 1))
 
     def allgather_lists(self, outputs: list[Tensors], inputs: Tensors) -> None:
         for parts, x in zip(outputs, inputs, strict=True):
@@ -87,24 +88,30 @@ class Calls(NamedTuple):
         self._run(Exchange(self.communicator.rank or 0, (1,), (sends,), (receives,), known=known), out, x)
 
     def _run(self, work: Parts | Exchange, out: torch.Tensor, x: torch.Tensor, place: int | None = None) -> None:
-        call, engine = Call.of(work, x, timeout_s=self.timeout_s), self.communicator.engine
-        _run_into(out, x, lambda out, x: engine.run(call, [Operands((x,), (out,))]), place)
+        """Runs work with tensors flattened, contiguous and without shared memory. ``out`` has the result.
 
-    def _in_packs(
-        self,
-        call: Callable[[torch.Tensor, torch.Tensor], None],
-        outputs: Tensors,
-        inputs: Tensors,
-        rows_of_input: int = 1,
-        rows_of_output: int = 1,
-    ) -> None:
+        ``x`` may be at the address ``place``, where kernels write this rank's part after they have read it.
+        """
+        out, x = out.detach(), x.detach().contiguous()
+        target = _contiguous(out)
+        begin, end = x.data_ptr(), target.data_ptr()
+        if begin != place and begin < end + target.nbytes and end < begin + x.nbytes:
+            x = x.clone()
+        call = Call.of(work, x, timeout_s=self.timeout_s)
+        self.communicator.engine.run(call, [Operands((x.view(-1),), (target.view(-1),))])
+        if target is not out:
+            out.copy_(target)
+
+    def _in_packs(self, call: OfPair, outputs: Tensors, inputs: Tensors, rows: tuple[int, int] = (1, 1)) -> None:
         """Makes ``call(out, x)`` for each output and its input; small ones become the columns of one matrix.
 
-        A tensor that is divided between ranks has a row for each. ``outputs`` are ``inputs`` if a call is in place.
+        ``rows`` of the matrices of outputs and of inputs: one for each rank if ranks divide a tensor, or else 1.
+        ``outputs`` are ``inputs`` if a call is in place.
         """
         if len(outputs) == 1:
             call(outputs[0], inputs[0])
             return
+        rows_of_output, rows_of_input = rows
         for pack in _packs(inputs if rows_of_input > 1 else outputs):
             outs, xs = outputs[pack], inputs[pack]
             if len(xs) == 1:
@@ -144,21 +151,6 @@ def why_no_splits(
         for rows, sizes in ((out, receives), (x, sends))
     )
     return None if fit and out.shape[1:].numel() == x.shape[1:].numel() else "the sizes of parts do not fit the tensors"
-
-
-def _run_into(out: torch.Tensor, x: torch.Tensor, run: Callable[..., object], place: int | None = None) -> None:
-    """Calls ``run(out, x)`` with both flattened, contiguous and without shared memory. ``out`` has the result.
-
-    ``x`` may be at the address ``place``, where kernels write this rank's part after they have read it.
-    """
-    out, x = out.detach(), x.detach().contiguous()
-    target = _contiguous(out)
-    begin, end = x.data_ptr(), target.data_ptr()
-    if begin != place and begin < end + target.nbytes and end < begin + x.nbytes:
-        x = x.clone()
-    run(target.view(-1), x.view(-1))
-    if target is not out:
-        out.copy_(target)
 
 
 def _contiguous(out: torch.Tensor) -> torch.Tensor:

@@ -24,7 +24,7 @@ class TorchGroup:
         self._made: set[str] = set()
         self.group = dist.ProcessGroup(store, rank, len(ranks))
         has_nccl = torch.cuda.is_available() and dist.is_nccl_available()
-        self._device_types = ("cpu", "cuda") if has_nccl else ("cpu",)
+        self.device_types = ("cpu", "cuda") if has_nccl else ("cpu",)
         backend = dist.Backend("cpu:gloo,cuda:nccl" if has_nccl else "cpu:gloo")
         # What torch.distributed is asked about the group of a communicator.
         world = c10d._world
@@ -37,7 +37,7 @@ class TorchGroup:
 
         It is a RuntimeError, by which torch finds out whether a group has a backend for CUDA.
         """
-        if device.type not in self._device_types:
+        if device.type not in self.device_types:
             raise UnsupportedError(f"the process group {self._name} has no backend for {device.type} tensors")
         if device.type not in self._made:
             kind = dist.ProcessGroup.BackendType

@@ -17,6 +17,7 @@ from graphar.ranks.cpu.transport import deadline
 from graphar.runtime.checks.tensor_checks import check_own_memory
 
 T = TypeVar("T", bound="type | Callable")
+Copies = Sequence[tuple[torch.Tensor, torch.Tensor]]  # outputs, and the tensors that hold their results
 
 
 def untraced(kind: T) -> T:
@@ -54,8 +55,7 @@ class GrapharWork(dist.Work):
     def is_completed(self) -> bool:
         return self._event is None or self._event.query()
 
-    def is_success(self) -> bool:
-        return self.is_completed()
+    is_success = is_completed
 
     def result(self) -> list[torch.Tensor]:
         return self._outputs
@@ -73,17 +73,9 @@ class GrapharWork(dist.Work):
 
 @untraced
 class CombinedWork(dist.Work):
-    """Several calls as one, which write ``outputs``. Once they are complete, results are copied into their outputs.
+    """Several calls as one, which write ``outputs``. Once they are complete, results are copied into their outputs."""
 
-    ``copies`` are pairs of an output and of the tensor that holds its result.
-    """
-
-    def __init__(
-        self,
-        works: list[dist.Work],
-        outputs: Sequence[torch.Tensor] = (),
-        copies: Sequence[tuple[torch.Tensor, torch.Tensor]] = (),
-    ) -> None:
+    def __init__(self, works: list[dist.Work], outputs: Sequence[torch.Tensor] = (), copies: Copies = ()) -> None:
         super().__init__()
         self._works, self._outputs, self._copies = works, outputs, copies
         self._copying, self._copied = threading.Lock(), False

@@ -24,14 +24,14 @@ import torch
 import torch.distributed as dist
 
 from graphar.errors import CommunicatorError, Reason, UnsupportedError
-from graphar.numerics.codecs import TILE_NUMEL, Codec
+from graphar.numerics.codecs import TILE_NUMEL
 from graphar.numerics.dtypes import ACCUMULATION_DTYPES, with_canonical_nan
 from graphar.plan.call import Call, Operands
 from graphar.plan.tables import Table
 from graphar.plan.work import Parts, Sum
 from graphar.ranks import capture
 from graphar.ranks.cpu import fallback
-from graphar.ranks.cpu.reduction import CoderOf
+from graphar.ranks.cpu.reduction import Coder
 from graphar.ranks.cpu.transport import Group, check_backend, pipelined
 from graphar.ranks.groups import known_group
 from graphar.ranks.hosts import host
@@ -84,13 +84,9 @@ class Hierarchy:
     """
 
     def __init__(
-        self,
-        ranks: Ranks,
-        hosts: list[list[int]] | None,
-        make_kernels: Callable[[dist.ProcessGroup, float], Kernels],
-        coder_of: CoderOf,
+        self, ranks: Ranks, hosts: list[list[int]] | None, make_kernels: Callable[[dist.ProcessGroup, float], Kernels]
     ) -> None:
-        self._communicator, self._given, self._make_kernels, self._coder_of = ranks, hosts, make_kernels, coder_of
+        self._communicator, self._given, self._make_kernels = ranks, hosts, make_kernels
         self._hosts: list[list[int]] = []  # none until the first call
         self._groups: list[dist.ProcessGroup] = []  # inside this rank's host, and across hosts
         self.kernels: Kernels | None = None  # the engine inside this host, on GPUs
@@ -165,67 +161,77 @@ class Hierarchy:
 
     # ---- calls ------------------------------------------------------------------------------------------------------
 
-    def allreduce(self, x: torch.Tensor, out: torch.Tensor, timeout_s: float, codec: Codec | None) -> None:
-        """Writes what graphar.reference.hierarchical_allreduce of contiguous tensors gives into ``out``.
+    def bind(self, call: Call, timeout_s: float, coder: Coder | None) -> fallback.Run:
+        """Returns the function of a call on this rank's operands; ``timeout_s`` is the deadline of each wait.
 
-        Inside a host ``x`` is summed in fp32. That sends twice the bytes of bf16 over NVLink, but needs no kernel of
-        its own. ``codec`` is the format across hosts.
+        It writes what graphar.reference.hierarchical_allreduce or hierarchical_reducescatter gives this rank.
+        ``coder`` has the codec across hosts; that of a reduce-scatter rounds to nearest.
         """
-        check_backend(x.device, known_group(self._communicator.group))
-        source, target, step = x.view(-1), out.view(-1), _CHUNK_NUMEL // 4 if codec else _CHUNK_NUMEL
+        inside, across = (Group(group, timeout_s) for group in self._groups)
+        compute: Callable[..., None] = {"allreduce": self._allreduce, "reducescatter": self._reducescatter}[call.op]
+
+        def run(ranks: Sequence[Operands]) -> None:
+            (operands,) = ranks
+            x, out = operands.inputs[0], operands.outputs[0]
+            check_backend(x.device, known_group(self._communicator.group))
+            compute(inside, across, coder, x, out)
+
+        return run
+
+    def _allreduce(self, inside: Group, across: Group, coder: Coder | None, x: torch.Tensor, out: torch.Tensor) -> None:
+        """Sums chunks. Inside a host that is in fp32: twice the bytes of bf16 over NVLink, but no kernel of its own."""
+        source, target, step = x.view(-1), out.view(-1), _CHUNK_NUMEL // 4 if coder else _CHUNK_NUMEL
         chunks = zip(source.split(step), target.split(step), strict=True)
-        pipelined(self._sum_chunk(*chunk, timeout_s, codec) for chunk in chunks)
+        pipelined(self._sum_chunk(inside, across, coder, *chunk) for chunk in chunks)
 
     def _sum_chunk(
-        self, source: torch.Tensor, target: torch.Tensor, timeout_s: float, codec: Codec | None
+        self, inside: Group, across: Group, coder: Coder | None, source: torch.Tensor, target: torch.Tensor
     ) -> Iterator[None]:
         """Sums a chunk inside, and starts to sum it across. The next step waits for that, and gathers inside."""
-        unit = TILE_NUMEL if codec else _LINE_NUMEL
-        counts = tuple(map(len, fallback.shards(source, self._groups[0].size(), unit)))
-        part = self._sum_inside(source, counts, timeout_s)
-        arrived = self._start_across(part, timeout_s, codec)
+        unit = TILE_NUMEL if coder else _LINE_NUMEL
+        counts = tuple(map(len, fallback.shards(source, inside.world_size, unit)))
+        part = self._sum_inside(inside, source, counts)
+        arrived = self._start_across(across, part, coder)
         yield
         arrived()
         rounded = with_canonical_nan(part.to(target.dtype))
         if len(counts) == 1:
             target.copy_(rounded)
         else:
-            self._inside("allgather", rounded, target, counts, timeout_s)
+            self._inside(inside, "allgather", rounded, target, counts)
 
-    def reducescatter(self, x: torch.Tensor, out: torch.Tensor, timeout_s: float, codec: Codec) -> None:
-        """Writes what graphar.reference.hierarchical_reducescatter gives this rank into ``out``.
+    def _reducescatter(self, inside: Group, across: Group, coder: Coder, x: torch.Tensor, out: torch.Tensor) -> None:
+        """Sums the parts of all hosts' ranks at this rank's place inside its host, and sends each to its rank.
 
-        Each rank's part of ``x`` is as long as ``out``. A rank sums the parts of all hosts' ranks at its own place
-        inside its host, and sends each of them to its rank, in ``codec``, which rounds to nearest.
+        Each rank's part of ``x`` is as long as ``out``.
         """
-        check_backend(x.device, known_group(self._communicator.group))
-        (inside, across), parts = [group.size() for group in self._groups], x.view(-1, out.numel())
+        parts = x.view(-1, out.numel())
         by_place = [rank for of_place in zip(*self._hosts, strict=True) for rank in of_place]
         step = max(1, _CHUNK_NUMEL // len(parts) // TILE_NUMEL) * TILE_NUMEL
         for begin in range(0, out.numel(), step):
             target = out.view(-1)[begin : begin + step]
             chunk = torch.cat([parts[rank, begin : begin + step] for rank in by_place])
-            part = self._sum_inside(chunk, (across * target.numel(),) * inside, timeout_s)
+            part = self._sum_inside(inside, chunk, (across.world_size * target.numel(),) * inside.world_size)
             total = part
-            if across > 1:
-                total, counts = part.new_empty(target.numel()), (target.numel(),) * across
-                self._run(Parts("reducescatter", counts, codec.text), part, total, self._groups[1], timeout_s)
+            if across.world_size > 1:
+                total, counts = part.new_empty(target.numel()), (target.numel(),) * across.world_size
+                _run(across, Parts("reducescatter", counts, coder.codec.text), part, total, coder)
             target.copy_(with_canonical_nan(total.to(target.dtype)))
 
-    def _sum_inside(self, chunk: torch.Tensor, counts: tuple[int, ...], timeout_s: float) -> torch.Tensor:
+    def _sum_inside(self, inside: Group, chunk: torch.Tensor, counts: tuple[int, ...]) -> torch.Tensor:
         wide = chunk.to(ACCUMULATION_DTYPES[chunk.dtype])
         if len(counts) == 1:
             return wide.clone()
-        part = wide.new_empty(counts[self._groups[0].rank()])
-        self._inside("reducescatter", wide, part, counts, timeout_s)
+        part = wide.new_empty(counts[inside.ranks[0]])
+        self._inside(inside, "reducescatter", wide, part, counts)
         return part
 
-    def _start_across(self, part: torch.Tensor, timeout_s: float, codec: Codec | None) -> Callable[[], None]:
+    def _start_across(self, across: Group, part: torch.Tensor, coder: Coder | None) -> Callable[[], None]:
         """Starts to sum ``part`` over the hosts in place, and returns a function that waits for the sum."""
-        group = self._groups[1]
-        if group.size() == 1 or not part.numel():
+        if across.world_size == 1 or not part.numel():
             return lambda: None
-        step = partial(self._run, Sum(part.numel(), codec.text if codec else ""), part, part, group, timeout_s)
+        work = Sum(part.numel(), coder.codec.text if coder else "")
+        step = partial(_run, across, work, part, part, coder)
         if not (part.is_cuda and self._beside):
             step()
             return lambda: None
@@ -235,21 +241,18 @@ class Hierarchy:
         arrived = self._beside.record_event()
         return lambda: torch.cuda.current_stream(part.device).wait_event(arrived)
 
-    def _inside(self, op: str, x: torch.Tensor, out: torch.Tensor, counts: tuple[int, ...], timeout_s: float) -> None:
+    def _inside(self, inside: Group, op: str, x: torch.Tensor, out: torch.Tensor, counts: tuple[int, ...]) -> None:
         if x.is_cuda and self.kernels:
             # Leave SMs to the all-reduce across hosts, or hosts could wait for each other in a circle.
             blocks = self.kernels.table.beside.blocks
-            call = Call.of(Parts(op, counts), x, timeout_s=timeout_s, blocks=blocks)
+            call = Call.of(Parts(op, counts), x, timeout_s=inside.timeout_s, blocks=blocks)
             self.kernels.run(call, [Operands((x,), (out,))])
         else:
-            self._run(Parts(op, counts), x, out, self._groups[0], timeout_s)
+            _run(inside, Parts(op, counts), x, out)
 
-    def _run(
-        self, work: Sum | Parts, x: torch.Tensor, out: torch.Tensor, group: dist.ProcessGroup, timeout_s: float
-    ) -> None:
-        call = Call.of(work, x)
-        coder = self._coder_of(call, call.wire, None) if call.wire else None
-        fallback.bind(call, Group(group), timeout_s, repeat(0), coder)([Operands((x,), (out,))])
+
+def _run(group: Group, work: Sum | Parts, x: torch.Tensor, out: torch.Tensor, coder: Coder | None = None) -> None:
+    fallback.bind(Call.of(work, x), group, repeat(0), coder)([Operands((x,), (out,))])
 
 
 def _new_group(communicator: Ranks, what: str, ranks: list[int]) -> dist.ProcessGroup:

@@ -57,7 +57,6 @@ class Ranks(Protocol):
 
     group: dist.ProcessGroup | None
     devices: tuple[torch.device, ...] | None
-    rank: int | None
     world_size: int
     timeout_s: float
 

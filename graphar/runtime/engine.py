@@ -76,7 +76,7 @@ class Engine:
         self.group, self.devices = group, devices
         self.world_size = len(devices) if devices else known_group(group).size()
         self.rank = None if devices else known_group(group).rank()  # with devices, this process has all ranks
-        self.hierarchy = Hierarchy(self, hosts, self._part, coder_of)
+        self.hierarchy = Hierarchy(self, hosts, self._part)
         self.is_part = False  # whether another engine uses it for the ranks of one host
         self._making = threading.RLock()  # held to make what threads must not make twice
         self.runner: Runner | None = None

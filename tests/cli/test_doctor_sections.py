@@ -230,7 +230,7 @@ def test_a_directory_of_sockets_that_others_may_enter_is_noted_with_what_follows
 
 def test_where_memory_must_stay_the_reason_and_namespaces_other_than_the_hosts_are_noted(monkeypatch):
     monkeypatch.setattr(sections, "gpu_count", lambda: 2)
-    monkeypatch.setattr(sections, "missing_software", lambda: "")
+    monkeypatch.setattr(sections.availability, "missing_software", lambda: "")
     monkeypatch.setattr(sections.virtual_memory, "why_not", lambda device: "it is a sandbox" if device else "")
     monkeypatch.setattr(sections, "_namespace", lambda kind: {"ipc": 0xEFFFFFFF, "pid": 4026532999}[kind])
 

@@ -135,7 +135,7 @@ def test_gloo_has_the_deadline_in_its_options_and_waits_no_longer(monkeypatch, o
     counts = {"reducescatter": (8, 0), "allgather": (8, 8)}.get(op)
     work = Parts(op, counts, codec) if counts else Sum(8, codec)
 
-    fallback.bind(Call.of(work, x), Group(group), 7.0, itertools.count())([Operands((x,), (out,))])
+    fallback.bind(Call.of(work, x), Group(group, 7.0), itertools.count())([Operands((x,), (out,))])
 
     assert len(group.of_options) == messages
     assert set(group.of_options) == set(group.of_waits) == {timedelta(seconds=7)}

@@ -93,11 +93,11 @@ def test_a_side_stream_is_behind_each_of_its_callers(streams):
 
 def test_a_chunk_crosses_hosts_after_it_is_summed_and_is_gathered_after_it_has_crossed(streams, monkeypatch):
     part, hierarchy = torch.ones(4).as_subclass(OnGpu), Hierarchy.__new__(Hierarchy)
-    hierarchy._groups, hierarchy._beside = [None, SimpleNamespace(size=lambda: 2)], streams.side
+    hierarchy._beside = streams.side
     crossing = lambda *given: streams.steps.append(f"across hosts on {streams.current.name}")  # noqa: E731
-    monkeypatch.setattr(hierarchy, "_run", crossing)
+    monkeypatch.setattr("graphar.ranks.hierarchical._run", crossing)
 
-    arrived = hierarchy._start_across(part, 1.0, None)
+    arrived = hierarchy._start_across(SimpleNamespace(world_size=2), part, None)
     streams.steps.append("the next chunk")
     arrived()
 

@@ -20,18 +20,8 @@ from graphar.plan import tables
 from graphar.plan.scratch import MAX_RANKS
 from graphar.plan.sizes import GB, MB
 from graphar.ranks import descriptors
-from graphar.runtime import cache, user_tables
-from graphar.runtime.availability import (
-    DRIVER,
-    driver_cuda_version,
-    install,
-    meets,
-    missing_cuda_python,
-    missing_driver,
-    missing_nvrtc,
-    missing_software,
-    requirements,
-)
+from graphar.runtime import availability, cache, user_tables
+from graphar.runtime.availability import install, missing_cuda_python
 from graphar.runtime.compiler import nvrtc_version
 from graphar.runtime.driver import call, driver
 from graphar.runtime.memory import multicast, virtual_memory
@@ -75,7 +65,7 @@ def _no_gpu() -> Finding:
     if torch.version.cuda is None:
         advice = "this torch is built for CPUs: install one for CUDA (https://pytorch.org/get-started)"
     elif not Path("/dev/nvidiactl").exists():
-        advice = f"install NVIDIA driver {DRIVER} or newer; in a container, run it with `--gpus all`"
+        advice = f"install NVIDIA driver {availability.DRIVER} or newer; in a container, run it with `--gpus all`"
     else:
         advice = "see whether `nvidia-smi` works, whether CUDA_VISIBLE_DEVICES hides them, and, on a machine with "
         advice += "NVSwitches, whether nvidia-fabricmanager runs"
@@ -177,7 +167,7 @@ def multicast_state() -> Iterator[Finding]:
 def versions() -> Iterator[Finding]:
     """Yields the version of each required software, and whether graphar can use it."""
     yield Finding("graphar", f"{graphar.__version__} in {Path(graphar.__file__).parent}")
-    for name, specifier in requirements().items():
+    for name, specifier in availability.requirements().items():
         if name == "python":
             yield _judge("Python", platform.python_version(), specifier, f"use Python {specifier}")
         elif name != _NVRTC:
@@ -191,26 +181,26 @@ def versions() -> Iterator[Finding]:
 
 
 def _judge(name: str, version: str, specifier: str, advice: str) -> Finding:
-    is_met = meets(version, specifier)
+    is_met = availability.meets(version, specifier)
     return judged(name, version if is_met else f"{version}, graphar needs {specifier}", "" if is_met else advice)
 
 
 def _nvrtc() -> Finding:
     """Examines the NVRTC library itself, which may come from a CUDA toolkit and not from the distribution."""
-    if missing := missing_nvrtc():
+    if missing := availability.missing_nvrtc():
         return _missing("NVRTC", missing)
-    return _judge("NVRTC", ".".join(map(str, nvrtc_version())), requirements()[_NVRTC], install(_NVRTC))
+    return _judge("NVRTC", ".".join(map(str, nvrtc_version())), availability.requirements()[_NVRTC], install(_NVRTC))
 
 
 def _driver() -> Finding:
     if missing := missing_cuda_python():
         return _missing("driver", missing)
-    missing = missing_driver()
+    missing = availability.missing_driver()
     if not missing:
         path = Path("/proc/driver/nvidia/version")
         match = re.search(r"\b\d{3}\.\d+(\.\d+)?\b", path.read_text()) if path.exists() else None
         version = match[0] if match else "of unknown version"
-        return Finding("driver", f"{version}, for CUDA {'.'.join(map(str, driver_cuda_version()))}")
+        return Finding("driver", f"{version}, for CUDA {'.'.join(map(str, availability.driver_cuda_version()))}")
     if gpu_count() == 0:
         return note("driver", "none; the CPU needs none")
     return _missing("driver", missing)
@@ -240,7 +230,7 @@ def sharing() -> Iterator[Finding]:
     """Yields the state of shared memory, temporary files, and how ranks in processes share GPU memory."""
     yield _shared_memory()
     yield _temporary_files()
-    usable, reason = 0 if missing_software() else gpu_count(), ""
+    usable, reason = 0 if availability.missing_software() else gpu_count(), ""
     try:
         descriptors.directory()
     except OSError as error:

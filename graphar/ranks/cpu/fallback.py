@@ -30,27 +30,27 @@ _SHARD_UNIT = 64  # elements: exact shards begin where those of other dtypes wou
 OfRanks = Sequence[Operands]  # the operands of this process's ranks
 Run = Callable[[OfRanks], None]
 SumCall = Call[Sum | Parts]
+Owned = tuple[torch.Tensor, Operands, int]  # where a rank's sum goes, its operands, and its first element in the result
 
 
-def bind(call: Call, transport: Transport, timeout_s: float, calls: Iterator[int], coder: Coder | None = None) -> Run:
+def bind(call: Call, transport: Transport, calls: Iterator[int], coder: Coder | None = None) -> Run:
     """Returns the function of a call; UnsupportedError if the call has an option that only kernels know.
 
-    ``timeout_s`` is the deadline of each wait on another rank. ``calls`` counts the calls with a codec, equally on all
-    ranks. ``coder`` encodes; None: torch does.
+    ``calls`` counts the calls with a codec, equally on all ranks. ``coder`` encodes; None: torch does.
     """
     if call.algorithm != "auto" and (specification := Algorithm(call.algorithm).row.specification):
-        return partial(_by_specification, call, specification, transport, timeout_s)
+        return partial(_by_specification, call, specification, transport)
     if isinstance(call.work, Exchange):
-        return partial(_alltoall, call, transport, timeout_s)
+        return partial(_alltoall, call, transport)
     tells_seed = len(transport.ranks) < transport.world_size
     run, begin = _RUNS[call.op], reduction_of(call, calls, tells_seed, coder)
-    return feeding_back(call, lambda ranks: run(begin(), call, transport, timeout_s, ranks))
+    return feeding_back(call, lambda ranks: run(begin(), call, transport, ranks))
 
 
 def alone(call: Call) -> Run:
     """Returns the function of a call between one rank."""
     if not (call.work if isinstance(call.work, Exchange) else call.work._replace(codec="")).is_plain:
-        return bind(call, InProcess(1), 0.0, repeat(0))
+        return bind(call, InProcess(1), repeat(0))
 
     def copy(ranks: OfRanks) -> None:
         (operands,) = ranks
@@ -59,10 +59,6 @@ def alone(call: Call) -> Run:
             operands.inputs[0].zero_()  # a single rank has no rounding errors
 
     return feeding_back(call, copy)
-
-
-def do_nothing(ranks: OfRanks) -> None:
-    """The function of a call without elements."""
 
 
 def feeding_back(call: SumCall, run: Run) -> Run:
@@ -82,7 +78,7 @@ def feeding_back(call: SumCall, run: Run) -> Run:
     return run_with_errors
 
 
-def _allreduce(how: Reduction, call: SumCall, transport: Transport, timeout_s: float, ranks: OfRanks) -> None:
+def _allreduce(how: Reduction, call: SumCall, transport: Transport, ranks: OfRanks) -> None:
     xs, outs = [operands.inputs[0].view(-1) for operands in ranks], [operands.outputs[0].view(-1) for operands in ranks]
     numel, is_coded = xs[0].numel(), bool(call.work.codec)
     if call.nbytes > transport.small_nbytes:
@@ -94,20 +90,20 @@ def _allreduce(how: Reduction, call: SumCall, transport: Transport, timeout_s: f
             sources, targets = (shards(tensor[window], transport.world_size, unit) for tensor in (x, out))
             firsts = list(accumulate(map(len, sources), initial=start))[:-1]
             owned = [(targets[rank], ranks[0], firsts[rank])]
-            totals = yield from _sum_shards(how, transport, timeout_s, [sources], firsts, owned)
+            totals = yield from _sum_shards(how, transport, [sources], firsts, owned)
             rooms = [how.room(target) for target in targets]
-            gathered = transport.gather(totals, [rooms], timeout_s)
+            arrived = transport.gather(totals, list(map(len, rooms)), [rooms])
             yield
-            gathered()
-            for peer, (target, room) in enumerate(zip(targets, rooms, strict=True)):
+            (sums,) = arrived()
+            for peer, (target, of_peer) in enumerate(zip(targets, sums, strict=True)):
                 if peer != rank:
-                    how.arrived(target, room)
+                    how.arrived(target, of_peer)
 
         pipelined(two_shot(*at) for at in _windows(numel, step))
         return
     for start, window in _windows(numel, _CHUNK_NUMEL if is_coded else numel):
         sent = [how.encode(x[window], rank, start) for rank, x in zip(transport.ranks, xs, strict=True)]
-        received = transport.collect(sent, [sent[0].numel()] * transport.world_size, timeout_s)
+        received = transport.gather(sent, [sent[0].numel()] * transport.world_size)()
         if len(ranks) == 1:
             how.into(outs[0][window], received[0], ranks[0], start)
             continue
@@ -127,7 +123,7 @@ def shards(x: torch.Tensor, ranks: int, unit: int) -> list[torch.Tensor]:
     return [x[rank * shard : (rank + 1) * shard] for rank in range(ranks)]
 
 
-def _reducescatter(how: Reduction, call: SumCall, transport: Transport, timeout_s: float, ranks: OfRanks) -> None:
+def _reducescatter(how: Reduction, call: SumCall, transport: Transport, ranks: OfRanks) -> None:
     counts: Sequence[int] = call.work.parts
     firsts, most = first_elements(counts), max(counts)
     step = transport.two_shot_nbytes // (len(counts) * call.dtype.itemsize)
@@ -136,66 +132,61 @@ def _reducescatter(how: Reduction, call: SumCall, transport: Transport, timeout_
     def one_shot(start: int, window: slice) -> Iterator[None]:
         sources, begin = [[part[window] for part in parts] for parts in of_ranks], [first + start for first in firsts]
         owned = [(operands.outputs[0].view(-1)[window], operands, start) for operands in ranks]
-        yield from _sum_shards(how, transport, timeout_s, sources, begin, owned)
+        yield from _sum_shards(how, transport, sources, begin, owned)
 
     pipelined(one_shot(*at) for at in _windows(most, _CHUNK_NUMEL if call.work.codec else step))
 
 
 def _sum_shards(
-    how: Reduction,
-    transport: Transport,
-    timeout_s: float,
-    sources: Sequence[Tensors],
-    firsts: Sequence[int],
-    owned: Sequence[tuple[torch.Tensor, Operands, int]],
+    how: Reduction, transport: Transport, sources: Sequence[Tensors], firsts: Sequence[int], owned: Sequence[Owned]
 ) -> Generator[None, None, list[torch.Tensor]]:
     """Sends each owner its shard of every rank's tensor. The next step writes the sums, and gives them as they travel.
 
     ``sources`` are the shards of each rank of this process, and ``firsts`` the indices of their first elements in the
-    whole tensor. ``owned`` has for each of these ranks its target, its operands, and its first element in the result.
+    whole tensor. ``owned`` is what each of these ranks sums.
     """
     sent = [
         [how.encode(shard, rank, first) for shard, first in zip(of_rank, firsts, strict=True)]
         for rank, of_rank in zip(transport.ranks, sources, strict=True)
     ]
-    arrived = transport.exchange([list(map(bytes_of, parts)) for parts in sent], None, timeout_s)
+    arrived = transport.exchange([list(map(bytes_of, parts)) for parts in sent])
     yield
     totals = []
     for rank, parts, received, (target, operands, first) in zip(transport.ranks, sent, arrived(), owned, strict=True):
         parts = [part.view(parts[rank].dtype) for part in received]
-        totals.append(how.into(target, parts, operands, first) if target.numel() else target)
+        totals.append(how.into(target, parts, operands, first) if target.numel() else how.room(target))
     return totals
 
 
-def _allgather(how: Reduction, call: SumCall, transport: Transport, timeout_s: float, ranks: OfRanks) -> None:
+def _allgather(how: Reduction, call: SumCall, transport: Transport, ranks: OfRanks) -> None:
     nbytes = [count * call.dtype.itemsize for count in call.work.parts]
     xs = [bytes_of(operands.inputs[0]) for operands in ranks]
     outs = [bytes_of(operands.outputs[0]).split(nbytes) for operands in ranks]
     for start, window in _windows(max(nbytes), transport.chunk_nbytes):
         lengths = [max(0, min(count, window.stop) - start) for count in nbytes]
-        received = transport.collect([x[window] for x in xs], lengths, timeout_s)
+        received = transport.gather([x[window] for x in xs], lengths)()
         for targets, parts in zip(outs, received, strict=True):
             for target, part in zip(targets, parts, strict=True):
                 target[window].copy_(part)
 
 
-def _alltoall(call: Call[Exchange], transport: Transport, timeout_s: float, ranks: OfRanks) -> None:
+def _alltoall(call: Call[Exchange], transport: Transport, ranks: OfRanks) -> None:
     work = call.work
     if not work.known:
-        _compare_lengths(call, transport, timeout_s, ranks[0].inputs[0].device)
-    sent, received, targets = [], [], []
+        _compare_lengths(call, transport, ranks[0].inputs[0].device)
+    sent, rooms, targets = [], [], []
     for operands, sends, receives in zip(ranks, work.sends, work.receives, strict=True):
         sent.append([bytes_of(part.contiguous()) for part in operands.inputs[0].split(sends, work.scatter_dim)])
         parts = operands.outputs[0].split(receives, work.gather_dim)
-        rooms = [part if part.is_contiguous() else part.new_empty(part.shape) for part in parts]
-        received.append(list(map(bytes_of, rooms)))
-        targets += [pair for pair in zip(parts, rooms, strict=True) if pair[0] is not pair[1]]
-    transport.exchange(sent, received, timeout_s)()
-    for part, room in targets:
-        part.copy_(room)
+        rooms.append([bytes_of(part if part.is_contiguous() else part.new_empty(part.shape)) for part in parts])
+        targets.append(parts)
+    for parts, received in zip(targets, transport.exchange(sent, rooms)(), strict=True):
+        for part, came in zip(parts, received, strict=True):
+            if came.data_ptr() != part.data_ptr():
+                part.copy_(came.view(part.dtype).view(part.shape))
 
 
-def _compare_lengths(call: Call[Exchange], transport: Transport, timeout_s: float, device: torch.device) -> None:
+def _compare_lengths(call: Call[Exchange], transport: Transport, device: torch.device) -> None:
     """Raises CommunicatorError on every rank unless each rank receives the lengths that others send it.
 
     On GPUs torch.distributed finds it, or waits: to compare would stop the host.
@@ -204,7 +195,7 @@ def _compare_lengths(call: Call[Exchange], transport: Transport, timeout_s: floa
         return
     work, ranks = call.work, range(transport.world_size)
     operands = torch.tensor([*work.sends[0], *work.receives[0]], dtype=torch.int64)
-    (of_ranks,) = transport.collect([operands], [operands.numel()] * len(ranks), timeout_s)
+    (of_ranks,) = transport.gather([operands], [operands.numel()] * len(ranks))()
     lengths = [of_rank.tolist() for of_rank in of_ranks]
     for sender in ranks:
         for receiver in ranks:
@@ -227,34 +218,24 @@ def _windows(numel: int, step: int) -> Iterator[tuple[int, slice]]:
 # ---- algorithms with a specification of their own -------------------------------------------------------------------
 
 
-def _by_specification(
-    call: SumCall, specification: Specification, transport: Transport, timeout_s: float, ranks: OfRanks
-) -> None:
+def _by_specification(call: SumCall, specification: Specification, transport: Transport, ranks: OfRanks) -> None:
     x = ranks[0].inputs[0]
     joins, world_size = call.op == "allgather", transport.world_size
     counts = call.work.parts if joins else [x.numel()] * world_size
     shape = (-1, *x.shape[1:]) if joins else x.shape
-    received = transport.collect([operands.inputs[0].reshape(-1) for operands in ranks], counts, timeout_s)
+    received = transport.gather([operands.inputs[0].reshape(-1) for operands in ranks], counts)()
     made: dict[torch.device, Sequence[torch.Tensor]] = {}  # before anything is written: an output may be an input
     outs = [operands.outputs[0] for operands in ranks]
     for out, parts in zip(outs, received, strict=True):
         if out.device not in made:
-            made[out.device] = _results(call, specification, [part.clone().view(shape) for part in parts])
+            result = specification([part.clone().view(shape) for part in parts])  # it may overwrite the copies
+            results = [result] * world_size if isinstance(result, torch.Tensor) else result
+            if len(results) != world_size:
+                raise ValueError(f"{call.op}: {call.algorithm} has a specification that gives {len(results)} results")
+            made[out.device] = results
     for rank, out in zip(transport.ranks, outs, strict=True):
-        _put(call, made[out.device][rank], out)
-
-
-def _results(call: SumCall, specification: Specification, xs: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """Returns each rank's result. ``xs`` are copies of the ranks' tensors, which the function may overwrite."""
-    result = specification(xs)
-    results = [result] * len(xs) if isinstance(result, torch.Tensor) else result
-    if len(results) != len(xs):
-        raise ValueError(f"{call.op}: {call.algorithm} has a specification that gives {len(results)} results")
-    return results
-
-
-def _put(call: SumCall, result: torch.Tensor, out: torch.Tensor) -> None:
-    if (result.numel(), result.dtype) != (out.numel(), out.dtype):
-        gives, wanted = (f"{list(tensor.shape)} {tensor.dtype}" for tensor in (result, out))
-        raise ValueError(f"{call.op}: {call.algorithm} has a specification that gives {gives} in place of {wanted}")
-    out.view(-1).copy_(result.reshape(-1))
+        result = made[out.device][rank]
+        if (result.numel(), result.dtype) != (out.numel(), out.dtype):
+            gives, wanted = (f"{list(tensor.shape)} {tensor.dtype}" for tensor in (result, out))
+            raise ValueError(f"{call.op}: {call.algorithm} has a specification that gives {gives} in place of {wanted}")
+        out.view(-1).copy_(result.reshape(-1))

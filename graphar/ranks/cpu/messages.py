@@ -64,17 +64,18 @@ class Messages:
 
     # ---- headers ----------------------------------------------------------------------------------------------------
 
-    def begin(self, words_hash: bytes, sequence: int, if_unlike: Callable[[int], None]) -> None:
-        """Begins a call, whose first message brings a header.
+    def begin(self, words_hash: bytes, sequence: int, timeout_s: float, if_unlike: Callable[[int], None]) -> None:
+        """Begins a call, whose first message brings a header. ``timeout_s`` is the deadline of each of its waits.
 
         If ranks begin different calls, each runs ``if_unlike(sequence)``, which raises unless nothing else is sent.
         """
-        self._header, self._sequence, self._if_unlike = words_hash, sequence, if_unlike
+        self._header, self._sequence = words_hash, sequence
+        self._timeout_s, self._if_unlike = timeout_s, if_unlike
 
-    def agree(self, timeout_s: float, nbytes: int = 0) -> None:
+    def agree(self, nbytes: int = 0) -> None:
         """Returns once all ranks have begun this call. Brings ``nbytes`` bytes of each behind its header."""
         self.announce(nbytes)
-        self.await_headers(timeout_s)
+        self.await_headers()
 
     def announce(self, nbytes: int = 0, parts: Tensors = ()) -> None:
         """Begins to exchange headers, with ``nbytes`` bytes behind each, or with a part for each rank."""
@@ -93,12 +94,12 @@ class Messages:
             failure = error
         self._pending = receives, sends, failure
 
-    def await_headers(self, timeout_s: float) -> None:
-        """Returns once all ranks have announced this call; GroupFailed if one has not within ``timeout_s`` seconds."""
+    def await_headers(self) -> None:
+        """Returns once all ranks have announced this call; GroupFailed if one has not in time."""
         receives, sends, failure = self._pending or ({}, [], None)
         under_way, self._under_way, self._pending = self._under_way, [], None
         begin, arrived = time.monotonic(), set()
-        end = begin + timeout_s
+        end = begin + self._timeout_s
         try:
             if failure:
                 raise failure
@@ -116,25 +117,34 @@ class Messages:
         unlike = [peer for peer in self.peers if not self._letters[peer].startswith(self._sent)]
         if unlike:
             # What began between ranks that agree must end: gloo cannot take back half a message.
-            wait([work for peer, work in under_way if peer not in unlike], timeout_s)
+            wait([work for peer, work in under_way if peer not in unlike], self._timeout_s)
             self._if_unlike(self._sequence)
 
     # ---- data -------------------------------------------------------------------------------------------------------
 
-    def collect(self, sent: Tensors, lengths: Sequence[int], timeout_s: float) -> Sequence[Tensors]:
-        (mine,) = sent
+    def gather(self, sent: Tensors, lengths: Sequence[int], rooms: Rooms = None) -> Arriving:
+        (mine,), gloo = sent, self._gloo
         if self._header and max(lengths) * mine.element_size() <= SMALL_NBYTES:
             behind = self._behind_headers(mine.dtype, tuple(lengths))
             behind[self._rank].copy_(mine)
-            self.agree(timeout_s, mine.nbytes)
-            return [behind]
+            self.agree(mine.nbytes)
+            return lambda: [behind]
         if self._header:
-            self.agree(timeout_s)
-        received = [mine if rank == self._rank else mine.new_empty(length) for rank, length in enumerate(lengths)]
-        self.gather(sent, [received], timeout_s)()
-        return [received]
+            self.agree()
+        if rooms is None:
+            rooms = [[mine if rank == self._rank else mine.new_empty(length) for rank, length in enumerate(lengths)]]
+        (received,) = rooms
+        tag = zlib.crc32(b"gather", self._tag_of_call) >> 1
+        moves = [self._post(gloo.recv, received[peer], peer, tag) for peer in self.peers if received[peer].numel()]
+        moves += [self._post(gloo.send, mine, peer, tag) for peer in self.peers if mine.numel()]
 
-    def exchange(self, sent: Sequence[Tensors], rooms: Rooms, timeout_s: float) -> Arriving:
+        def arrived():
+            wait(moves, self._timeout_s)
+            return [received]
+
+        return arrived
+
+    def exchange(self, sent: Sequence[Tensors], rooms: Rooms = None) -> Arriving:
         """Small parts travel behind the header, if the call has brought none yet, and others while headers do."""
         (mine,), rank, gloo = sent, self._rank, self._gloo
         received = rooms[0] if rooms else self._scratch_like(mine[rank])
@@ -145,23 +155,16 @@ class Messages:
         arriving = [self._post(gloo.recv, received[peer], peer, tag) for peer in large]
         sending = [self._post(gloo.send, mine[peer], peer, tag) for peer in self.peers if mine[peer].numel() > most]
         if self._pending:
-            self.await_headers(timeout_s)
+            self.await_headers()
         received[rank].copy_(mine[rank])
         for peer in set(self.peers) - set(large):
             received[peer].copy_(self._tensors[peer][_HEADER_NBYTES:][: received[peer].numel()])
 
         def arrived():
-            wait([*arriving, *sending], timeout_s)
+            wait([*arriving, *sending], self._timeout_s)
             return [received]
 
         return arrived
-
-    def gather(self, sent: Tensors, rooms: Sequence[Tensors], timeout_s: float) -> Callable[[], None]:
-        (mine,), (received,) = sent, rooms
-        gloo, tag = self._gloo, zlib.crc32(b"gather", self._tag_of_call) >> 1
-        moves = [self._post(gloo.recv, received[peer], peer, tag) for peer in self.peers if received[peer].numel()]
-        moves += [self._post(gloo.send, mine, peer, tag) for peer in self.peers if mine.numel()]
-        return partial(wait, moves, timeout_s)
 
     def _scratch_like(self, mine: torch.Tensor) -> list[torch.Tensor]:
         """Returns ``mine``, and memory like it for every other rank, which the exchange after the next uses again."""

@@ -79,11 +79,13 @@ class ExactSum:
         return target.copy_(total)
 
     def room(self, target: torch.Tensor) -> torch.Tensor:
-        """Returns a tensor for another rank's sum as it travels."""
+        """Returns a tensor for a rank's sum as it travels."""
         return target
 
-    def arrived(self, target: torch.Tensor, room: torch.Tensor) -> None:
-        """Writes another rank's sum."""
+    def arrived(self, target: torch.Tensor, travelled: torch.Tensor) -> None:
+        """Writes another rank's sum, which may have come in its room."""
+        if travelled is not target:
+            target.copy_(travelled)
 
 
 @dataclass(frozen=True)
@@ -121,8 +123,8 @@ class CodedSum:
     def room(self, target: torch.Tensor) -> torch.Tensor:
         return target.new_empty(self.codec.wire_nbytes(target.numel()), dtype=torch.uint8)
 
-    def arrived(self, target: torch.Tensor, room: torch.Tensor) -> None:
-        self.coder.decode([room], target)
+    def arrived(self, target: torch.Tensor, travelled: torch.Tensor) -> None:
+        self.coder.decode([travelled], target)
 
 
 Reduction = ExactSum | CodedSum  # the arithmetic of one call
@@ -133,6 +135,9 @@ Reduction = ExactSum | CodedSum  # the arithmetic of one call
 
 class Coder(Protocol):
     """Encodes and decodes with one codec, on the device of the tensors. Tensors are 1-D and contiguous."""
+
+    @property
+    def codec(self) -> Codec: ...
 
     def encode(self, part: torch.Tensor, noise: Noise) -> torch.Tensor:
         """Returns the bytes of a tensor on the wire. A codec with feedback replaces it by its rounding errors."""
@@ -145,10 +150,6 @@ class Coder(Protocol):
     def recode(self, wires: Tensors, target: torch.Tensor, noise: Noise) -> torch.Tensor:
         """Encodes that sum, writes what this decodes to, and returns its bytes on the wire."""
         ...
-
-
-# For a call, its codec, and the devices of this process's ranks; None: the call's.
-CoderOf = Callable[[Call, Codec, "Sequence[torch.device] | None"], Coder]
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from graphar.ranks.cpu.reduction import Tensors
 
 ROW_UNIT = 64  # bytes: a multiple of every dtype's size, and of kernels' packs
 
-Rooms = Sequence[Tensors] | None  # for each rank of this process, what receives from each rank
+Rooms = Sequence[Tensors] | None  # for each rank of this process, memory in which each rank's part may come
 Arriving = Callable[[], Sequence[Tensors]]  # waits for what each rank of this process receives, and returns it
 
 
@@ -49,22 +49,18 @@ class Transport(Protocol):
     @property
     def ranks(self) -> Sequence[int]: ...  # those of this process
 
-    def collect(self, sent: Tensors, lengths: Sequence[int], timeout_s: float) -> Sequence[Tensors]:
-        """All-gather: returns for each rank of this process what all ranks have sent, which is read only.
+    def gather(self, sent: Tensors, lengths: Sequence[int], rooms: Rooms = None) -> Arriving:
+        """Begins an all-gather: each rank of this process sends a tensor, and receives those of all ranks.
 
-        ``lengths`` are the elements that each rank sends. The result stays until the next call.
+        ``lengths`` are the elements that each rank sends. What comes is read only, and stays until the next call.
         """
         ...
 
-    def exchange(self, sent: Sequence[Tensors], rooms: Rooms, timeout_s: float) -> Arriving:
+    def exchange(self, sent: Sequence[Tensors], rooms: Rooms = None) -> Arriving:
         """Begins an all-to-all: each rank of this process sends bytes to each rank, and receives some from each.
 
         Without ``rooms`` what comes is like what a rank sends itself, and stays until the exchange after the next.
         """
-        ...
-
-    def gather(self, sent: Tensors, rooms: Sequence[Tensors], timeout_s: float) -> Callable[[], None]:
-        """Begins an all-gather into the rooms of other ranks, once calls are compared, and returns what waits."""
         ...
 
 
@@ -76,89 +72,66 @@ class InProcess:
     def __init__(self, world_size: int) -> None:
         self.world_size, self.ranks = world_size, range(world_size)
 
-    def collect(self, sent: Tensors, lengths: Sequence[int], timeout_s: float) -> Sequence[Tensors]:
+    def gather(self, sent: Tensors, lengths: Sequence[int], rooms: Rooms = None) -> Arriving:
         by_device = {device: [x.to(device) for x in sent] for device in dict.fromkeys(x.device for x in sent)}
-        return [by_device[x.device] for x in sent]
+        return lambda: [by_device[x.device] for x in sent]
 
-    def exchange(self, sent: Sequence[Tensors], rooms: Rooms, timeout_s: float) -> Arriving:
-        if rooms is None:
-            return lambda: [[parts[rank].to(sent[rank][rank].device) for parts in sent] for rank in self.ranks]
-        for rank, of_rank in enumerate(rooms):
-            for room, parts in zip(of_rank, sent, strict=True):
-                room.copy_(parts[rank])
-        return lambda: rooms
-
-    def gather(self, sent: Tensors, rooms: Sequence[Tensors], timeout_s: float) -> Callable[[], None]:
-        for of_rank in rooms:
-            for room, x in zip(of_rank, sent, strict=True):
-                room.copy_(x)
-        return lambda: None
+    def exchange(self, sent: Sequence[Tensors], rooms: Rooms = None) -> Arriving:
+        return lambda: [[parts[rank].to(sent[rank][rank].device) for parts in sent] for rank in self.ranks]
 
 
 class Group:
-    """A process group of torch's. Its methods raise UnsupportedError if it has no backend for the tensors' device."""
+    """A process group of torch's. Its methods raise UnsupportedError if it has no backend for the tensors' device.
+
+    ``timeout_s`` is the deadline of each wait on another rank, in seconds.
+    """
 
     small_nbytes = 32 << 10  # messages of so many bytes take no longer than empty ones
     chunk_nbytes = two_shot_nbytes = 64 << 20
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, timeout_s: float) -> None:
         self._group, self.world_size, self._rank = group, group.size(), group.rank()
-        self.ranks = (self._rank,)
+        self.ranks, self.timeout_s = (self._rank,), timeout_s
 
-    def collect(self, sent: Tensors, lengths: Sequence[int], timeout_s: float) -> Sequence[Tensors]:
+    def gather(self, sent: Tensors, lengths: Sequence[int], rooms: Rooms = None) -> Arriving:
         (mine,) = sent
         nbytes = [length * mine.itemsize for length in lengths]
-        gathering, rows = self._gather(mine, max(nbytes), timeout_s)
-        self._wait(gathering, mine.device, timeout_s)
-        return [[row[:n].view(mine.dtype) for row, n in zip(rows, nbytes, strict=True)]]
+        row = mine.new_empty(-(-max(nbytes) // ROW_UNIT) * ROW_UNIT, dtype=torch.uint8)
+        row[: mine.nbytes].copy_(bytes_of(mine))
+        rows = row.new_empty(self.world_size, row.numel())
+        options = self._options(AllgatherOptions(), mine.device)
+        work = self._group.allgather([list(rows)], [row], options)
 
-    def exchange(self, sent: Sequence[Tensors], rooms: Rooms, timeout_s: float) -> Arriving:
+        def arrived():
+            self._wait(work, mine.device)
+            return [[row[:n].view(mine.dtype) for row, n in zip(rows, nbytes, strict=True)]]
+
+        return arrived
+
+    def exchange(self, sent: Sequence[Tensors], rooms: Rooms = None) -> Arriving:
         (mine,) = sent
         nbytes = [room.nbytes for room in rooms[0]] if rooms else [mine[self._rank].nbytes] * self.world_size
         flat = torch.cat(list(mine))
         received = flat.new_empty(sum(nbytes))
-        options = self._options(dist.distributed_c10d.AllToAllOptions(), flat.device, timeout_s)
+        options = self._options(dist.distributed_c10d.AllToAllOptions(), flat.device)
         work = self._group.alltoall_base(received, flat, nbytes, [part.nbytes for part in mine], options)
 
         def arrived():
-            self._wait(work, flat.device, timeout_s)
-            parts = received.split(nbytes)
-            for room, part in zip(rooms[0], parts, strict=True) if rooms else ():
-                room.copy_(part)
-            return [parts]
+            self._wait(work, flat.device)
+            return [received.split(nbytes)]
 
         return arrived
 
-    def gather(self, sent: Tensors, rooms: Sequence[Tensors], timeout_s: float) -> Callable[[], None]:
-        (mine,), (of_ranks,) = sent, rooms
-        gathering, rows = self._gather(mine, max(room.nbytes for room in of_ranks), timeout_s)
-
-        def arrived():
-            self._wait(gathering, mine.device, timeout_s)
-            for rank, room in enumerate(of_ranks):
-                if rank != self._rank:
-                    bytes_of(room).copy_(rows[rank, : room.nbytes])
-
-        return arrived
-
-    def _gather(self, mine: torch.Tensor, most: int, timeout_s: float) -> tuple[dist.Work, torch.Tensor]:
-        """Begins to gather tensors of at most ``most`` bytes. Returns the work, and the ranks' bytes as padded rows."""
-        row = mine.new_empty(-(-most // ROW_UNIT) * ROW_UNIT, dtype=torch.uint8)
-        row[: mine.nbytes].copy_(bytes_of(mine))
-        rows = row.new_empty(self.world_size, row.numel())
-        options = self._options(AllgatherOptions(), mine.device, timeout_s)
-        return self._group.allgather([list(rows)], [row], options), rows
-
-    def _options(self, options, device: torch.device, timeout_s: float):
+    def _options(self, options, device: torch.device):
         check_backend(device, self._group)
         options.asyncOp = True
         if device.type == "cpu":  # else gloo's threads outlive the deadline, and delay the process's exit
-            options.timeout = deadline(timeout_s)
+            options.timeout = deadline(self.timeout_s)
         return options
 
-    def _wait(self, work: dist.Work, device: torch.device, timeout_s: float) -> None:
+    def _wait(self, work: dist.Work, device: torch.device) -> None:
         if device.type == "cpu":
-            wait([work], timeout_s)
+            wait([work], self.timeout_s)
         else:
             work.wait()  # only orders the stream; the group's own time-out applies
 

@@ -26,7 +26,7 @@ from graphar.ranks import agreement
 from graphar.ranks.cpu import fallback
 from graphar.ranks.cpu.fallback import Run
 from graphar.ranks.cpu.messages import Messages, hash_of, messages_of
-from graphar.ranks.cpu.reduction import CoderOf
+from graphar.ranks.cpu.reduction import Coder
 from graphar.ranks.cpu.transport import Group, GroupFailed, InProcess
 from graphar.ranks.groups import known_group
 from graphar.ranks.hierarchical import Hierarchy
@@ -41,9 +41,12 @@ _PARTS = re.compile(r"^allgather of parts of \[[^]]*\]")  # as agreement.words b
 
 
 class WithoutKernels:
-    """The calls of one communicator without kernels. ``coder_of`` makes what encodes for calls with a codec."""
+    """The calls of one communicator without kernels.
 
-    def __init__(self, communicator: Ranks, hierarchy: Hierarchy, coder_of: CoderOf) -> None:
+    ``coder_of`` makes the coder of a call from the call, its codec, and the devices of this process's ranks.
+    """
+
+    def __init__(self, communicator: Ranks, hierarchy: Hierarchy, coder_of: Callable[..., Coder]) -> None:
         self._communicator, self._hierarchy, self._coder_of = communicator, hierarchy, coder_of
         self._group_calls: GroupCalls | None = None  # made at first use
         self._making = threading.Lock()
@@ -55,13 +58,14 @@ class WithoutKernels:
         coded = call._replace(dtype=torch.float32) if config is HIERARCHICAL else call  # as sums of hosts are
         coder = self._coder_of(coded, call.wire, ranks.devices) if call.wire else None
         if ranks.devices:
-            return fallback.bind(call, InProcess(ranks.world_size), timeout_s, numbers, coder)
+            return fallback.bind(call, InProcess(ranks.world_size), numbers, coder)
         calls = self.group_calls()
         if config is HIERARCHICAL:
-            run = self._hierarchical(call, timeout_s)
+            run = self._hierarchy.bind(call, timeout_s, coder)
         else:
             messages = calls.messages if x.device.type == "cpu" else None
-            run = fallback.bind(call, messages or Group(known_group(ranks.group)), timeout_s, numbers, coder)
+            transport = messages or Group(known_group(ranks.group), timeout_s)
+            run = fallback.bind(call, transport, numbers, coder)
         return calls.bind(call, x, timeout_s, run, config.algorithm)
 
     def group_calls(self) -> GroupCalls:
@@ -70,11 +74,6 @@ class WithoutKernels:
         with self._making:
             self._group_calls = self._group_calls or GroupCalls(known_group(ranks.group), ranks.rendezvous())
             return self._group_calls
-
-    def _hierarchical(self, call: Call, timeout_s: float) -> Run:
-        by_op = {"allreduce": self._hierarchy.allreduce, "reducescatter": self._hierarchy.reducescatter}
-        compute = partial(by_op[call.op], timeout_s=timeout_s, codec=call.wire)
-        return lambda ranks: compute(ranks[0].inputs[0], ranks[0].outputs[0])
 
     def let_go_of_group(self) -> None:
         """Drops the process group. Calls over it fail from now on."""
@@ -131,9 +130,9 @@ class GroupCalls:
                     if messages:
                         self._rendezvous.beside_meeting = partial(self._beside_meeting, messages)
                 if messages:
-                    messages.begin(hashed, sequence, compare)
+                    messages.begin(hashed, sequence, timeout_s, compare)
                     if not sends:
-                        messages.agree(timeout_s)
+                        messages.agree()
                 run(ranks)
 
         return run_or_tell
@@ -145,7 +144,7 @@ class GroupCalls:
         The meeting finds out who does not come: gloo, whose waits break its connections, waits after that.
         """
         with self._one_thread:
-            messages.begin(hash_of(what), self._made, lambda sequence: None)
+            messages.begin(hash_of(what), self._made, timeout_s, lambda sequence: None)
             messages.announce()
             all_came = True
             try:
@@ -156,7 +155,7 @@ class GroupCalls:
             finally:
                 if all_came:
                     try:
-                        messages.await_headers(timeout_s)
+                        messages.await_headers()
                     except GroupFailed as error:
                         raise RanksAbsent(f"{what}: {error}", [*(error.absent or ())]) from error
 

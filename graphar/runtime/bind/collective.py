@@ -47,7 +47,7 @@ def bind(engine: Engine, call: Call, ranks: Sequence[Operands]) -> Plan:
     if engine.world_size == 1:
         plan = Plan(fallback.alone(call), config)
     elif is_known and not any(call.work.parts):
-        plan = Plan(engine.keeping_failure()(fallback.do_nothing), config)
+        plan = Plan(engine.keeping_failure()(lambda ranks: None), config)
     elif config.algorithm.row.copies:
         plan = Plan(ByCopies(engine, call, config).run, config)
     elif config.blocks:
