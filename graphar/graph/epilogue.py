@@ -22,7 +22,7 @@ from graphar.graph.collectives import CASTS, Collective, path_behind, reached
 from graphar.graph.places import Places
 from graphar.numerics.dtypes import TYPE_NAMES
 from graphar.numerics.epilogues import syntax
-from graphar.numerics.epilogues.tracer import IGNORED, RULES, as_stored
+from graphar.numerics.epilogues.tracer import RULES, applied, as_stored
 
 
 @dataclass(frozen=True)
@@ -101,18 +101,8 @@ def _tree(node: Node, trees: dict[Node, syntax.Node]) -> syntax.Node | None:
     rule = RULES.get(name)
     if rule is None or getattr(node.target, "namespace", "") != "aten" or overload == "out":
         return None
-    try:
-        keywords = {key: _argument(argument, trees) for key, argument in node.kwargs.items() if key not in IGNORED}
-        tree = rule(*(_argument(argument, trees) for argument in node.args), **keywords)
-    except (TypeError, KeyError):
-        return None
-    return as_stored(tree, torch.bool) if result.dtype == torch.bool else tree  # rounding is left to the op
-
-
-def _argument(argument: object, trees: dict[Node, syntax.Node]) -> object:
-    if isinstance(argument, Node):
-        return trees[argument]
-    return syntax.number(float(argument)) if isinstance(argument, (bool, int, float)) else argument
+    tree = applied(rule, node.args, node.kwargs, trees.__getitem__)
+    return as_stored(tree, torch.bool) if tree and result.dtype == torch.bool else tree  # rounding is left to the op
 
 
 def _text(tree: syntax.Node, dtype: torch.dtype) -> str:

@@ -45,18 +45,14 @@ def _comparison(sign: str, compare: Callable[..., torch.Tensor]) -> tuple[str, C
     return f"truth({{}} {sign} {{}})", lambda a, b: _truth(compare(a, b))
 
 
+COMPARISONS = {"<": torch.lt, "<=": torch.le, ">": torch.gt, ">=": torch.ge, "==": torch.eq, "!=": torch.ne}
 EXACT: Operations = {
     "+": ("__fadd_rn({}, {})", torch.add),
     "-": ("__fsub_rn({}, {})", torch.sub),
     "*": ("__fmul_rn({}, {})", torch.mul),
     "/": ("__fdiv_rn({}, {})", torch.div),
     "neg": ("(-{})", torch.neg),
-    "<": _comparison("<", torch.lt),
-    "<=": _comparison("<=", torch.le),
-    ">": _comparison(">", torch.gt),
-    ">=": _comparison(">=", torch.ge),
-    "==": _comparison("==", torch.eq),
-    "!=": _comparison("!=", torch.ne),
+    **{sign: _comparison(sign, compare) for sign, compare in COMPARISONS.items()},
     "&&": ("truth({} != 0 && {} != 0)", lambda a, b: _truth((a != 0) & (b != 0))),
     "||": ("truth({} != 0 || {} != 0)", lambda a, b: _truth((a != 0) | (b != 0))),
     "!": ("truth({} == 0)", lambda a: _truth(a == 0)),
