@@ -347,8 +347,6 @@ def _summed(
     """Returns the sum of the ranks' products, with the bias and the epilogue, rounded once."""
     if epilogue is not None:
         return allreduce(products, _after_bias(epilogue, bias, products[0]), order, dtype)
-    if bias is None:
-        return allreduce(products, order=order, out_dtype=dtype)
     return with_bias(allreduce([widened(product, bias) for product in products], order=order), bias, dtype)
 
 
