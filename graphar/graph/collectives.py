@@ -32,9 +32,9 @@ from graphar.ranks.groups import process_group
 _torch_ops = torch.ops._c10d_functional
 _wait = _torch_ops.wait_tensor.default
 ALLREDUCE, REDUCESCATTER, ALLGATHER = "all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor"
-_OPS = {ALLREDUCE: sums.SUM, REDUCESCATTER: sums.SCATTER, ALLGATHER: allgather.OP}  # by the names of torch's
+OPS = {ALLREDUCE: sums.SUM, REDUCESCATTER: sums.SCATTER, ALLGATHER: allgather.OP}  # by the names of torch's
 _NAMES: dict[Any, str] = {  # by torch's ops, without "_coalesced"
-    getattr(_torch_ops, f"{name}{form}").default: name for name in _OPS for form in ("", "_coalesced")
+    getattr(_torch_ops, f"{name}{form}").default: name for name in OPS for form in ("", "_coalesced")
 }
 _aten = torch.ops.aten
 CASTS = (torch.ops.prims.convert_element_type.default, _aten._to_copy.default)
@@ -116,11 +116,10 @@ class Collective:
 
     def replace(self, graph: Graph) -> None:
         """Replaces the collective and its waits with a call of graphar's op for each input."""
-        node, value = self.node, self.node.meta["val"]
-        for at, (x, result) in enumerate(zip(self.inputs, value if self.is_coalesced else [value], strict=True)):
+        node = self.node
+        for at, x in enumerate(self.inputs):
             with graph.inserting_before(node):
-                new = self.call(graph, x)
-            new.meta["val"], new.stack_trace = result, node.stack_trace
+                new = self.call(graph, OPS[self.op], x)
             for old in [user for user in node.users if user.args[1] == at] if self.is_coalesced else [node]:
                 _take_over(graph, old, new)
             if not new.users:
@@ -130,22 +129,19 @@ class Collective:
         if self.is_coalesced:
             graph.erase_node(node)
 
-    def call(self, graph: Graph, x: Node, **more) -> Node:
-        """Adds a call of graphar's op with ``x`` and the arguments ``more`` to the graph."""
-        op = _OPS[self.op]
-        return graph.call_function(op.one, op.write({"x": x} | self.place(graph, x) | more))
-
-    def place(self, graph: Graph, x: Node) -> dict[str, object]:
-        """Returns the arguments that tell graphar's op for ``x`` the group, and each rank's part along axis 0."""
+    def call(self, graph: Graph, op: Op, x: Node, **more) -> Node:
+        """Adds a call of graphar's ``op`` to the graph: of ``x``, in the group, with the arguments ``more``."""
         group = resolve(self.group)
         # "" names the default group, as in eager calls.
-        arguments: dict[str, object] = {"communicator": "" if group is dist.group.WORLD else self.group}
-        if self.op != ALLREDUCE:
+        more |= {"x": x, "communicator": "" if group is dist.group.WORLD else self.group}
+        if self.op != ALLREDUCE:  # each rank has a part along axis 0
             part = first_size(graph, x)
             if self.op == REDUCESCATTER:
                 part = part // group.size() if isinstance(part, int) else call(graph, floordiv, (part, group.size()))
-            arguments |= {"rank": group.rank(), "sizes": [part] * group.size()}
-        return arguments
+            more |= {"rank": group.rank(), "sizes": [part] * group.size()}
+        result = call(graph, op.one, op.write(more))
+        result.stack_trace = self.node.stack_trace
+        return result
 
 
 def read(node: Node) -> Collective | None:

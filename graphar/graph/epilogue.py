@@ -46,8 +46,7 @@ class FollowedSum(Collective):
     def replace(self, graph: Graph) -> None:
         (x,) = self.inputs
         with graph.inserting_before(self.path[-1].next):
-            result = self.call(graph, x, epilogue=self.text)
-            result.meta["val"], result.stack_trace = self.node.meta["val"], self.node.stack_trace
+            result = self.call(graph, collectives.OPS[self.op], x, epilogue=self.text)
             result = collectives.with_views(graph, self.path, result)
         self.nodes[-1].replace_all_uses_with(result)
         for node in reversed([*self.path, *self.nodes]):

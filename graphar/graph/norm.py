@@ -75,10 +75,9 @@ class NormedSum(Collective):
                 named["residual"] = rows.reshape(graph, named["residual"], self.node.meta["val"].shape[:-1])
             else:
                 x = collectives.with_views(graph, path, x)
-            pair = call(graph, op.one, op.write(named | {"x": x} | self.place(graph, x)))
+            pair = self.call(graph, op, x, **named)
             results = [call(graph, operator.getitem, (pair, i)) for i in range(2)]
             normed, summed = [rows.reshape(graph, result, add.meta["val"].shape[:-1]) for result in results]
-        pair.stack_trace = self.node.stack_trace
         norm[-1].replace_all_uses_with(normed)
         add.replace_all_uses_with(summed)
         for node in reversed([*self.path, *norm]):
