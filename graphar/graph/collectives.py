@@ -11,7 +11,7 @@ all_gather_into_tensor graphar::allgather along axis 0.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from operator import floordiv, getitem
 from typing import Any, cast
@@ -22,8 +22,8 @@ from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.fx.node import map_arg
 
-from graphar.errors import Reason
 from graphar.graph.places import Places, resolve
+from graphar.graph.report import expect
 from graphar.numerics.dtypes import ACCUMULATION_DTYPES, TYPE_NAMES
 from graphar.ops import allgather, sums
 from graphar.ops.register import Op, op_of
@@ -94,25 +94,23 @@ class Collective:
         """The fake tensors of the inputs: they have shape and dtype, and no memory."""
         return [x.meta["val"] for x in self.inputs]
 
-    def why_not_served(self, places: Places) -> Reason | None:
-        """Returns why no op of graphar's can replace the collective."""
-        if self.reduction not in ("", "sum"):
-            return f"graphar has sums, not {self.reduction}"
-        return places.why_not(self.group, self.tensors()[0].device.type)
+    def check_served(self, places: Places) -> None:
+        """Raises Refused if no op of graphar's can replace the collective."""
+        expect(self.reduction in ("", "sum"), f"graphar has sums, not {self.reduction}")
+        places.check(self.group, self.tensors()[0].device.type)
 
-    def why_no_sum(self) -> Reason | None:
+    def check_sum(self, places: Places) -> None:
+        self.check_served(places)
         for x in self.tensors():
-            summed: Container[torch.dtype] = TYPE_NAMES if x.is_cuda else ACCUMULATION_DTYPES
-            if x.dtype not in summed:
-                return f"no kernel adds {x.dtype}"
-        return None
+            expect(x.dtype in (TYPE_NAMES if x.is_cuda else ACCUMULATION_DTYPES), f"no kernel adds {x.dtype}")
 
-    def why_not(self, places: Places) -> Reason | None:
-        if self.op != ALLGATHER:
-            return self.why_not_served(places) or self.why_no_sum()
-        if any(x.ndim == 0 for x in self.tensors()):
-            return "graphar joins tensors along an axis, and this one has none"
-        return self.why_not_served(places)
+    def check(self, places: Places) -> None:
+        """Raises Refused, which says why, if the collective stays as it is."""
+        if self.op == ALLGATHER:
+            expect(all(x.ndim for x in self.tensors()), "graphar joins tensors along an axis, and this one has none")
+            self.check_served(places)
+        else:
+            self.check_sum(places)
 
     def replace(self, graph: Graph) -> None:
         """Replaces the collective and its waits with a call of graphar's op for each input."""

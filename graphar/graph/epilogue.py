@@ -16,10 +16,10 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Graph, Node
 
-from graphar.errors import Reason
 from graphar.graph import collectives
 from graphar.graph.collectives import CASTS, Collective, path_behind, reached
 from graphar.graph.places import Places
+from graphar.graph.report import expect
 from graphar.numerics.dtypes import TYPE_NAMES
 from graphar.numerics.epilogues import syntax
 from graphar.numerics.epilogues.tracer import RULES, applied, as_stored
@@ -35,13 +35,11 @@ class FollowedSum(Collective):
     nodes: list[Node]
     text: str  # the epilogue's expression; an empty string if there is none
 
-    def why_not(self, places: Places) -> Reason | None:
+    def check(self, places: Places) -> None:
         (x,) = self.tensors()
-        if x.dtype not in TYPE_NAMES:
-            return f"no epilogue for {x.dtype}"
-        if why := self.why_not_served(places):
-            return why
-        return None if self.nodes else "the sum, or what is computed of it, has further uses"
+        expect(x.dtype in TYPE_NAMES, f"no epilogue for {x.dtype}")
+        self.check_served(places)
+        expect(self.nodes, "the sum, or what is computed of it, has further uses")
 
     def replace(self, graph: Graph) -> None:
         (x,) = self.inputs
