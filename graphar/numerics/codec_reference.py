@@ -11,9 +11,10 @@ otherwise. Subnormals are preserved. `r` is the fp32 number nearest to 1 / large
               scale = up(max((largest value - zero) x r, smallest scale))
               code  = round((value - zero) x inverse)               decodes to code x scale + zero, rounded twice
 
-`up` and `down` round to the scale's dtype. `inverse` is 1 / scale, with the rounded scale. An integer code is rounded
-from the exact product. An e4m3 code is rounded from the product in fp32. If scale x largest_code of a bucket is not
-finite in fp32, the bucket's scale is NaN, its zero point is 0, and its elements are encoded as zeros.
+`up` and `down` round to the scale's dtype, so that every element lies within the range of the codes. The smallest scale
+is 2^-126. `inverse` is 1 / scale, with the rounded scale. An integer code is rounded from the exact product. An e4m3
+code is rounded from the product in fp32. If scale x largest_code of a bucket is not finite in fp32, the bucket's scale
+is NaN, its zero point is 0, and its elements are encoded as zeros.
 
 Stochastic rounding. `inverse` is 1 / scale x (1 - 2^-20), so that the largest value does not exceed the codes. `u` is
 16 random bits. An integer code is floor(product + 128 + u / 2^16) - 128, where the sum is rounded once. For an e4m3

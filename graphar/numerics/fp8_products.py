@@ -5,9 +5,8 @@ The norms with FP8 results and the layers of graphar.nn share :func:`quantized`,
     block     0      1      2    ...   of 128 columns of K, each added from zero
     total   0 + 0  + 1    + 2    ...   in fp32, in the order of K
 
-There are two formats. Scales of rows multiply the total, once all blocks are added. Scales of blocks multiply the sum
-of each block before it is added. A tensor core of Hopper keeps about 14 bits of a sum of 8-bit products, so no block is
-longer. An element depends on its row of ``a``, its row of ``w`` and their scales alone: products are batch-invariant.
+:func:`scaled_linear` says what scales of rows and of blocks multiply. A tensor core of Hopper keeps about 14 bits of a
+sum of 8-bit products, so no block is longer.
 """
 
 from __future__ import annotations

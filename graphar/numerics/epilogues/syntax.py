@@ -1,10 +1,7 @@
 """The expression language of epilogues: the parser, the syntax tree, and printing a tree as text.
 
-An epilogue is an expression as in C, of fp32 numbers: ``v * scale + bias[col]``. ``v`` is an element's sum. ``row`` and
-``col`` are its place in the tensor, seen as rows of its last dimension; ``index`` is ``row * columns + col``. Places
-are whole numbers, rounded to fp32 past 2^24. A name with brackets is a tensor, read at ``[row]``, ``[col]`` or
-``[index]``, or at ``[0]`` if it has one element. Any other name is a scalar. The operators are ``+ - * /``,
-``a ? b : c``, and comparisons and ``&& || !``, which give 1 or 0. FUNCTIONS lists the functions.
+graphar.Epilogue describes the language. All values are fp32 numbers: comparisons and ``&& || !`` give 1 or 0, and
+places are rounded past 2^24.
 
 The C++ code of an expression is printed from its tree, with names of its own. No text of a caller reaches the compiler.
 """
