@@ -24,9 +24,9 @@ from torch.fx import Graph, Node
 
 from graphar.graph import products, rows
 from graphar.graph.collectives import CASTS, VIEWS, Collective, are_same, call, first, ours, reached, value
-from graphar.graph.matmul import MANY_ROWS, TRANSPOSES, check_kernel
+from graphar.graph.matmul import MANY_ROWS, check_kernel
 from graphar.graph.places import Places, resolve
-from graphar.graph.products import Product
+from graphar.graph.products import TRANSPOSES, Product
 from graphar.graph.report import expect, why_refused
 from graphar.numerics.dtypes import TYPE_NAMES
 from graphar.numerics.fp8_products import FP8
@@ -69,7 +69,7 @@ class Gathered(Collective):
         matmul, x, bias = product.node, product.a, product.bias
         path, others, before = rows.path(x), _has_others(product), _place(self, product)
         scales = rows.path(product.scales[0]) if product.scales else []
-        for late in _late(self, product) or ():
+        for late in _late(self, product):
             before.prepend(late)
         with graph.inserting_before(before):
             arguments = allgather.OP.read(node.args)
@@ -122,7 +122,7 @@ def _check_one(gathered: Gathered, product: Product) -> None:
     expect(rows.are_all(product.a), "only some of the gathered rows are multiplied")
     expect(isinstance(product.columns, int), "the weight's number of rows varies")
     product.check_bias()
-    expect(_late(gathered, product) is not None, "the weight is made after the rows are gathered")
+    _late(gathered, product)
 
 
 def _share_scales(graph: Graph, gather: Node, results: Node) -> None:
@@ -163,8 +163,8 @@ def _place(gathered: Gathered, product: Product) -> Node:
     return min(gathered.node.users) if _has_others(product) else product.node
 
 
-def _late(gathered: Gathered, product: Product) -> list[Node] | None:
-    """Returns the nodes after the op's place that its weight, bias and scales need, in order; None if one must stay."""
+def _late(gathered: Gathered, product: Product) -> list[Node]:
+    """Returns the nodes after the op's place that its weight, bias and scales need. Raises Refused if one must stay."""
     place = _place(gathered, product)
 
     def late(nodes: Iterable[Node | None]) -> list[Node]:
@@ -172,4 +172,5 @@ def _late(gathered: Gathered, product: Product) -> list[Node] | None:
 
     scales = [first(rows.origin(product.scales[0])), product.scales[1]] if product.scales else []
     nodes = reached(late([product.weight, product.bias, *scales]), lambda node: late(node.all_input_nodes))
-    return sorted(nodes) if all(node.target in _MOVABLE for node in nodes) else None
+    expect(all(node.target in _MOVABLE for node in nodes), "the weight is made after the rows are gathered")
+    return sorted(nodes)

@@ -5,8 +5,7 @@ all_reduce -- wait_tensor -- views -- to fp32 -- mul 0.5 -- ... -- to bf16 -- ot
 
 all_reduce becomes graphar::allreduce with an epilogue, and reduce_scatter_tensor becomes graphar::reducescatter with
 one. The operations may use the sum and numbers. They may not use other tensors: an epilogue's tensors must be equal on
-all ranks, and a graph does not say whether a tensor is. The graph rounds the sum before these operations, the epilogue
-only after them. The bits therefore differ, and the epilogue's are closer to the exact result.
+all ranks, and a graph does not say whether a tensor is.
 """
 
 from __future__ import annotations

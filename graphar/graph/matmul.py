@@ -46,9 +46,7 @@ _FUSED = {  # by op: the op with the matmul, whose arguments have the same names
     sums.SCATTER: matmul_sums.SCATTER,
     norms.SCATTERED_NORM: norms.MATMUL_SCATTERED_NORM,
 }
-_SCATTERED = (sums.SCATTER, norms.SCATTERED_NORM)
 MANY_ROWS = 1 << 14  # assumed for a number of rows that varies; the op decides again at each call
-TRANSPOSES = (_aten.t.default, _aten.permute.default)
 _QUOTIENTS = (_aten.div.Tensor, _aten.div.Scalar)
 
 
@@ -146,7 +144,7 @@ def read(node: Node, partition: str, constant_weights: bool = False) -> Summed |
 def _check_faster(summed: Summed, product: Product, places: Places) -> None:
     count, columns = value(product.node).shape
     count = count if isinstance(count, int) else MANY_ROWS
-    scattered = summed.of in _SCATTERED or bool(summed.named.get("epilogue"))
+    scattered = summed.of.takes("sizes") or bool(summed.named.get("epilogue"))
     world_size, policy = resolve(summed.group).size(), places.table.matmul
     factors = FACTORS[product.format()]
     is_faster = prefers_tiles(policy, places.chip, world_size, count, columns, scattered, factors=factors)

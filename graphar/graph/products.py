@@ -44,8 +44,8 @@ _RECIPES = [  # the recipes of scale_a and of scale_b that graphar has
     ([ScalingType.RowWise.value], [ScalingType.RowWise.value]),
     ([ScalingType.BlockWise1x128.value], [ScalingType.BlockWise128x128.value]),
 ]
-_TRANSPOSES = (_aten.t.default, _aten.transpose.int, _aten.permute.default)
-_SAME = (_aten.view.default, *_TRANSPOSES, _aten.detach.default, _aten.alias.default)  # other views of the same memory
+TRANSPOSES = (_aten.t.default, _aten.transpose.int, _aten.permute.default)
+_SAME = (_aten.view.default, *TRANSPOSES, _aten.detach.default, _aten.alias.default)  # other views of the same memory
 _OF_TRAINING = ("primals", "tangents")  # how names of inputs begin in graphs with gradients
 
 

@@ -22,9 +22,9 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from graphar.graph import collectives, matmul
 from graphar.graph.collectives import CASTS, VIEWS, arguments, call, first, reached, value
-from graphar.graph.matmul import TRANSPOSES, check_kernel
+from graphar.graph.matmul import check_kernel
 from graphar.graph.places import Places
-from graphar.graph.products import MATMULS, Product, stored
+from graphar.graph.products import MATMULS, TRANSPOSES, Product, stored
 from graphar.graph.report import Break, Refused, expect
 from graphar.numerics.dtypes import TYPE_NAMES
 from graphar.numerics.leaf_tree import LEAVES
