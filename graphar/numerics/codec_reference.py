@@ -230,18 +230,15 @@ def _pack_scales(scale: Tensor, zero: Tensor, codec: Codec) -> Tensor:
     numbers = numbers.to(codec.scale_dtype)
     bits = numbers.view(SAME_SIZE_INTEGER[codec.scale_dtype.itemsize])
     bits = torch.where(numbers.isnan(), torch.iinfo(bits.dtype).max, bits)
-    in_order = bits.view(-1, *_rows_and_buckets(codec), bits.shape[1]).transpose(1, 2).reshape(-1, bits.shape[1])
-    held = TILE_NUMEL // codec.bucket_size * bits.shape[1] * codec.scale_dtype.itemsize
-    wire = in_order.view(torch.uint8).view(-1, held)
-    return torch.nn.functional.pad(wire, (0, codec.tile_scales_nbytes - held)).view(-1)
+    wire = bits.view(-1, *_rows_and_buckets(codec), bits.shape[1]).transpose(1, 2).flatten(1).view(torch.uint8)
+    return torch.nn.functional.pad(wire, (0, codec.tile_scales_nbytes - wire.shape[1])).view(-1)
 
 
 def _unpack_scales(wire: Tensor, codec: Codec) -> tuple[Tensor, Tensor]:
-    per_bucket = 2 if codec.scheme == "minmax" else 1
-    held = TILE_NUMEL // codec.bucket_size * per_bucket * codec.scale_dtype.itemsize
-    numbers = wire.view(-1, codec.tile_scales_nbytes)[:, :held].contiguous().view(codec.scale_dtype)
-    rows, buckets = _rows_and_buckets(codec)
-    in_order = numbers.float().view(-1, buckets, rows, per_bucket).transpose(1, 2).reshape(-1, per_bucket)
+    (rows, buckets), per_bucket = _rows_and_buckets(codec), 2 if codec.scheme == "minmax" else 1
+    numbers = wire.view(codec.scale_dtype).view(-1, codec.tile_scales_nbytes // codec.scale_dtype.itemsize).float()
+    numbers = numbers[:, : rows * buckets * per_bucket].view(-1, buckets, rows, per_bucket)
+    in_order = numbers.transpose(1, 2).reshape(-1, per_bucket)
     return in_order[:, 0], in_order[:, -1]
 
 
