@@ -40,7 +40,6 @@ SCALE_DTYPES = (torch.bfloat16, torch.float32)
 TILE_NUMEL = 1024  # `tile_numel` in cuda_src/device/wire/wire.cuh
 WORD_NBYTES = 4
 
-
 CodecName = Literal["fp8_e4m3", "int8", "int6", "int5", "int4", "int3", "int2"]
 NAMES = get_args(CodecName)
 _NAMED = {

@@ -157,8 +157,7 @@ def tree(nodes: Node) -> Node:
 
 
 def _at(nodes: Node, place: int | slice) -> Node:
-    m, s, *others = nodes
-    return Node(m[..., place], s[..., place], *[None if x is None else x[..., place] for x in others])
+    return Node(*[None if x is None else x[..., place] for x in nodes])
 
 
 def tree_sum(x: Tensor) -> Tensor:

@@ -68,11 +68,8 @@ class Apply:
     def __str__(self) -> str:
         if self.operation in FUNCTIONS:
             return f"{self.operation}({', '.join(map(str, self.of))})"
-        if self.operation == "?:":
-            return "({} ? {} : {})".format(*self.of)
-        if len(self.of) == 1:
-            return f"({'-' if self.operation == 'neg' else self.operation}{self.of[0]})"
-        return f"({self.of[0]} {self.operation} {self.of[1]})"
+        forms = {"neg": "(-{})", "!": "(!{})", "?:": "({} ? {} : {})"}
+        return forms.get(self.operation, f"({{}} {self.operation} {{}})").format(*self.of)
 
 
 Node = Number | Name | Operand | Apply
