@@ -56,8 +56,6 @@ ROWS, LANES, RUN = 4, 32, 8  # a tile in a warp: each lane holds a run of consec
 SUM = 0xFF  # the source of random numbers for encoding a sum
 WORD = 0xFFFFFFFF
 
-_SMALLEST_SCALE = 2.0**-126
-
 
 class Noise(NamedTuple):
     """The inputs of stochastic rounding besides the position in the tensor."""
@@ -120,14 +118,13 @@ def scales(buckets: Tensor, codec: Codec) -> tuple[Tensor, Tensor]:
     A bucket without a finite scale has the scale NaN and the zero point 0.
     """
     r = torch.tensor(1 / codec.largest_code, dtype=torch.float32)  # a 0-d CPU tensor multiplies values on any device
-    smallest = torch.tensor(_SMALLEST_SCALE, device=buckets.device)
     zero = torch.zeros(len(buckets), device=buckets.device)
     if codec.scheme == "minmax":
         zero = _round_down(buckets.amin(1) + 0.0, codec.scale_dtype)
         largest = buckets.amax(1) - zero
     else:
         largest = buckets.abs().amax(1)
-    scale = -_round_down(-torch.maximum(largest * r, smallest), codec.scale_dtype)
+    scale = -_round_down(-(largest * r).clamp(min=2.0**-126), codec.scale_dtype)
     good = (scale * codec.largest_code).isfinite()
     return torch.where(good, scale, torch.nan), torch.where(good, zero, 0)
 

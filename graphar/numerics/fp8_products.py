@@ -124,9 +124,8 @@ def quantized(x: torch.Tensor, group_size: int | None) -> tuple[torch.Tensor, to
 def scales_of(groups: torch.Tensor, axes: tuple[int, ...]) -> torch.Tensor:
     """Returns the scales of fp32 values that share one along ``axes``, which stay with the length 1."""
     largest = groups.abs().amax(axes, keepdim=True)
-    smallest = torch.full_like(largest, torch.finfo(torch.float32).tiny)
     # Divide by a tensor: torch may turn a division by a number into a multiplication by its inverse.
-    scales = torch.maximum(largest / torch.full_like(largest, LARGEST), smallest)
+    scales = (largest / torch.full_like(largest, LARGEST)).clamp(min=torch.finfo(torch.float32).tiny)
     return with_canonical_nan(torch.where(largest.isfinite(), scales, torch.nan))
 
 
