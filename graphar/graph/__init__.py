@@ -12,7 +12,7 @@
     rows.py         ops that move whole rows between a collective and a matmul
     report.py       which collectives were rewritten, and why the others were not
 
-To add a rewrite, write a subclass of Collective with ``why_not`` and ``replace``, and a function that finds it in a
+To add a rewrite, write a subclass of Collective with ``check`` and ``replace``, and a function that finds it in a
 graph, as norm.py has them, and add that to ``passes.REWRITES``. Rewrites run in the order of that dict.
 """
 

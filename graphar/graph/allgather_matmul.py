@@ -22,12 +22,12 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Graph, Node
 
-from graphar.errors import Reason
 from graphar.graph import products, rows
 from graphar.graph.collectives import CASTS, VIEWS, Collective, are_same, call, first, ours, reached, value
-from graphar.graph.matmul import MANY_ROWS, TRANSPOSES, why_no_kernel
+from graphar.graph.matmul import MANY_ROWS, check_kernel
 from graphar.graph.places import Places, resolve
-from graphar.graph.products import Product
+from graphar.graph.products import TRANSPOSES, Product
+from graphar.graph.report import expect, why_refused
 from graphar.numerics.dtypes import TYPE_NAMES
 from graphar.numerics.fp8_products import FP8
 from graphar.numerics.partitions import BATCH_INVARIANT, TP_INVARIANT
@@ -48,30 +48,28 @@ class Gathered(Collective):
     # promises that a row's bits are the same in every call. TP_INVARIANT: everything that the op can multiply.
     partition: str
 
-    def why_not(self, places: Places) -> Reason | None:
+    def check(self, places: Places) -> None:
         (x,) = self.tensors()
         arguments = allgather.OP.read(self.node.args)
-        if self.partition == BATCH_INVARIANT:
-            return "gathered rows have no batch-invariant matmul"
-        if x.dtype not in (TYPE_NAMES if self.partition == TP_INVARIANT else (*MATMUL_TYPES, FP8)):
-            return f"no matmul of {x.dtype} gathers its rows"
-        if arguments["algorithm"] != "auto":
-            return "the gather names an algorithm"
-        if arguments["axis"] != 0:
-            return "the rows are not gathered along the first axis"
-        if x.device.type == "cuda" and (why := places.why_no_matmul(self.group)):
-            return why
-        product, why = _choose(self)
+        expect(self.partition != BATCH_INVARIANT, "gathered rows have no batch-invariant matmul")
+        kinds = TYPE_NAMES if self.partition == TP_INVARIANT else (*MATMUL_TYPES, FP8)
+        expect(x.dtype in kinds, f"no matmul of {x.dtype} gathers its rows")
+        expect(arguments["algorithm"] == "auto", "the gather names an algorithm")
+        expect(arguments["axis"] == 0, "the rows are not gathered along the first axis")
+        if x.device.type == "cuda":
+            places.check_matmul(self.group)
+        product = _choose(self)
         if self.partition == TP_INVARIANT:
-            return why or why_no_kernel(x, self.group, places)
-        return why or _why_not_faster(self, places, is_plain=not product.scales)
+            check_kernel(x, self.group, places)
+        else:
+            _check_faster(self, places, is_plain=not product.scales)
 
     def replace(self, graph: Graph) -> None:
-        node, (product, _) = self.node, _choose(self)
+        node, product = self.node, _choose(self)
         matmul, x, bias = product.node, product.a, product.bias
         path, others, before = rows.path(x), _has_others(product), _place(self, product)
         scales = rows.path(product.scales[0]) if product.scales else []
-        for late in _late(self, product) or ():
+        for late in _late(self, product):
             before.prepend(late)
         with graph.inserting_before(before):
             arguments = allgather.OP.read(node.args)
@@ -108,28 +106,23 @@ def _is_gather(node: Node) -> bool:
     return op_of(node.target) is allgather.OP and not node.kwargs and node.meta["val"].ndim > 1
 
 
-def _choose(gathered: Gathered) -> tuple[Product, Reason | None]:
-    """Returns the matmul of the largest weight that can be fused; if none can, the largest, and why it cannot."""
+def _choose(gathered: Gathered) -> Product:
+    """Returns the matmul of the largest weight that can be fused; if none can, raises why the largest cannot."""
     matmuls = sorted(gathered.matmuls, key=lambda product: -product.columns if isinstance(product.columns, int) else 0)
-    reasons = [_why_not_one(gathered, product) for product in matmuls]
-    chosen = reasons.index(None) if None in reasons else 0
-    return matmuls[chosen], reasons[chosen]
+    reasons = [why_refused(_check_one, gathered, product) for product in matmuls]
+    expect("" in reasons, reasons[0])
+    return matmuls[reasons.index("")]
 
 
-def _why_not_one(gathered: Gathered, product: Product) -> Reason | None:
-    if product.scales and (why := product.why_no_scales()):
-        return why
-    if product.scales and not _are_scales_gathered(gathered, product.a, product.scales[0]):
-        return "the scales are not gathered like the rows"
-    if not rows.are_all(product.a):
-        return "only some of the gathered rows are multiplied"
-    if not isinstance(product.columns, int):
-        return "the weight's number of rows varies"
-    if why := product.why_no_bias():
-        return why
-    if _late(gathered, product) is None:
-        return "the weight is made after the rows are gathered"
-    return None
+def _check_one(gathered: Gathered, product: Product) -> None:
+    if product.scales:
+        product.check_scales()
+        are_gathered = _are_scales_gathered(gathered, product.a, product.scales[0])
+        expect(are_gathered, "the scales are not gathered like the rows")
+    expect(rows.are_all(product.a), "only some of the gathered rows are multiplied")
+    expect(isinstance(product.columns, int), "the weight's number of rows varies")
+    product.check_bias()
+    _late(gathered, product)
 
 
 def _share_scales(graph: Graph, gather: Node, results: Node) -> None:
@@ -151,13 +144,12 @@ def _are_scales_gathered(gathered: Gathered, a: Node, scale: Node) -> bool:
     return all(of_scales[name] == of_rows[name] for name in ("communicator", "axis")) and are_same(*sizes)
 
 
-def _why_not_faster(gathered: Gathered, places: Places, is_plain: bool) -> Reason | None:
+def _check_faster(gathered: Gathered, places: Places, is_plain: bool) -> None:
     count = math.prod(gathered.node.meta["val"].shape[:-1])
     world_size = resolve(gathered.group).size()
     count = count if isinstance(count, int) else MANY_ROWS
-    if places.table.allgather_matmul.faster(world_size, count, places.chip, is_plain) == "none":
-        return "not known to be faster as one op"
-    return None
+    faster = places.table.allgather_matmul.faster(world_size, count, places.chip, is_plain)
+    expect(faster != "none", "not known to be faster as one op")
 
 
 def _has_others(product: Product) -> bool:
@@ -171,8 +163,8 @@ def _place(gathered: Gathered, product: Product) -> Node:
     return min(gathered.node.users) if _has_others(product) else product.node
 
 
-def _late(gathered: Gathered, product: Product) -> list[Node] | None:
-    """Returns the nodes after the op's place that its weight, bias and scales need, in order; None if one must stay."""
+def _late(gathered: Gathered, product: Product) -> list[Node]:
+    """Returns the nodes after the op's place that its weight, bias and scales need. Raises Refused if one must stay."""
     place = _place(gathered, product)
 
     def late(nodes: Iterable[Node | None]) -> list[Node]:
@@ -180,4 +172,5 @@ def _late(gathered: Gathered, product: Product) -> list[Node] | None:
 
     scales = [first(rows.origin(product.scales[0])), product.scales[1]] if product.scales else []
     nodes = reached(late([product.weight, product.bias, *scales]), lambda node: late(node.all_input_nodes))
-    return sorted(nodes) if all(node.target in _MOVABLE for node in nodes) else None
+    expect(all(node.target in _MOVABLE for node in nodes), "the weight is made after the rows are gathered")
+    return sorted(nodes)

@@ -11,7 +11,7 @@ all_gather_into_tensor graphar::allgather along axis 0.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from operator import floordiv, getitem
 from typing import Any, cast
@@ -22,8 +22,8 @@ from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.fx.node import map_arg
 
-from graphar.errors import Reason
 from graphar.graph.places import Places, resolve
+from graphar.graph.report import expect
 from graphar.numerics.dtypes import ACCUMULATION_DTYPES, TYPE_NAMES
 from graphar.ops import allgather, sums
 from graphar.ops.register import Op, op_of
@@ -32,9 +32,9 @@ from graphar.ranks.groups import process_group
 _torch_ops = torch.ops._c10d_functional
 _wait = _torch_ops.wait_tensor.default
 ALLREDUCE, REDUCESCATTER, ALLGATHER = "all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor"
-_OPS = {ALLREDUCE: sums.SUM, REDUCESCATTER: sums.SCATTER, ALLGATHER: allgather.OP}  # by the names of torch's
+OPS = {ALLREDUCE: sums.SUM, REDUCESCATTER: sums.SCATTER, ALLGATHER: allgather.OP}  # by the names of torch's
 _NAMES: dict[Any, str] = {  # by torch's ops, without "_coalesced"
-    getattr(_torch_ops, f"{name}{form}").default: name for name in _OPS for form in ("", "_coalesced")
+    getattr(_torch_ops, f"{name}{form}").default: name for name in OPS for form in ("", "_coalesced")
 }
 _aten = torch.ops.aten
 CASTS = (torch.ops.prims.convert_element_type.default, _aten._to_copy.default)
@@ -94,33 +94,30 @@ class Collective:
         """The fake tensors of the inputs: they have shape and dtype, and no memory."""
         return [x.meta["val"] for x in self.inputs]
 
-    def why_not_served(self, places: Places) -> Reason | None:
-        """Returns why no op of graphar's can replace the collective."""
-        if self.reduction not in ("", "sum"):
-            return f"graphar has sums, not {self.reduction}"
-        return places.why_not(self.group, self.tensors()[0].device.type)
+    def check_served(self, places: Places) -> None:
+        """Raises Refused if no op of graphar's can replace the collective."""
+        expect(self.reduction in ("", "sum"), f"graphar has sums, not {self.reduction}")
+        places.check(self.group, self.tensors()[0].device.type)
 
-    def why_no_sum(self) -> Reason | None:
+    def check_sum(self, places: Places) -> None:
+        self.check_served(places)
         for x in self.tensors():
-            summed: Container[torch.dtype] = TYPE_NAMES if x.is_cuda else ACCUMULATION_DTYPES
-            if x.dtype not in summed:
-                return f"no kernel adds {x.dtype}"
-        return None
+            expect(x.dtype in (TYPE_NAMES if x.is_cuda else ACCUMULATION_DTYPES), f"no kernel adds {x.dtype}")
 
-    def why_not(self, places: Places) -> Reason | None:
-        if self.op != ALLGATHER:
-            return self.why_not_served(places) or self.why_no_sum()
-        if any(x.ndim == 0 for x in self.tensors()):
-            return "graphar joins tensors along an axis, and this one has none"
-        return self.why_not_served(places)
+    def check(self, places: Places) -> None:
+        """Raises Refused, which says why, if the collective stays as it is."""
+        if self.op == ALLGATHER:
+            expect(all(x.ndim for x in self.tensors()), "graphar joins tensors along an axis, and this one has none")
+            self.check_served(places)
+        else:
+            self.check_sum(places)
 
     def replace(self, graph: Graph) -> None:
         """Replaces the collective and its waits with a call of graphar's op for each input."""
-        node, value = self.node, self.node.meta["val"]
-        for at, (x, result) in enumerate(zip(self.inputs, value if self.is_coalesced else [value], strict=True)):
+        node = self.node
+        for at, x in enumerate(self.inputs):
             with graph.inserting_before(node):
-                new = self.call(graph, x)
-            new.meta["val"], new.stack_trace = result, node.stack_trace
+                new = self.call(graph, OPS[self.op], x)
             for old in [user for user in node.users if user.args[1] == at] if self.is_coalesced else [node]:
                 _take_over(graph, old, new)
             if not new.users:
@@ -130,22 +127,19 @@ class Collective:
         if self.is_coalesced:
             graph.erase_node(node)
 
-    def call(self, graph: Graph, x: Node, **more) -> Node:
-        """Adds a call of graphar's op with ``x`` and the arguments ``more`` to the graph."""
-        op = _OPS[self.op]
-        return graph.call_function(op.one, op.write({"x": x} | self.place(graph, x) | more))
-
-    def place(self, graph: Graph, x: Node) -> dict[str, object]:
-        """Returns the arguments that tell graphar's op for ``x`` the group, and each rank's part along axis 0."""
+    def call(self, graph: Graph, op: Op, x: Node, **more) -> Node:
+        """Adds a call of graphar's ``op`` to the graph: of ``x``, in the group, with the arguments ``more``."""
         group = resolve(self.group)
         # "" names the default group, as in eager calls.
-        arguments: dict[str, object] = {"communicator": "" if group is dist.group.WORLD else self.group}
-        if self.op != ALLREDUCE:
+        more |= {"x": x, "communicator": "" if group is dist.group.WORLD else self.group}
+        if self.op != ALLREDUCE:  # each rank has a part along axis 0
             part = first_size(graph, x)
             if self.op == REDUCESCATTER:
                 part = part // group.size() if isinstance(part, int) else call(graph, floordiv, (part, group.size()))
-            arguments |= {"rank": group.rank(), "sizes": [part] * group.size()}
-        return arguments
+            more |= {"rank": group.rank(), "sizes": [part] * group.size()}
+        result = call(graph, op.one, op.write(more))
+        result.stack_trace = self.node.stack_trace
+        return result
 
 
 def read(node: Node) -> Collective | None:

@@ -5,8 +5,7 @@ all_reduce -- wait_tensor -- views -- to fp32 -- mul 0.5 -- ... -- to bf16 -- ot
 
 all_reduce becomes graphar::allreduce with an epilogue, and reduce_scatter_tensor becomes graphar::reducescatter with
 one. The operations may use the sum and numbers. They may not use other tensors: an epilogue's tensors must be equal on
-all ranks, and a graph does not say whether a tensor is. The graph rounds the sum before these operations, the epilogue
-only after them. The bits therefore differ, and the epilogue's are closer to the exact result.
+all ranks, and a graph does not say whether a tensor is.
 """
 
 from __future__ import annotations
@@ -16,13 +15,13 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Graph, Node
 
-from graphar.errors import Reason
 from graphar.graph import collectives
 from graphar.graph.collectives import CASTS, Collective, path_behind, reached
 from graphar.graph.places import Places
+from graphar.graph.report import expect
 from graphar.numerics.dtypes import TYPE_NAMES
 from graphar.numerics.epilogues import syntax
-from graphar.numerics.epilogues.tracer import IGNORED, RULES, as_stored
+from graphar.numerics.epilogues.tracer import RULES, applied, as_stored
 
 
 @dataclass(frozen=True)
@@ -35,19 +34,16 @@ class FollowedSum(Collective):
     nodes: list[Node]
     text: str  # the epilogue's expression; an empty string if there is none
 
-    def why_not(self, places: Places) -> Reason | None:
+    def check(self, places: Places) -> None:
         (x,) = self.tensors()
-        if x.dtype not in TYPE_NAMES:
-            return f"no epilogue for {x.dtype}"
-        if why := self.why_not_served(places):
-            return why
-        return None if self.nodes else "the sum, or what is computed of it, has further uses"
+        expect(x.dtype in TYPE_NAMES, f"no epilogue for {x.dtype}")
+        self.check_served(places)
+        expect(self.nodes, "the sum, or what is computed of it, has further uses")
 
     def replace(self, graph: Graph) -> None:
         (x,) = self.inputs
         with graph.inserting_before(self.path[-1].next):
-            result = self.call(graph, x, epilogue=self.text)
-            result.meta["val"], result.stack_trace = self.node.meta["val"], self.node.stack_trace
+            result = self.call(graph, collectives.OPS[self.op], x, epilogue=self.text)
             result = collectives.with_views(graph, self.path, result)
         self.nodes[-1].replace_all_uses_with(result)
         for node in reversed([*self.path, *self.nodes]):
@@ -101,18 +97,8 @@ def _tree(node: Node, trees: dict[Node, syntax.Node]) -> syntax.Node | None:
     rule = RULES.get(name)
     if rule is None or getattr(node.target, "namespace", "") != "aten" or overload == "out":
         return None
-    try:
-        keywords = {key: _argument(argument, trees) for key, argument in node.kwargs.items() if key not in IGNORED}
-        tree = rule(*(_argument(argument, trees) for argument in node.args), **keywords)
-    except (TypeError, KeyError):
-        return None
-    return as_stored(tree, torch.bool) if result.dtype == torch.bool else tree  # rounding is left to the op
-
-
-def _argument(argument: object, trees: dict[Node, syntax.Node]) -> object:
-    if isinstance(argument, Node):
-        return trees[argument]
-    return syntax.number(float(argument)) if isinstance(argument, (bool, int, float)) else argument
+    tree = applied(rule, node.args, node.kwargs, trees.__getitem__)
+    return as_stored(tree, torch.bool) if tree and result.dtype == torch.bool else tree  # rounding is left to the op
 
 
 def _text(tree: syntax.Node, dtype: torch.dtype) -> str:

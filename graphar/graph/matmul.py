@@ -25,11 +25,11 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from graphar.errors import Reason
 from graphar.graph import products, rows
 from graphar.graph.collectives import VIEWS, Collective, first, ours, value
 from graphar.graph.places import Places, resolve
 from graphar.graph.products import Product, is_constant
+from graphar.graph.report import Refused, expect
 from graphar.numerics.dtypes import TYPE_NAMES
 from graphar.numerics.leaf_tree import LEAVES
 from graphar.numerics.partitions import BATCH_INVARIANT, TP_INVARIANT
@@ -46,9 +46,7 @@ _FUSED = {  # by op: the op with the matmul, whose arguments have the same names
     sums.SCATTER: matmul_sums.SCATTER,
     norms.SCATTERED_NORM: norms.MATMUL_SCATTERED_NORM,
 }
-_SCATTERED = (sums.SCATTER, norms.SCATTERED_NORM)
 MANY_ROWS = 1 << 14  # assumed for a number of rows that varies; the op decides again at each call
-TRANSPOSES = (_aten.t.default, _aten.permute.default)
 _QUOTIENTS = (_aten.div.Tensor, _aten.div.Scalar)
 
 
@@ -68,39 +66,37 @@ class Summed(Collective):
         """The arguments of the op that sums, by name."""
         return self.of.read(self.node.args)
 
-    def why_not(self, places: Places) -> Reason | None:
+    def check(self, places: Places) -> None:
         (x,), (total,), product = self.inputs, self.tensors(), self.matmul
-        if total.dtype not in (TYPE_NAMES if self.partition == TP_INVARIANT else MATMUL_TYPES):
-            return f"no matmul of {total.dtype} sums its tiles"
+        kinds = TYPE_NAMES if self.partition == TP_INVARIANT else MATMUL_TYPES
+        expect(total.dtype in kinds, f"no matmul of {total.dtype} sums its tiles")
         if product is None:
-            return "several products are added before the sum"
-        if product.scales and self.partition == TP_INVARIANT:
-            return "products with scales are not added as a tree"
-        if product.scales and product.bias:
-            return "each rank adds a bias to its product"
-        if product.scales and (why := product.why_no_scales()):
-            return why
+            raise Refused("several products are added before the sum")
+        if product.scales:
+            expect(self.partition != TP_INVARIANT, "products with scales are not added as a tree")
+            expect(not product.bias, "each rank adds a bias to its product")
+            product.check_scales()
         columns = product.columns
-        if not isinstance(columns, int) or rows.origin(x) is not product.node or not rows.are_all(x):
-            return "the product is summed in another shape"
+        is_whole = isinstance(columns, int) and rows.origin(x) is product.node and rows.are_all(x)
+        expect(is_whole, "the product is summed in another shape")
         path = rows.path(x)
         rest: list[Node] = []  # what else the sum takes, such as a residual
         map_arg(self.node.args[1:], rest.append)
         users = (*path, self.node, *_lengths(self))
-        if not set(rest).isdisjoint(path) or any(user not in users for node in path for user in node.users):
-            return "the product has further uses"
-        if self.named.get("algorithm", "auto") != "auto" or self.named.get("axis", 0) != 0:
-            return "the sum names an algorithm or an axis"
+        is_used_once = all(user in users for node in path for user in node.users)
+        expect(set(rest).isdisjoint(path) and is_used_once, "the product has further uses")
+        is_free = self.named.get("algorithm", "auto") == "auto" and self.named.get("axis", 0) == 0
+        expect(is_free, "the sum names an algorithm or an axis")
         if self.partition == TP_INVARIANT:
-            return _why_no_tree(self, product, places)
-        needs_own = self.partition == BATCH_INVARIANT
-        if needs_own and not total.is_cuda:
-            return "graphar's matmul needs a GPU"
-        if needs_own and columns % COLUMNS:
-            return f"graphar's matmul needs a multiple of {COLUMNS} columns, not {columns}"
-        if total.is_cuda and (needs_own or product.scales) and (why := places.why_no_matmul(self.group)):
-            return why
-        return None if needs_own else _why_not_faster(self, product, places)
+            _check_tree(self, product, places)
+        elif self.partition == BATCH_INVARIANT:
+            expect(total.is_cuda, "graphar's matmul needs a GPU")
+            expect(columns % COLUMNS == 0, f"graphar's matmul needs a multiple of {COLUMNS} columns, not {columns}")
+            places.check_matmul(self.group)
+        else:
+            if total.is_cuda and product.scales:
+                places.check_matmul(self.group)
+            _check_faster(self, product, places)
 
     def replace(self, graph: Graph) -> None:
         node, op, path, product = self.node, _FUSED[self.of], rows.path(self.inputs[0]), self.matmul
@@ -145,41 +141,37 @@ def read(node: Node, partition: str, constant_weights: bool = False) -> Summed |
     return Summed(**ours(node, op), **how, of=op, matmul=products.read(matmul))
 
 
-def _why_not_faster(summed: Summed, product: Product, places: Places) -> Reason | None:
+def _check_faster(summed: Summed, product: Product, places: Places) -> None:
     count, columns = value(product.node).shape
     count = count if isinstance(count, int) else MANY_ROWS
-    owns_rows = summed.of in _SCATTERED or bool(summed.named.get("epilogue"))
+    owns_rows = summed.of.takes("sizes") or bool(summed.named.get("epilogue"))
     op = work.MATMUL_REDUCESCATTER if owns_rows else work.MATMUL_ALLREDUCE
     fused = work.Product(op, (count,), columns, format=product.format())
-    if not prefers_tiles(fused, places.table.matmul, places.chip, resolve(summed.group).size()):
-        return "not known to be faster as one op"
-    return None
+    is_faster = prefers_tiles(fused, places.table.matmul, places.chip, resolve(summed.group).size())
+    expect(is_faster, "not known to be faster as one op")
 
 
-def _why_no_tree(summed: Summed, product: Product, places: Places) -> Reason | None:
-    """Returns why graphar cannot add the products as a tree of leaves. The answer is the same on every rank."""
+def _check_tree(summed: Summed, product: Product, places: Places) -> None:
+    """Raises Refused, on every rank or on none, unless graphar can add the products as a tree of leaves."""
     ranks, length, bias = resolve(summed.group).size(), value(product.weight).shape[0], product.bias
     is_divided = bias and bias.target in _QUOTIENTS and not bias.kwargs and bias.args[1:] == (ranks,)
-    if bias and not (is_divided and value(bias).ndim == 1):
-        return "each rank adds something else than its part of a bias to its product"
-    if product.node.kwargs or (bias and (summed.named.get("epilogue") or not _FUSED[summed.of].takes("bias"))):
-        return "the product is scaled, or an epilogue or a norm follows its bias"
-    if ranks not in (1, 2, 4, 8):
-        return f"a tree of {LEAVES} leaves is for 1, 2, 4 or 8 ranks, not {ranks}"
-    if not isinstance(length, int) or length % (LEAVES // ranks):
-        return f"{length} columns on each of {ranks} ranks are not {LEAVES} leaves of equal length"
-    if any(operand.target is _aten.constant_pad_nd.default for operand in (product.a, product.weight)):
-        return "torch has padded the columns"
-    return why_no_kernel(summed.tensors()[0], summed.group, places)
+    is_part = not bias or (is_divided and value(bias).ndim == 1)
+    expect(is_part, "each rank adds something else than its part of a bias to its product")
+    is_last = not bias or (not summed.named.get("epilogue") and _FUSED[summed.of].takes("bias"))
+    expect(is_last and not product.node.kwargs, "the product is scaled, or an epilogue or a norm follows its bias")
+    expect(ranks in (1, 2, 4, 8), f"a tree of {LEAVES} leaves is for 1, 2, 4 or 8 ranks, not {ranks}")
+    are_whole = isinstance(length, int) and length % (LEAVES // ranks) == 0
+    expect(are_whole, f"{length} columns on each of {ranks} ranks are not {LEAVES} leaves of equal length")
+    is_padded = any(operand.target is _aten.constant_pad_nd.default for operand in (product.a, product.weight))
+    expect(not is_padded, "torch has padded the columns")
+    check_kernel(summed.tensors()[0], summed.group, places)
 
 
-def why_no_kernel(x: torch.Tensor, group: object, places: Places) -> Reason | None:
-    """Returns why graphar's kernels cannot multiply tensors like ``x`` in a fixed order."""
-    if x.device.type == "cpu":
-        return None
-    if x.dtype not in MATMUL_TYPES:
-        return f"no kernel multiplies {x.dtype}"
-    return places.why_no_matmul(group)
+def check_kernel(x: torch.Tensor, group: object, places: Places) -> None:
+    """Raises Refused if graphar's kernels cannot multiply tensors like ``x`` in a fixed order."""
+    if x.device.type != "cpu":
+        expect(x.dtype in MATMUL_TYPES, f"no kernel multiplies {x.dtype}")
+        places.check_matmul(group)
 
 
 def _take_bias(graph: Graph, total: Node, op: Op) -> None:

@@ -21,10 +21,10 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from graphar.errors import Reason
 from graphar.graph import collectives, rows
 from graphar.graph.collectives import ALLREDUCE, CASTS, REDUCESCATTER, Collective, arguments, call, first, value
 from graphar.graph.places import Places
+from graphar.graph.report import expect
 from graphar.numerics.dtypes import TYPE_NAMES
 from graphar.ops import norms
 from graphar.plan.select import has_norm_kernel
@@ -32,15 +32,6 @@ from graphar.plan.select import has_norm_kernel
 _aten = torch.ops.aten
 _ADDS = (_aten.add.Tensor, _aten.add.Scalar)
 _OPS = {ALLREDUCE: norms.NORM, REDUCESCATTER: norms.SCATTERED_NORM}
-
-
-class _OtherForm(Exception):
-    """Nodes look like an RMSNorm but cannot be replaced by one; the message says why."""
-
-
-def _expect(holds: bool, why: str) -> None:
-    if not holds:
-        raise _OtherForm(why)
 
 
 @dataclass(frozen=True)
@@ -51,22 +42,16 @@ class NormedSum(Collective):
     path: list[Node]
     start: tuple[Node, Node, Node]  # the squared node, the square, and the mean of the square
 
-    def why_not(self, places: Places) -> Reason | None:
+    def check(self, places: Places) -> None:
         x = self.path[-1].meta["val"]
-        if x.dtype not in TYPE_NAMES:
-            return f"no norm for {x.dtype}"
-        if why := self.why_not_served(places):
-            return why
-        try:
-            _read(self)
-        except _OtherForm as why:
-            return str(why)
-        if self.op == REDUCESCATTER and (why := self._why_other_rows()):
-            return why
+        expect(x.dtype in TYPE_NAMES, f"no norm for {x.dtype}")
+        self.check_served(places)
+        _read(self)
+        if self.op == REDUCESCATTER:
+            self._check_rows()
         columns = x.shape[-1]
-        if x.is_cuda and not (isinstance(columns, int) and has_norm_kernel(columns * x.element_size())):
-            return f"no kernel norms rows of {columns} columns"
-        return None
+        has_kernel = isinstance(columns, int) and has_norm_kernel(columns * x.element_size())
+        expect(has_kernel or not x.is_cuda, f"no kernel norms rows of {columns} columns")
 
     def replace(self, graph: Graph) -> None:
         (named, norm), (*path, add), (x,), op = _read(self), self.path, self.inputs, _OPS[self.op]
@@ -75,26 +60,23 @@ class NormedSum(Collective):
                 named["residual"] = rows.reshape(graph, named["residual"], self.node.meta["val"].shape[:-1])
             else:
                 x = collectives.with_views(graph, path, x)
-            pair = call(graph, op.one, op.write(named | {"x": x} | self.place(graph, x)))
+            pair = self.call(graph, op, x, **named)
             results = [call(graph, operator.getitem, (pair, i)) for i in range(2)]
             normed, summed = [rows.reshape(graph, result, add.meta["val"].shape[:-1]) for result in results]
-        pair.stack_trace = self.node.stack_trace
         norm[-1].replace_all_uses_with(normed)
         add.replace_all_uses_with(summed)
         for node in reversed([*self.path, *norm]):
             graph.erase_node(node)
 
-    def _why_other_rows(self) -> Reason | None:
-        """Returns why the rows of the norm are not the rows of the reduce-scatter."""
+    def _check_rows(self) -> None:
+        """Raises Refused unless the rows of the norm are those of the reduce-scatter."""
         (*_, total, _), scattered = self.path, self.node.meta["val"]
         shapes = scattered.shape[:-1], total.meta["val"].shape[:-1]
-        if scattered.ndim < 2:
-            return "the scattered tensor has no rows"
+        expect(scattered.ndim >= 2, "the scattered tensor has no rows")
         # Its residual and results are reshaped.
         fits = collectives.are_same(*shapes) or all(map(rows.can_reshape, shapes))
-        if rows.origin(total).target in collectives.VIEWS or not fits:
-            return "the sum is seen in another shape"
-        return None
+        has_views = rows.origin(total).target in collectives.VIEWS
+        expect(fits and not has_views, "the sum is seen in another shape")
 
 
 def find(graph: Graph) -> list[NormedSum]:
@@ -131,36 +113,35 @@ def _read(collective: NormedSum) -> tuple[dict[str, Any], list[Node]]:
     (*_, total, add), (wide, square, mean) = collective.path, collective.start
     x = add.meta["val"]
     residual = _residual(total, add)
-    _expect(value(wide).dtype == torch.float32, "the norm is not in fp32")
+    expect(value(wide).dtype == torch.float32, "the norm is not in fp32")
     axes = arguments(mean)["dim"] or ()
     is_over_last = [axis % max(1, x.ndim) for axis in axes] == [x.ndim - 1] and mean.args[2:] == (True,)
-    _expect(is_over_last and not mean.kwargs, "the norm is not over the last dimension alone")
+    expect(is_over_last and not mean.kwargs, "the norm is not over the last dimension alone")
     shifted = _only_user(mean, *_ADDS)
     eps = _other_operand(shifted, mean)
-    if not isinstance(eps, (int, float)):
-        raise _OtherForm("the norm's eps is not a number")
-    inverse = _only_user(_only_of(square, mean, shifted), _aten.rsqrt.default)
+    expect(isinstance(eps, (int, float)), "the norm's eps is not a number")
+    _only_user(square, _aten.mean.dim)
+    inverse = _only_user(shifted, _aten.rsqrt.default)
     normal = _only_user(inverse, _aten.mul.Tensor)
     is_normed = _other_operand(normal, inverse) is wide and (wide is add or wide.users.keys() == {square, normal})
-    _expect(is_normed, "what is squared is not what is normed, or has further uses")
+    expect(is_normed, "what is squared is not what is normed, or has further uses")
     rest, scale = _scaled(normal, x.dtype)
     weight, weight_offset = _offset(scale, x.dtype)
     kind = weight.meta["val"]
     is_a_column = (kind.ndim, kind.dtype) == (1, x.dtype) and statically_known_true(kind.shape[0] == x.shape[-1])
-    _expect(is_a_column, f"the norm's weight is not one {x.dtype} a column")
-    _expect(not add < weight, "the norm's weight is made after the sum")
+    expect(is_a_column, f"the norm's weight is not one {x.dtype} a column")
+    expect(not add < weight, "the norm's weight is made after the sum")
     cast = [] if wide is add else [wide]
     named = {"residual": residual, "weight": weight, "eps": float(eps), "weight_offset": weight_offset}
     return named, [*cast, square, mean, shifted, inverse, normal, *rest]
 
 
 def _residual(total: Node, add: Node) -> Node:
-    _expect(len(total.users) == 1, "the sum has further uses")
+    expect(len(total.users) == 1, "the sum has further uses")
     x, residual = add.meta["val"], _other_operand(add, total)
-    if not isinstance(residual, Node) or residual is total:
-        raise _OtherForm("no residual is added to the sum")
+    expect(isinstance(residual, Node) and residual is not total, "no residual is added to the sum")
     for kind in map(value, (total, residual)):
-        _expect(kind.dtype == x.dtype and collectives.are_same(kind.shape, x.shape), "the residual is not like the sum")
+        expect(kind.dtype == x.dtype and collectives.are_same(kind.shape, x.shape), "the residual is not like the sum")
     return residual
 
 
@@ -175,9 +156,8 @@ def _scaled(normal: Node, dtype: torch.dtype) -> tuple[list[Node], Node]:
         if dtype != torch.float32:
             nodes.append(_only_user(after, *CASTS))
     is_rounded = value(nodes[-1]).dtype == dtype and (dtype != torch.float32 or len(nodes) == 1)
-    _expect(is_rounded, "the norm gives another dtype than the sum")
-    if not isinstance(scale, Node):
-        raise _OtherForm("the norm has no weight")
+    expect(is_rounded, "the norm gives another dtype than the sum")
+    expect(isinstance(scale, Node), "the norm has no weight")
     return nodes, scale
 
 
@@ -192,19 +172,14 @@ def _offset(scale: Node, dtype: torch.dtype) -> tuple[Node, float]:
 
 
 def _only_user(node: Node, *targets) -> Node:
-    user = next(iter(_only_of(node).users))
-    _expect(user.target in targets, f"it is no RMSNorm: {user.target} follows {node.target}")
+    expect(len(node.users) == 1, "what is between the sum and the norm has further uses")
+    (user,) = node.users
+    expect(user.target in targets, f"it is no RMSNorm: {user.target} follows {node.target}")
     return user
 
 
-def _only_of(*nodes: Node) -> Node:
-    """Returns the last of the nodes; raises if one of them has more than one user."""
-    _expect(all(len(node.users) == 1 for node in nodes), "what is between the sum and the norm has further uses")
-    return nodes[-1]
-
-
-def _other_operand(node: Node, operand: Node) -> object:
+def _other_operand(node: Node, operand: Node) -> Any:
     """Returns the operand of an addition or multiplication that is not ``operand``."""
-    _expect(not node.kwargs, "something is added with a factor")
+    expect(not node.kwargs, "something is added with a factor")
     first, second = node.args
     return second if first is operand else first

@@ -19,7 +19,7 @@ from torch.fx import Graph
 from graphar.graph import allgather_matmul, collectives, epilogue, matmul, norm, tp_invariance
 from graphar.graph.collectives import ALLGATHER, ALLREDUCE, REDUCESCATTER, Collective
 from graphar.graph.places import Places
-from graphar.graph.report import Entry, Report
+from graphar.graph.report import Entry, Report, why_refused
 from graphar.numerics.partitions import BATCH_INVARIANT, TP_INVARIANT
 
 Find = Callable[[Graph], Sequence[Collective]]  # returns what a rewrite may replace in a graph
@@ -111,11 +111,11 @@ class CompilePass(CustomGraphPass):
         collectives.simplify(graph)
         for name, find in self._rewrites:
             for collective in find(graph) if name not in self._optional - self.on else ():
-                why_left = "turned off" if name in self.off else collective.why_not(self._places)
+                why_left = "turned off" if name in self.off else why_refused(collective.check, self._places)
                 for x in collective.tensors():
                     shape = tuple(size if isinstance(size, int) else str(size) for size in x.shape)
                     where = (self.report.graphs, name, str(collective), str(collective.group))
-                    self.report.entries.append(Entry(*where, shape, x.dtype, x.device.type, why_left or ""))
+                    self.report.entries.append(Entry(*where, shape, x.dtype, x.device.type, why_left))
                 if not why_left:
                     collective.replace(graph)
         if self.report.breaks is not None:

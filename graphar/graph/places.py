@@ -6,6 +6,7 @@ therefore exchanged once, when the pass is made. With the same facts, every rank
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import _resolve_process_group as resolve
 
 from graphar.errors import Reason
+from graphar.graph.report import Refused, expect, why_refused
 from graphar.plan.algorithms import MATMUL_ARCH
 from graphar.plan.scratch import MAX_RANKS
 from graphar.plan.tables import DEFAULT, Table, shipped_table
@@ -69,48 +71,40 @@ class Places:
         communicators = max((place.communicators for place in with_gpu), default=self.table.chip.communicators)
         self.chip = replace(self.table.chip, sms=sms, communicators=communicators)
 
-    def why_not(self, group: Any, device: str) -> Reason | None:
-        """Returns why graphar's ops cannot replace torch's collectives in ``group``.
+    def check(self, group: Any, device: str) -> None:
+        """Raises Refused unless graphar's ops can replace torch's collectives in ``group``.
 
-        The answer is the same on every rank of the group. ``group`` is its name, as a graph has it; ``device`` is "cpu"
+        It does so on every rank of the group, or on none. ``group`` is its name, as a graph has it; ``device`` is "cpu"
         or "cuda". On the CPU the ops run over the group itself, so its ranks may be anywhere.
         """
         try:
             ranks = dist.get_process_group_ranks(resolve(group))
         except (RuntimeError, TypeError, ValueError):
-            return f"this process knows no group {group!r}"
-        if not self._places.keys() >= set(ranks):
-            return "the group was made after another default group"
-        if len(ranks) == 1:
-            return "one rank has nothing to exchange"
+            raise Refused(f"this process knows no group {group!r}") from None
+        expect(self._places.keys() >= set(ranks), "the group was made after another default group")
+        expect(len(ranks) > 1, "one rank has nothing to exchange")
         if device == "cpu":
-            return None
-        if device != "cuda":
-            return f"graphar has no kernels for {device}"
-        if len(ranks) > MAX_RANKS:
-            return f"kernels serve at most {MAX_RANKS} ranks, not {len(ranks)}"
+            return
+        expect(device == "cuda", f"graphar has no kernels for {device}")
+        expect(len(ranks) <= MAX_RANKS, f"kernels serve at most {MAX_RANKS} ranks, not {len(ranks)}")
         places = {rank: self._places[rank] for rank in ranks}
-        if problems := [f"rank {rank}: {place.problem}" for rank, place in places.items() if place.problem]:
-            return problems[0]
-        if problem := several_hosts(place.host for place in places.values()):
-            return problem
         for rank, place in places.items():
-            for peer, other in places.items():
-                if rank != peer and other.gpu not in place.reaches:
-                    return f"rank {rank} sees no peer access to the GPU of rank {peer}"
-        return None
+            expect(not place.problem, f"rank {rank}: {place.problem}")
+        if problem := several_hosts(place.host for place in places.values()):
+            raise Refused(problem)
+        for (rank, place), (peer, other) in itertools.permutations(places.items(), 2):
+            expect(other.gpu in place.reaches, f"rank {rank} sees no peer access to the GPU of rank {peer}")
 
-    def why_no_matmul(self, group: Any) -> Reason | None:
-        """Returns which rank of ``group`` has a GPU without graphar's matmul."""
-        ranks = dist.get_process_group_ranks(resolve(group))
-        others = [rank for rank in ranks if self._places[rank].arch != MATMUL_ARCH]
-        return f"rank {others[0]} has no GPU of {MATMUL_ARCH}" if others else None
+    def check_matmul(self, group: Any) -> None:
+        """Raises Refused unless all GPUs of ``group`` have graphar's matmul."""
+        for rank in dist.get_process_group_ranks(resolve(group)):
+            expect(self._places[rank].arch == MATMUL_ARCH, f"rank {rank} has no GPU of {MATMUL_ARCH}")
 
     def describe(self) -> str:
         """Returns, as text, every fact outside a graph that decides on rewrites: groups, ranks, GPUs and the table."""
         names = dist.distributed_c10d._world.pg_names
         groups = {name: dist.get_process_group_ranks(group) for group, name in names.items()}
-        known = {name: (ranks, self.why_not(name, "cuda")) for name, ranks in sorted(groups.items())}
+        known = {name: (ranks, why_refused(self.check, name, "cuda")) for name, ranks in sorted(groups.items())}
         archs = [place.arch for place in self._places.values()]
         return f"rank {dist.get_rank()} {known} {self.chip} {archs} {self.table}"
 

@@ -23,8 +23,8 @@ from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.nn.functional import ScalingType
 
-from graphar.errors import Reason
 from graphar.graph.collectives import VIEWS, are_same, arguments, call, first, value
+from graphar.graph.report import expect
 from graphar.numerics.fp8_products import BLOCK, FP8
 from graphar.ops.matmul_operands import RESULT_DTYPES
 
@@ -44,8 +44,8 @@ _RECIPES = [  # the recipes of scale_a and of scale_b that graphar has
     ([ScalingType.RowWise.value], [ScalingType.RowWise.value]),
     ([ScalingType.BlockWise1x128.value], [ScalingType.BlockWise128x128.value]),
 ]
-_TRANSPOSES = (_aten.t.default, _aten.transpose.int, _aten.permute.default)
-_SAME = (_aten.view.default, *_TRANSPOSES, _aten.detach.default, _aten.alias.default)  # other views of the same memory
+TRANSPOSES = (_aten.t.default, _aten.transpose.int, _aten.permute.default)
+_SAME = (_aten.view.default, *TRANSPOSES, _aten.detach.default, _aten.alias.default)  # other views of the same memory
 _OF_TRAINING = ("primals", "tangents")  # how names of inputs begin in graphs with gradients
 
 
@@ -89,28 +89,24 @@ class Product:
         """Returns the weight as torch.nn.Linear stores it; adds a transpose to the graph if there is none."""
         return self.weight if self.node.target is _aten.linear.default else stored(graph, self.weight)
 
-    def why_no_bias(self) -> Reason | None:
-        """Returns why what is added to the product is not a bias of its columns; None if it is, or nothing is added."""
+    def check_bias(self) -> None:
+        """Raises Refused if something else than a bias of its columns is added to the product."""
         bias, dtype, sizes = self.bias, value(self.node).dtype, (self.columns,)
         is_bias = bias is None or (value(bias).dtype == dtype and are_same(value(bias).shape, sizes))
         has_factors = self.node.kwargs and not self.scales  # as addmm has
         fits = is_bias and not has_factors and value(self.weight).ndim == 2
-        return None if fits else "something else than a bias is added to the product"
+        expect(fits, "something else than a bias is added to the product")
 
-    def why_no_scales(self) -> Reason | None:
+    def check_scales(self) -> None:
         named, dtypes = arguments(self.node), [value(operand).dtype for operand in (self.a, self.weight)]
         if self.node.target is _V2:
             recipes = list(named["recipe_a"]), list(named["recipe_b"])
             rest = [*named["swizzle_a"], *named["swizzle_b"], *named.get("contraction_dim", ())]
-            if recipes not in _RECIPES or any(rest):
-                return "graphar has no such recipe of scales"
-        elif named.get("scale_result") is not None:
-            return "the product is scaled again"
-        if dtypes != [FP8, FP8]:
-            return f"graphar multiplies {FP8} by {FP8}, not {dtypes[0]} by {dtypes[1]}"
-        if value(self.node).dtype not in RESULT_DTYPES:
-            return f"the product is rounded to {value(self.node).dtype}"
-        return None if self.format() else "the scales are neither of rows nor of blocks, in fp32"
+            expect(recipes in _RECIPES and not any(rest), "graphar has no such recipe of scales")
+        expect(named.get("scale_result") is None, "the product is scaled again")
+        expect(dtypes == [FP8, FP8], f"graphar multiplies {FP8} by {FP8}, not {dtypes[0]} by {dtypes[1]}")
+        expect(value(self.node).dtype in RESULT_DTYPES, f"the product is rounded to {value(self.node).dtype}")
+        expect(self.format(), "the scales are neither of rows nor of blocks, in fp32")
 
     def format(self) -> str:
         """Returns the format of the scales, "rows" or "blocks"; an empty string if there are none or others."""

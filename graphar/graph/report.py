@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -24,6 +25,24 @@ _BECAME = {
     "epilogue": "one op with the pointwise operations behind it",
     "matmul": "one op with a matmul",
 }
+
+
+class Refused(Exception):
+    """Nodes cannot be rewritten; the message says why."""
+
+
+def expect(holds: object, why: str) -> None:
+    if not holds:
+        raise Refused(why)
+
+
+def why_refused(check: Callable[..., object], *arguments: object) -> str:
+    """Returns why a check raises Refused; an empty string if it does not."""
+    try:
+        check(*arguments)
+    except Refused as refused:
+        return str(refused)
+    return ""
 
 
 @dataclass(frozen=True)

@@ -14,18 +14,18 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from functools import partial
+from typing import NoReturn
 
 import torch
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from graphar.errors import Reason
 from graphar.graph import collectives, matmul
 from graphar.graph.collectives import CASTS, VIEWS, arguments, call, first, reached, value
-from graphar.graph.matmul import TRANSPOSES, why_no_kernel
+from graphar.graph.matmul import check_kernel
 from graphar.graph.places import Places
-from graphar.graph.products import MATMULS, Product, stored
-from graphar.graph.report import Break
+from graphar.graph.products import MATMULS, TRANSPOSES, Product, stored
+from graphar.graph.report import Break, Refused, expect
 from graphar.numerics.dtypes import TYPE_NAMES
 from graphar.numerics.leaf_tree import LEAVES
 from graphar.numerics.partitions import TP_INVARIANT
@@ -42,6 +42,7 @@ _PRODUCTS = (  # torch's other ops that add products
 _LOOKUPS = (_aten.embedding.default, _aten.index.Tensor, _aten.gather.default)
 _CONSTANTS = (_aten.full.default, _aten.scalar_tensor.default, _aten.full_like.default, _aten.zeros_like.default)
 _ROOT = re.compile(r"^L\['\w+'\](\[\d+\])?\.?")  # what torch calls the module that is compiled
+_EXACT = ("allgather", "cross_entropy")  # how names of ops begin that add nothing, or in leaves
 _RESHAPED = (_aten.unsqueeze.default, _aten.squeeze.dim, _aten.squeeze.dims)
 _OF_HEADS = "its kernel may add in an order that depends on the number of heads"
 _OF_TOKENS = "it adds the tokens of this rank alone, such as the gradient of a norm's weight"
@@ -58,17 +59,20 @@ def rewrite(graph: Graph, places: Places, number: int) -> list[Break]:
     biases = _bias_gradients(graph)
     divided = any(op.takes("sizes") for node in graph.nodes if (op := op_of(node.target)))
     for node in [node for node in graph.nodes if node.op == "call_function"]:
-        if node in biases:
-            why = _why_not_added(first(node), places)
-            rewrites += [] if why else [partial(_replace_bias_gradient, graph, node)]
-        elif node.target in MATMULS and node.users:
-            product = Product(node)
-            why = product.why_no_bias() or _why_not_added(product.a, places)
-            rewrites += [] if why else [partial(_replace_matmul, graph, product)]
-            why = why or (_OF_ONE_RANK if places.count == 1 else None)
-        else:
-            why = _why(node, places, divided)
-        if why:
+        try:
+            if node in biases:
+                _check_added(first(node), places)
+                rewrites.append(partial(_replace_bias_gradient, graph, node))
+            elif node.target in MATMULS and node.users:
+                product = Product(node)
+                product.check_bias()
+                _check_added(product.a, places)
+                rewrites.append(partial(_replace_matmul, graph, product))
+                expect(places.count > 1, _OF_ONE_RANK)
+            else:
+                _check(node, places, divided)
+        except Refused as refused:
+            why = str(refused)
             broken.append(Break(number, str(node.target), _module(node), why, why == _OF_HEADS))
     for make in rewrites:
         make()
@@ -78,10 +82,11 @@ def rewrite(graph: Graph, places: Places, number: int) -> list[Break]:
 # ---- what is rewritten ----------------------------------------------------------------------------------------------
 
 
-def _why_not_added(a: Node, places: Places) -> Reason | None:
-    """Returns why graphar::linear cannot add products of ``a``."""
+def _check_added(a: Node, places: Places) -> None:
+    """Raises Refused if graphar::linear cannot add products of ``a``."""
     x = a.meta["val"]
-    return why_no_kernel(x, places.world, places) if x.dtype in TYPE_NAMES else f"no matmul of {x.dtype} adds in order"
+    expect(x.dtype in TYPE_NAMES, f"no matmul of {x.dtype} adds in order")
+    check_kernel(x, places.world, places)
 
 
 def _bias_gradients(graph: Graph) -> list[Node]:
@@ -148,48 +153,48 @@ def _replace_bias_gradient(graph: Graph, total: Node) -> None:
 # ---- what may change bits ------------------------------------------------------------------------------------------
 
 
-def _why(node: Node, places: Places, divided: bool) -> Reason | None:
-    """Returns why an op may change bits; ``divided`` is whether ranks have parts of a tensor of the graph."""
+def _check(node: Node, places: Places, divided: bool) -> None:
+    """Raises Refused if an op may change bits; ``divided`` is whether ranks have parts of a tensor of the graph."""
     name = getattr(node.target, "__name__", "").partition(".")[0]
-    if "_attention" in name or name in _BATCHED:
-        return _OF_HEADS
-    if name in _PRODUCTS:
-        return "graphar has no such product"
-    parts = first(node).args if node.target is _SUM and first(node).target is _aten.mul.Tensor else ()
-    if parts and all(isinstance(x, Node) and x.target in _RESHAPED for x in parts):
-        return "torch has written a matmul as products and a sum"
-    if node.target is _SUM and divided and _is_over_rows(node):
-        return _OF_TOKENS
-    op = op_of(node.target)
-    return _why_ours(op, node, places) if op else _why_torchs(node, places)
+    expect("_attention" not in name and name not in _BATCHED, _OF_HEADS)
+    expect(name not in _PRODUCTS, "graphar has no such product")
+    if node.target is _SUM:
+        parts = first(node).args if first(node).target is _aten.mul.Tensor else ()
+        is_product = parts and all(isinstance(x, Node) and x.target in _RESHAPED for x in parts)
+        expect(not is_product, "torch has written a matmul as products and a sum")
+        expect(not (divided and _is_over_rows(node)), _OF_TOKENS)
+    if op := op_of(node.target):
+        _check_ours(op, node, places)
+    else:
+        _check_torchs(node, places)
 
 
-def _why_ours(op: Op, node: Node, places: Places) -> Reason | None:
+def _check_ours(op: Op, node: Node, places: Places) -> None:
     options = op.read(node.args)
     if "partition" in options:
-        return None if options["partition"] == TP_INVARIANT else f"its partition is {options['partition']!r}"
-    if op.name.startswith(("allgather", "cross_entropy")) or options.get("order") == "tree" or _is_lookup(first(node)):
-        return None
-    summed = matmul.read(node, TP_INVARIANT)
-    return (summed and summed.why_not(places)) or _why_sum(node)
+        expect(options["partition"] == TP_INVARIANT, f"its partition is {options['partition']!r}")
+    elif not (op.name.startswith(_EXACT) or options.get("order") == "tree" or _is_lookup(first(node))):
+        if summed := matmul.read(node, TP_INVARIANT):
+            summed.check(places)
+        _refuse_sum(node)
 
 
-def _why_torchs(node: Node, places: Places) -> Reason | None:
-    """Returns why a collective of torch's adds in another order; None if it is exact, as a maximum is."""
+def _check_torchs(node: Node, places: Places) -> None:
+    """Raises Refused if a collective of torch's adds in another order; a maximum, for example, is exact."""
     collective = collectives.read(node)
     if not collective or collective.reduction in ("", "min", "max", "band", "bor", "bxor"):
-        return None
-    if all(map(_is_lookup, collective.inputs)):
-        return None
-    return collective.why_not_served(places) or collective.why_no_sum() or _why_sum(node)
+        return
+    if not all(map(_is_lookup, collective.inputs)):
+        collective.check_sum(places)
+        _refuse_sum(node)
 
 
-def _why_sum(node: Node) -> Reason | None:
-    """Returns why a sum over ranks that follows no matmul adds in another order."""
+def _refuse_sum(node: Node) -> NoReturn:
+    """Raises why a sum over ranks that follows no matmul adds in another order."""
     before = map(collectives.read, reached([node], lambda other: other.all_input_nodes))
-    if any(collective.reduction == "max" for collective in before if collective):
-        return "it sums over features that ranks divide, such as a vocabulary"
-    return "it sums what is no product of a matmul"
+    is_over_features = any(collective.reduction == "max" for collective in before if collective)
+    expect(not is_over_features, "it sums over features that ranks divide, such as a vocabulary")
+    raise Refused("it sums what is no product of a matmul")
 
 
 def _is_lookup(node: Node, masked: bool = False) -> bool:

@@ -11,9 +11,10 @@ otherwise. Subnormals are preserved. `r` is the fp32 number nearest to 1 / large
               scale = up(max((largest value - zero) x r, smallest scale))
               code  = round((value - zero) x inverse)               decodes to code x scale + zero, rounded twice
 
-`up` and `down` round to the scale's dtype. `inverse` is 1 / scale, with the rounded scale. An integer code is rounded
-from the exact product. An e4m3 code is rounded from the product in fp32. If scale x largest_code of a bucket is not
-finite in fp32, the bucket's scale is NaN, its zero point is 0, and its elements are encoded as zeros.
+`up` and `down` round to the scale's dtype, so that every element lies within the range of the codes. The smallest scale
+is 2^-126. `inverse` is 1 / scale, with the rounded scale. An integer code is rounded from the exact product. An e4m3
+code is rounded from the product in fp32. If scale x largest_code of a bucket is not finite in fp32, the bucket's scale
+is NaN, its zero point is 0, and its elements are encoded as zeros.
 
 Stochastic rounding. `inverse` is 1 / scale x (1 - 2^-20), so that the largest value does not exceed the codes. `u` is
 16 random bits. An integer code is floor(product + 128 + u / 2^16) - 128, where the sum is rounded once. For an e4m3
@@ -54,8 +55,6 @@ from graphar.numerics.exact_fma import fma
 ROWS, LANES, RUN = 4, 32, 8  # a tile in a warp: each lane holds a run of consecutive elements of each row
 SUM = 0xFF  # the source of random numbers for encoding a sum
 WORD = 0xFFFFFFFF
-
-_SMALLEST_SCALE = 2.0**-126
 
 
 class Noise(NamedTuple):
@@ -119,14 +118,13 @@ def scales(buckets: Tensor, codec: Codec) -> tuple[Tensor, Tensor]:
     A bucket without a finite scale has the scale NaN and the zero point 0.
     """
     r = torch.tensor(1 / codec.largest_code, dtype=torch.float32)  # a 0-d CPU tensor multiplies values on any device
-    smallest = torch.tensor(_SMALLEST_SCALE, device=buckets.device)
     zero = torch.zeros(len(buckets), device=buckets.device)
     if codec.scheme == "minmax":
         zero = _round_down(buckets.amin(1) + 0.0, codec.scale_dtype)
         largest = buckets.amax(1) - zero
     else:
         largest = buckets.abs().amax(1)
-    scale = -_round_down(-torch.maximum(largest * r, smallest), codec.scale_dtype)
+    scale = -_round_down(-(largest * r).clamp(min=2.0**-126), codec.scale_dtype)
     good = (scale * codec.largest_code).isfinite()
     return torch.where(good, scale, torch.nan), torch.where(good, zero, 0)
 
@@ -229,18 +227,15 @@ def _pack_scales(scale: Tensor, zero: Tensor, codec: Codec) -> Tensor:
     numbers = numbers.to(codec.scale_dtype)
     bits = numbers.view(SAME_SIZE_INTEGER[codec.scale_dtype.itemsize])
     bits = torch.where(numbers.isnan(), torch.iinfo(bits.dtype).max, bits)
-    in_order = bits.view(-1, *_rows_and_buckets(codec), bits.shape[1]).transpose(1, 2).reshape(-1, bits.shape[1])
-    held = TILE_NUMEL // codec.bucket_size * bits.shape[1] * codec.scale_dtype.itemsize
-    wire = in_order.view(torch.uint8).view(-1, held)
-    return torch.nn.functional.pad(wire, (0, codec.tile_scales_nbytes - held)).view(-1)
+    wire = bits.view(-1, *_rows_and_buckets(codec), bits.shape[1]).transpose(1, 2).flatten(1).view(torch.uint8)
+    return torch.nn.functional.pad(wire, (0, codec.tile_scales_nbytes - wire.shape[1])).view(-1)
 
 
 def _unpack_scales(wire: Tensor, codec: Codec) -> tuple[Tensor, Tensor]:
-    per_bucket = 2 if codec.scheme == "minmax" else 1
-    held = TILE_NUMEL // codec.bucket_size * per_bucket * codec.scale_dtype.itemsize
-    numbers = wire.view(-1, codec.tile_scales_nbytes)[:, :held].contiguous().view(codec.scale_dtype)
-    rows, buckets = _rows_and_buckets(codec)
-    in_order = numbers.float().view(-1, buckets, rows, per_bucket).transpose(1, 2).reshape(-1, per_bucket)
+    (rows, buckets), per_bucket = _rows_and_buckets(codec), 2 if codec.scheme == "minmax" else 1
+    numbers = wire.view(codec.scale_dtype).view(-1, codec.tile_scales_nbytes // codec.scale_dtype.itemsize).float()
+    numbers = numbers[:, : rows * buckets * per_bucket].view(-1, buckets, rows, per_bucket)
+    in_order = numbers.transpose(1, 2).reshape(-1, per_bucket)
     return in_order[:, 0], in_order[:, -1]
 
 

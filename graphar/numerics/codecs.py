@@ -15,20 +15,9 @@ int3        integer -3 .. 3, x scale                  32  bf16                 3
 int2        integer -1 .. 1, x scale                  32  bf16                 2.5
 ==========  ====================================  ======  ======  ================
 
-Schemes. "absmax": codes are symmetric about zero, and the scale is the largest magnitude of the bucket divided by the
-largest code. "minmax": a code counts 0 .. 2^bits - 1 steps above a zero point, which is the smallest value of the
-bucket; the scale is the range divided by 2^bits - 1. "minmax" sends a second number for each bucket. It is more precise
-where values are not symmetric about zero.
-
-A scale is rounded up to its dtype, and a zero point down, so every element lies within the range of the codes. The
-smallest scale is 2^-126. Values far below it decode to zero, or to the zero point.
-
-NaN and infinities. If an element of a bucket is NaN or infinite, the whole bucket decodes to NaN. So does a bucket
-whose scale overflows its dtype, or whose largest code decodes to more than fp32 holds: within 1 % of the largest fp32
-number.
-
-Rounding. "nearest": ties to even. "stochastic": up or down at random, so that the mean of many roundings is the value
-itself (to 2^-16 of a step); graphar/numerics/codec_reference.py defines the random numbers.
+graphar/numerics/codec_reference.py defines the arithmetic. With stochastic rounding the mean of many roundings is the
+value itself, to 2^-16 of a step. A bucket decodes to NaN if an element is NaN or infinite, or if its scale overflows or
+its largest code decodes to more than fp32 holds: within 1 % of the largest fp32 number.
 """
 
 from __future__ import annotations
@@ -50,7 +39,6 @@ SCALE_DTYPES = (torch.bfloat16, torch.float32)
 
 TILE_NUMEL = 1024  # `tile_numel` in cuda_src/device/wire/wire.cuh
 WORD_NBYTES = 4
-
 
 CodecName = Literal["fp8_e4m3", "int8", "int6", "int5", "int4", "int3", "int2"]
 NAMES = get_args(CodecName)

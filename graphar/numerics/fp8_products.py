@@ -5,9 +5,8 @@ The norms with FP8 results and the layers of graphar.nn share :func:`quantized`,
     block     0      1      2    ...   of 128 columns of K, each added from zero
     total   0 + 0  + 1    + 2    ...   in fp32, in the order of K
 
-There are two formats. Scales of rows multiply the total, once all blocks are added. Scales of blocks multiply the sum
-of each block before it is added. A tensor core of Hopper keeps about 14 bits of a sum of 8-bit products, so no block is
-longer. An element depends on its row of ``a``, its row of ``w`` and their scales alone: products are batch-invariant.
+:func:`scaled_linear` says what scales of rows and of blocks multiply. A tensor core of Hopper keeps about 14 bits of a
+sum of 8-bit products, so no block is longer.
 """
 
 from __future__ import annotations
@@ -125,9 +124,8 @@ def quantized(x: torch.Tensor, group_size: int | None) -> tuple[torch.Tensor, to
 def scales_of(groups: torch.Tensor, axes: tuple[int, ...]) -> torch.Tensor:
     """Returns the scales of fp32 values that share one along ``axes``, which stay with the length 1."""
     largest = groups.abs().amax(axes, keepdim=True)
-    smallest = torch.full_like(largest, torch.finfo(torch.float32).tiny)
     # Divide by a tensor: torch may turn a division by a number into a multiplication by its inverse.
-    scales = torch.maximum(largest / torch.full_like(largest, LARGEST), smallest)
+    scales = (largest / torch.full_like(largest, LARGEST)).clamp(min=torch.finfo(torch.float32).tiny)
     return with_canonical_nan(torch.where(largest.isfinite(), scales, torch.nan))
 
 
@@ -170,11 +168,9 @@ def checked_scales(op: str, a: torch.Tensor, w: torch.Tensor, a_scale: torch.Ten
     _check_tensor(op, "a_scale", a_scale, torch.float32, a)
     _check_tensor(op, "w_scale", w_scale, torch.float32, a)
     (m, k), n = a.shape, len(w)
-    of_a, of_w = _of_rows(a_scale, m), _of_rows(w_scale, n)
-    if of_w is None and w_scale.shape == (1, n):
-        of_w = w_scale.t()
-    if of_a is not None and of_w is not None:
-        return Scales("rows", of_a, of_w)
+    of_rows = known_scales("rows", a, w, a_scale, w_scale)
+    if [*of_rows.a.shape] == [m, 1] and [*of_rows.w.shape] == [n, 1]:
+        return of_rows
     a_blocks, w_blocks = [m, -(-k // BLOCK)], [-(-n // BLOCK), -(-k // BLOCK)]
     if [*a_scale.shape] == a_blocks and [*w_scale.shape] == w_blocks:
         return Scales("blocks", a_scale, w_scale)
@@ -189,15 +185,13 @@ def known_scales(format: str, a: torch.Tensor, w: torch.Tensor, a_scale: torch.T
     """Returns the scales of a format that :func:`checked_scales` has found in them."""
     if format == "blocks":
         return Scales("blocks", a_scale, w_scale)
-    of_a, of_w = _of_rows(a_scale, len(a)), _of_rows(w_scale, len(w))
-    return Scales("rows", a_scale if of_a is None else of_a, w_scale.t() if of_w is None else of_w)
+    in_rows = w_scale.t() if w_scale.shape == (1, len(w)) else w_scale
+    return Scales("rows", _of_each(a_scale, len(a)), _of_each(in_rows, len(w)))
 
 
-def _of_rows(scale: torch.Tensor, rows: int) -> torch.Tensor | None:
-    """Returns scales of rows as [rows, 1]; None if there are not as many, or a single one for all."""
-    if scale.numel() == 1:
-        return scale.reshape(1, 1).expand(rows, 1)
-    return scale if scale.shape == (rows, 1) else None
+def _of_each(scale: torch.Tensor, rows: int) -> torch.Tensor:
+    """Returns the scales of rows; a single one for all is repeated."""
+    return scale.reshape(1, 1).expand(rows, 1) if scale.numel() == 1 else scale
 
 
 def _check_tensor(op: str, name: str, x: torch.Tensor, dtype: torch.dtype, beside: torch.Tensor) -> None:

@@ -30,17 +30,14 @@ _CODES_NBYTES = TILE_NUMEL * 3 // 2
 
 def encode(x: Tensor) -> Tensor:
     """Returns the bytes of the wire for a bf16 tensor."""
-    bits = _in_tiles(x)
-    exponents = _exponents(bits)
-    below, largest = _below_largest(exponents), exponents.amax((2, 3))
-    odd = _are_odd(exponents, below)
+    bits, exponents, below, odd = _in_tiles(x)
     rest, nibbles = bits & 0x7F | bits >> 8 & 0x80, below.clamp(max=FURTHEST + 1)
     lane_bytes = torch.cat([rest, nibbles[..., :4] | nibbles[..., 4:] << 4], -1).transpose(1, 2)
     codes = lane_bytes.to(torch.uint8).reshape(-1, LANES, 3, 16).transpose(1, 2).reshape(-1, _CODES_NBYTES)
     wire = bits.to(torch.int16).flatten(1).view(torch.uint8)
     headers = torch.zeros(len(wire), HEADER_WORDS, dtype=torch.int32)
     for tile, number in enumerate(odd.sum((1, 2, 3)).tolist()):
-        headers[tile, 0] = int(largest[tile].to(torch.uint8).view(torch.int32))  # a byte for each row
+        headers[tile, 0] = int(exponents[tile].amax((1, 2)).to(torch.uint8).view(torch.int32))  # a byte for each row
         if number > MOST_ODD:
             headers[tile, 1] = -1
             continue
@@ -54,24 +51,17 @@ def encode(x: Tensor) -> Tensor:
 
 def odd_elements(x: Tensor) -> Tensor:
     """Returns the number of odd elements of each tile of a bf16 tensor."""
-    exponents = _exponents(_in_tiles(x))
-    return _are_odd(exponents, _below_largest(exponents)).sum((1, 2, 3))
+    *_, odd = _in_tiles(x)
+    return odd.sum((1, 2, 3))
 
 
-def _in_tiles(x: Tensor) -> Tensor:
-    """Returns the bits of the elements by tile, row, lane and place. Past the end they repeat the last element."""
+def _in_tiles(x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Returns the elements' bits, exponents, distances from the largest exponent of the row, and whether they are odd.
+
+    Each by tile, row, lane and place. Past the end they repeat the last element.
+    """
     bits = x.flatten().view(torch.int16).int() & 0xFFFF
-    return torch.cat([bits, bits[-1:].expand(-len(bits) % TILE_NUMEL)]).view(-1, ROWS, LANES, RUN)
-
-
-def _exponents(bits: Tensor) -> Tensor:
-    return bits >> 7 & 0xFF
-
-
-def _below_largest(exponents: Tensor) -> Tensor:
-    """Returns how far each exponent lies below the largest one of its row."""
-    return exponents.amax((2, 3), keepdim=True) - exponents
-
-
-def _are_odd(exponents: Tensor, below: Tensor) -> Tensor:
-    return (below > FURTHEST) & (exponents > 0)
+    bits = torch.cat([bits, bits[-1:].expand(-len(bits) % TILE_NUMEL)]).view(-1, ROWS, LANES, RUN)
+    exponents = bits >> 7 & 0xFF
+    below = exponents.amax((2, 3), keepdim=True) - exponents
+    return bits, exponents, below, (below > FURTHEST) & (exponents > 0)

@@ -10,7 +10,7 @@ import torch
 
 from graphar.numerics import leaf_tree, norms
 from graphar.numerics.dtypes import fp32, with_canonical_nan
-from graphar.numerics.norms import PACK_NBYTES, inverse_rms, sum_in_slots
+from graphar.numerics.norms import PACK_NBYTES, inverse_rms, mean_in_slots
 
 LANES = 64  # `group_lanes` in cuda_src/norm/residual_rmsnorm_backward.cu
 _LEAST_GROUPS = 128
@@ -57,10 +57,8 @@ def specification(
     dtype, shape, columns = summed.dtype, summed.shape, summed.shape[-1]
     g, r = (rows.float().reshape(-1, columns) for rows in (of_normed, summed))
     scaled = g * (weight.float() + fp32(weight_offset))
-    pack = PACK_NBYTES // summed.element_size()
-    squares, products = sum_in_slots(r * r, pack), sum_in_slots(scaled * r, pack)
-    s = inverse_rms(squares, columns, eps)
-    common = (products / torch.full_like(products, columns)).unsqueeze(-1) * s * s * s
+    s = inverse_rms(r, summed.element_size(), eps)
+    common = mean_in_slots(scaled * r, summed.element_size()) * s * s * s
     more = torch.zeros_like(r) if of_summed is None else of_summed.float().reshape(-1, columns)
     of_rows = (s * scaled - r * common) + more
     of_weight = _sum_over_rows(g * (r * s), row_groups(len(r), columns * summed.element_size()))
@@ -76,8 +74,7 @@ def weight_partial(of_normed: torch.Tensor, summed: torch.Tensor, eps: float, wo
     """
     leaf_tree.check_rows("weight_partial", len(summed), world_size)
     r = summed.float()
-    squares = sum_in_slots(r * r, PACK_NBYTES // summed.element_size())
-    s = inverse_rms(squares, r.shape[-1], eps)
+    s = inverse_rms(r, summed.element_size(), eps)
     leaves = (of_normed.float() * (r * s)).tensor_split(leaf_tree.LEAVES // world_size)
     row_nbytes = r.shape[-1] * summed.element_size()
     return leaf_tree.tree_sum([_sum_over_rows(leaf, row_groups(len(leaf), row_nbytes)) for leaf in leaves])

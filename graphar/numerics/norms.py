@@ -81,8 +81,7 @@ def specification(
     """
     summed = (total.float() + residual.float()).to(residual.dtype)
     rows = summed.float()
-    squares = sum_in_slots(rows * rows, PACK_NBYTES // residual.element_size())
-    normed = (rows * inverse_rms(squares, rows.shape[-1], eps)) * (weight.float() + fp32(weight_offset))
+    normed = (rows * inverse_rms(rows, residual.element_size(), eps)) * (weight.float() + fp32(weight_offset))
     summed = with_canonical_nan(summed)
     if output == "like_input":
         return with_canonical_nan(normed.to(residual.dtype)), summed
@@ -92,16 +91,15 @@ def specification(
     return quantized, summed, scales
 
 
-def inverse_rms(squares: torch.Tensor, columns: int, eps: float) -> torch.Tensor:
-    """Returns 1 / sqrt(mean square + eps) of each row [..., 1], from the sums of squares [...] of its columns."""
-    # Divide by a tensor: torch may turn a division by a number into a multiplication by its inverse.
-    mean = squares / torch.full_like(squares, columns)
-    return (torch.ones_like(mean) / nearest_sqrt(mean + fp32(eps))).unsqueeze(-1)
+def inverse_rms(rows: torch.Tensor, itemsize: int, eps: float) -> torch.Tensor:
+    """Returns 1 / sqrt(mean square + eps) of each fp32 row: [..., 1]. ``itemsize`` is that of the kernel's tensors."""
+    mean = mean_in_slots(rows * rows, itemsize)
+    return torch.ones_like(mean) / nearest_sqrt(mean + fp32(eps))
 
 
-def sum_in_slots(rows: torch.Tensor, pack: int) -> torch.Tensor:
-    """Returns the sum of each fp32 row, added in the kernels' order: packs into slots, then slots in pairs."""
-    columns = rows.shape[-1]
+def mean_in_slots(rows: torch.Tensor, itemsize: int) -> torch.Tensor:
+    """Returns the mean of each fp32 row: [..., 1]. Kernels add in this order: packs into slots, then slots in pairs."""
+    columns, pack = rows.shape[-1], PACK_NBYTES // itemsize
     padded = -(-columns // (SLOTS * pack)) * SLOTS * pack
     slots = torch.nn.functional.pad(rows, (0, padded - columns)).unflatten(-1, (-1, SLOTS, pack))
     total = torch.zeros_like(slots[..., 0, :, 0])
@@ -110,4 +108,5 @@ def sum_in_slots(rows: torch.Tensor, pack: int) -> torch.Tensor:
             total = total + slots[..., turn, :, element]
     while total.shape[-1] > 1:
         total = total[..., 0::2] + total[..., 1::2]
-    return total[..., 0]
+    # Divide by a tensor: torch may turn a division by a number into a multiplication by its inverse.
+    return total / torch.full_like(total, columns)

@@ -44,7 +44,7 @@ def cross_entropy(
     Returns:
         fp32, [...] for the reduction "none", otherwise [].
     """
-    terms = Terms(vocab_size or _columns(logits), reduction, ignore_index, label_smoothing, lse_square_scale)
+    terms = Terms(vocab_size or 0, reduction, ignore_index, label_smoothing, lse_square_scale)
     return specification(logits, target, terms).results[0]
 
 
@@ -71,7 +71,7 @@ def log_probs(
     Returns:
         fp32 [...]; with ``entropy`` or ``top1`` a tuple: log-probabilities, then fp32 entropies, then int64 columns.
     """
-    terms = Terms(vocab_size or _columns(logits), "log_probs", temperature=temperature, entropy=entropy, top1=top1)
+    terms = Terms(vocab_size or 0, "log_probs", temperature=temperature, entropy=entropy, top1=top1)
     result, _, *more = specification(logits, tokens, terms).results
     return (result, *more) if more else result
 
@@ -84,10 +84,11 @@ def specification(
 ) -> Specified:
     """Returns the results of :func:`graphar.numerics.softmax.finish`, and the gradients of all ranks' logits.
 
-    ``upstream`` is the gradient of the first result, fp32. None: no gradients.
+    A ``vocab_size`` of 0 means all columns. ``upstream`` is the gradient of the first result, fp32. None: no gradients.
     """
     ranks = [x.contiguous() for x in ([logits] if isinstance(logits, torch.Tensor) else logits)]
     columns, gradients = ranks[0].shape[-1], []
+    terms = terms._replace(vocab_size=terms.vocab_size or columns * len(ranks))
     firsts = range(0, columns * len(ranks), columns)
     leaves = LEAVES // len(ranks)
     partials = [softmax.partial(x, target, first, leaves, terms) for x, first in zip(ranks, firsts, strict=True)]
@@ -98,7 +99,3 @@ def specification(
             softmax.gradient(x, target, state, upstream, first, terms, out)
     result, *more = (x.view(target.shape) if x.ndim else x for x in (result, *more))
     return Specified((result, state, *more), gradients)
-
-
-def _columns(logits: torch.Tensor | Sequence[torch.Tensor]) -> int:
-    return logits.shape[-1] if isinstance(logits, torch.Tensor) else sum(x.shape[-1] for x in logits)

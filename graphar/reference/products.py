@@ -115,16 +115,15 @@ def fused_matmul_allreduce(
             that is no multiple of 8, with scales, or with a codec.
     """
     products, order, dtype = _products(a, w, tp_invariant, codec, a_scale, w_scale, out_dtype)
-    (m, n), shape = products[0].shape, a[0].shape[:-1]
-    panels = partitions.panels("reference", partition, num_partitions, [m], n)
+    panels = partitions.panels("reference", partition, num_partitions, [a[0].shape[:-1].numel()], len(w[0]))
     if not codec:
-        return _summed([product.view(*shape, n) for product in products], bias, epilogue, order, dtype)
-    out = products[0].new_empty(m, n)
+        return _summed(products, bias, epilogue, order, dtype)
+    flat, out = list(map(_flat, products)), torch.empty_like(products[0])
     for at, panel in enumerate(panels):
         place = (*panel.rows, panel.columns)
-        total = quantized_allreduce([widened(product[place], bias) for product in products], codec, seed, call + at)
-        out[place] = total if bias is None else with_bias(total, bias[panel.columns], dtype)
-    return out.view(*shape, n)
+        total = quantized_allreduce([widened(product[place], bias) for product in flat], codec, seed, call + at)
+        _flat(out)[place] = total if bias is None else with_bias(total, bias[panel.columns], dtype)
+    return out
 
 
 def fused_matmul_allreduce_residual_rmsnorm(
@@ -163,9 +162,7 @@ def fused_matmul_allreduce_residual_rmsnorm(
             [ceil(N / 128), ceil(K / 128)].
     """
     products, order, _ = _products(a, w, tp_invariant, None, a_scale, w_scale, residual.dtype)
-    return norms.specification(
-        allreduce(products, order=order).view(residual.shape), residual, weight, eps, weight_offset
-    )
+    return norms.specification(allreduce(products, order=order), residual, weight, eps, weight_offset)
 
 
 def fused_allgather_matmul(
@@ -257,24 +254,23 @@ def fused_matmul_reducescatter(
         ``out_dtype``.
     """
     products, order, dtype = _products(a, w, tp_invariant, codec, a_scale, w_scale, out_dtype)
-    n, shape = len(w[0]), a[0].shape[:-1]
     lengths = partitions.split(len(a[0]), len(a))
-    sizes = [rows * shape[1:].numel() for rows in lengths]
-    panels = partitions.panels("reference", partition, num_partitions, sizes, n)
+    sizes = [rows * a[0].shape[1:-1].numel() for rows in lengths]
+    panels = partitions.panels("reference", partition, num_partitions, sizes, len(w[0]))
     if not codec:
-        of_ranks = zip(*(product.view(*shape, n).split(lengths) for product in products), strict=True)
+        of_ranks = zip(*(product.split(lengths) for product in products), strict=True)
         return [
             _summed(parts, bias, None if epilogue is None else as_epilogue(epilogue).of_rank(rank), order, dtype)
             for rank, parts in enumerate(of_ranks)
         ]
-    out = products[0].new_empty(sum(sizes), n)
+    flat, out = list(map(_flat, products)), torch.empty_like(products[0])
     for at, panel in enumerate(panels):
-        parts = [torch.cat([product[rows, panel.columns] for rows in panel.rows]) for product in products]
+        parts = [torch.cat([product[rows, panel.columns] for rows in panel.rows]) for product in flat]
         rows = list(map(partitions.length, panel.rows))
         shares = quantized_reducescatter([widened(part, bias) for part in parts], codec, seed, call + at, sizes=rows)
         for of_rank, share in zip(panel.rows, shares, strict=True):
-            out[of_rank, panel.columns] = share if bias is None else with_bias(share, bias[panel.columns], dtype)
-    return [part.clone() for part in out.view(*shape, n).split(lengths)]
+            _flat(out)[of_rank, panel.columns] = share if bias is None else with_bias(share, bias[panel.columns], dtype)
+    return [part.clone() for part in out.split(lengths)]
 
 
 def fused_matmul_reducescatter_residual_rmsnorm(
@@ -305,11 +301,8 @@ def fused_matmul_reducescatter_residual_rmsnorm(
             [ceil(N / 128), ceil(K / 128)].
     """
     products, order, _ = _products(a, w, tp_invariant, None, a_scale, w_scale, residuals[0].dtype)
-    sums = reducescatter([product.view(*a[0].shape[:-1], len(w[0])) for product in products], order=order)
-    return [
-        norms.specification(total, residual, weight, eps, weight_offset)
-        for total, residual in zip(sums, residuals, strict=True)
-    ]
+    sums = reducescatter(products, order=order)
+    return [norms.specification(*pair, weight, eps, weight_offset) for pair in zip(sums, residuals, strict=True)]
 
 
 def _products(
@@ -321,24 +314,26 @@ def _products(
     w_scale: Sequence[torch.Tensor] | None,
     out_dtype: torch.dtype | None,
 ) -> tuple[list[torch.Tensor], Order, torch.dtype]:
-    """Returns each rank's product [rows, N], the order in which they are added, and the dtype of the result.
+    """Returns each rank's product [..., N], the order in which they are added, and the dtype of the result.
 
     The products are rounded, or with ``tp_invariant`` fp32 nodes of the tree of leaves.
     """
-    flat = list(map(_flat, a))
+    flat, order, dtype = list(map(_flat, a)), "rank", a[0].dtype
     if a_scale is not None or w_scale is not None:
         if tp_invariant:
             raise ValueError("reference: takes scales or tp_invariant, not both")
         dtype, of_a = out_dtype or torch.bfloat16, [rows_of_scale(*pair) for pair in zip(a, a_scale or (), strict=True)]
         operands = zip(flat, w, of_a, w_scale or (), strict=True)
-        return [scaled_linear(*of_rank, out_dtype=dtype) for of_rank in operands], "rank", dtype
-    if not tp_invariant:
-        return list(map(linear, flat, w)), "rank", a[0].dtype
-    if codec is not None:
-        raise ValueError("reference: takes a codec or tp_invariant, not both")
-    leaf_tree.check_operands("reference", flat)
-    leaves = leaf_tree.LEAVES // len(a)
-    return [leaf_tree.in_leaves(*pair, leaves) for pair in zip(flat, w, strict=True)], "tree", a[0].dtype
+        products = [scaled_linear(*of_rank, out_dtype=dtype) for of_rank in operands]
+    elif not tp_invariant:
+        products = list(map(linear, flat, w))
+    else:
+        if codec is not None:
+            raise ValueError("reference: takes a codec or tp_invariant, not both")
+        leaf_tree.check_operands("reference", flat)
+        leaves, order = leaf_tree.LEAVES // len(a), "tree"
+        products = [leaf_tree.in_leaves(*pair, leaves) for pair in zip(flat, w, strict=True)]
+    return [product.view(*a[0].shape[:-1], len(w[0])) for product in products], order, dtype
 
 
 def _summed(
@@ -347,8 +342,6 @@ def _summed(
     """Returns the sum of the ranks' products, with the bias and the epilogue, rounded once."""
     if epilogue is not None:
         return allreduce(products, _after_bias(epilogue, bias, products[0]), order, dtype)
-    if bias is None:
-        return allreduce(products, order=order, out_dtype=dtype)
     return with_bias(allreduce([widened(product, bias) for product in products], order=order), bias, dtype)
 
 

@@ -237,10 +237,8 @@ def quantized_reducescatter(
         return [messages[0][0].movedim(0, axis).clone(memory_format=torch.contiguous_format)]
     firsts = first_elements([message.numel() for message in messages[0]])
     received = []
-    for owner, first in enumerate(firsts):
-        sent = [message[owner] for message in messages]
-        noises = [Noise(seed, call, rank, first) for rank in range(len(parts))]
-        wires = [encode(part.reshape(-1), codec, noise) for part, noise in zip(sent, noises, strict=True)]
+    for first, sent in zip(firsts, zip(*messages, strict=True), strict=True):
+        wires = [encode(part.reshape(-1), codec, Noise(seed, call, rank, first)) for rank, part in enumerate(sent)]
         received.append(part_of_wires(wires, codec, sent[0]).movedim(0, axis).contiguous())
     return received
 

@@ -143,7 +143,7 @@ def traced(function, ndim=2, **kinds):
     return trace(function, ndim, tensors, tuple(kinds[name] for name in tensors), scalars)
 
 
-ROW, COL, LIKE, ONE = ("x1", FP32), ("x", FP32), ("like x", FP32), ("", FP32)
+ROW, COL, LIKE, ONE = ("x1", FP32), ("x", FP32), ("xx", FP32), ("", FP32)
 
 
 @pytest.mark.parametrize(

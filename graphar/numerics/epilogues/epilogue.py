@@ -127,13 +127,13 @@ def as_epilogue(epilogue: Any) -> Epilogue:
 
 
 def _kind(tensor: torch.Tensor, x: torch.Tensor, whole: int | None = None) -> str:
-    """Returns how a tensor broadcasts over ``x``: one letter for each of its dimensions, or LIKE_X for equal shapes.
+    """Returns how a tensor broadcasts over ``x``: for each of its dimensions "x" for the size of ``x``, or "1".
 
-    The letter is "x" for the size of ``x``, and "1" for size 1. The size of ``x`` along ``whole`` does not change the
-    result, so ranks whose parts differ along it get the same string.
+    The size of ``x`` along ``whole`` does not change the result, so ranks whose parts differ along it get the same
+    string.
     """
     if tensor.shape == x.shape:
-        return syntax.LIKE_X
+        return "x" * x.ndim
     missing = x.ndim - tensor.ndim
     letters = ["x" if size != 1 or at == whole else "1" for at, size in enumerate(tensor.shape, missing)]
     if missing < 0 or any(

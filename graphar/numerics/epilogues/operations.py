@@ -37,26 +37,18 @@ def nearest_sqrt(a: torch.Tensor) -> torch.Tensor:
     return a.to(torch.float64).sqrt().to(torch.float32)
 
 
-def _hardswish(a: torch.Tensor) -> torch.Tensor:
-    return a * _minimum(_maximum(a + 3, a.new_zeros(())), a.new_full((), 6)) / 6
-
-
 def _comparison(sign: str, compare: Callable[..., torch.Tensor]) -> tuple[str, Callable[..., torch.Tensor]]:
     return f"truth({{}} {sign} {{}})", lambda a, b: _truth(compare(a, b))
 
 
+COMPARISONS = {"<": torch.lt, "<=": torch.le, ">": torch.gt, ">=": torch.ge, "==": torch.eq, "!=": torch.ne}
 EXACT: Operations = {
     "+": ("__fadd_rn({}, {})", torch.add),
     "-": ("__fsub_rn({}, {})", torch.sub),
     "*": ("__fmul_rn({}, {})", torch.mul),
     "/": ("__fdiv_rn({}, {})", torch.div),
     "neg": ("(-{})", torch.neg),
-    "<": _comparison("<", torch.lt),
-    "<=": _comparison("<=", torch.le),
-    ">": _comparison(">", torch.gt),
-    ">=": _comparison(">=", torch.ge),
-    "==": _comparison("==", torch.eq),
-    "!=": _comparison("!=", torch.ne),
+    **{sign: _comparison(sign, compare) for sign, compare in COMPARISONS.items()},
     "&&": ("truth({} != 0 && {} != 0)", lambda a, b: _truth((a != 0) & (b != 0))),
     "||": ("truth({} != 0 || {} != 0)", lambda a, b: _truth((a != 0) | (b != 0))),
     "!": ("truth({} == 0)", lambda a: _truth(a == 0)),
@@ -67,7 +59,7 @@ EXACT: Operations = {
     **{name: (f"{name}f({{}})", getattr(torch, name)) for name in ("floor", "ceil", "trunc")},
     "isnan": ("truth(is_nan({}))", lambda a: _truth(a.isnan())),
     "relu": ("maximum({}, 0.0f)", lambda a: _maximum(a, torch.zeros_like(a))),
-    "hardswish": ("hardswish({})", _hardswish),
+    "hardswish": ("hardswish({})", lambda a: a * _minimum(_maximum(a + 3, a.new_zeros(())), a.new_full((), 6)) / 6),
     "max": ("maximum({}, {})", _maximum),
     "min": ("minimum({}, {})", _minimum),
     "clamp": ("minimum(maximum({}, {}), {})", lambda a, low, high: _minimum(_maximum(a, low), high)),

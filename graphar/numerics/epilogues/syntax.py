@@ -1,10 +1,7 @@
 """The expression language of epilogues: the parser, the syntax tree, and printing a tree as text.
 
-An epilogue is an expression as in C, of fp32 numbers: ``v * scale + bias[col]``. ``v`` is an element's sum. ``row`` and
-``col`` are its place in the tensor, seen as rows of its last dimension; ``index`` is ``row * columns + col``. Places
-are whole numbers, rounded to fp32 past 2^24. A name with brackets is a tensor, read at ``[row]``, ``[col]`` or
-``[index]``, or at ``[0]`` if it has one element. Any other name is a scalar. The operators are ``+ - * /``,
-``a ? b : c``, and comparisons and ``&& || !``, which give 1 or 0. FUNCTIONS lists the functions.
+graphar.Epilogue describes the language. All values are fp32 numbers: comparisons and ``&& || !`` give 1 or 0, and
+places are rounded past 2^24.
 
 The C++ code of an expression is printed from its tree, with names of its own. No text of a caller reaches the compiler.
 """
@@ -12,6 +9,7 @@ The C++ code of an expression is printed from its tree, with names of its own. N
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import re
 from collections.abc import Iterator
@@ -24,7 +22,6 @@ PLACES = ("row", "col", "index")
 SUBSCRIPTS = (*PLACES, "0")
 CONSTANTS = {"inf": math.inf, "nan": math.nan}
 RESERVED = {"v", *PLACES, *CONSTANTS, *FUNCTIONS}
-LIKE_X = "like x"  # how a tensor with the shape of x broadcasts over it
 MAX_ARGUMENTS = 4  # of tensors and of scalars: `max_operands` in cuda_src/device/arguments.cuh
 MAX_NODES = 256  # bounds the depth of recursion over a tree
 _MAX_DEPTH = 60
@@ -71,11 +68,8 @@ class Apply:
     def __str__(self) -> str:
         if self.operation in FUNCTIONS:
             return f"{self.operation}({', '.join(map(str, self.of))})"
-        if self.operation == "?:":
-            return "({} ? {} : {})".format(*self.of)
-        if len(self.of) == 1:
-            return f"({'-' if self.operation == 'neg' else self.operation}{self.of[0]})"
-        return f"({self.of[0]} {self.operation} {self.of[1]})"
+        forms = {"neg": "(-{})", "!": "(!{})", "?:": "({} ? {} : {})"}
+        return forms.get(self.operation, f"({{}} {self.operation} {{}})").format(*self.of)
 
 
 Node = Number | Name | Operand | Apply
@@ -105,11 +99,9 @@ def number(value: float) -> Node:
 
 def expression(tree: Node) -> Expression:
     """Returns the expression of a tree; ValueError if it is too large, or its arguments are too many or ambiguous."""
-    nodes: list[Node] = []
-    for node, _ in _nodes_and_depths(tree):
-        nodes.append(node)
-        if len(nodes) > MAX_NODES:
-            raise ValueError(f"epilogue: an expression has at most {MAX_NODES} operations and operands")
+    nodes = list(itertools.islice(_nodes(tree), MAX_NODES + 1))
+    if len(nodes) > MAX_NODES:
+        raise ValueError(f"epilogue: an expression has at most {MAX_NODES} operations and operands")
     operands = tuple(dict.fromkeys(node for node in nodes if isinstance(node, Operand)))
     tensors = tuple(sorted({node.name for node in operands}))
     named = {node.name for node in nodes if isinstance(node, Name)}
@@ -126,20 +118,17 @@ def expression(tree: Node) -> Expression:
 def written(tree: Node) -> str:
     """Returns a text that parses to this tree; ValueError as for :func:`expression`, or if it is nested too deeply."""
     text = str(expression(tree))
-    if any(depth > _MAX_DEPTH for _, depth in _nodes_and_depths(tree)):
-        raise ValueError("epilogue: nested too deeply")
+    parse(text)
     return text
 
 
-def _nodes_and_depths(tree: Node) -> Iterator[tuple[Node, int]]:
-    """Yields each node in the order of the text, and how deeply the parser nests to read it."""
-    rest = [(tree, 1)]
+def _nodes(tree: Node) -> Iterator[Node]:
+    """Yields each node in the order of the text."""
+    rest = [tree]
     while rest:
-        node, depth = rest.pop()
-        yield node, depth
+        yield (node := rest.pop())
         if isinstance(node, Apply):
-            deeper = depth + (2 if node.operation == "?:" else 1)
-            rest += [(argument, deeper) for argument in reversed(node.of)]
+            rest += reversed(node.of)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -18,8 +18,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from graphar.numerics.dtypes import TYPE_NAMES
-from graphar.numerics.epilogues.operations import FUNCTIONS
-from graphar.numerics.epilogues.syntax import LIKE_X, Apply, Name, Node, Operand, number, written
+from graphar.numerics.epilogues.operations import COMPARISONS, FUNCTIONS
+from graphar.numerics.epilogues.syntax import Apply, Name, Node, Operand, number, written
 
 _SIZES = ((7, 11, 13, 17, 19, 23, 29, 31), (8, 12, 14, 18, 20, 24, 30, 32))  # all distinct, and none is 1
 
@@ -50,24 +50,17 @@ def _trace(function: Callable, shape: tuple[int, ...], tensors, kinds, scalars) 
         v = tracer.argument(Name("v"), shape)
         named = {name: tracer.argument(Name(name), ()) for name in scalars}
         for name, (kind, dtype) in zip(tensors, kinds, strict=True):
-            named[name] = tracer.argument(name, _shape_of(kind, shape), dtype)
+            sizes = zip(kind, shape[len(shape) - len(kind) :], strict=True)
+            named[name] = tracer.argument(name, tuple(1 if letter == "1" else size for letter, size in sizes), dtype)
         try:
             with tracer, _Callers(tracer):
                 result = function(v, **named)
         except _Captured:
             raise
         except Exception as error:  # the function may raise anything
-            sizes = f"with {list(shape)} in place of the sum's sizes"
-            raise ValueError(f"epilogue: the function cannot be traced, {sizes}: {error}") from error
+            where = f"with {list(shape)} in place of the sum's sizes"
+            raise ValueError(f"epilogue: the function cannot be traced, {where}: {error}") from error
     return written(tracer.tree(result))
-
-
-def _shape_of(kind: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    if kind == LIKE_X:
-        return shape
-    return tuple(
-        1 if letter == "1" else size for letter, size in zip(kind, shape[len(shape) - len(kind) :], strict=True)
-    )
 
 
 class _Captured(ValueError):
@@ -150,21 +143,14 @@ class _Tracer(TorchDispatchMode):
             raise self._unfusable(f"arithmetic, comparisons, casts and these functions can: {_FUSED}")
         if result.dtype not in (*TYPE_NAMES, torch.bool) and name != "scalar_tensor.default":
             raise self._unfusable(f"it gives {result.dtype}; there are bfloat16, float16, float32 and bool")
-        arguments = [self._value(argument) for argument in args]
-        keywords = {key: self._value(argument) for key, argument in kwargs.items() if key not in IGNORED}
-        try:
-            tree = rule(*arguments, **keywords)
-        except (TypeError, KeyError):
-            raise self._unfusable("not with these arguments") from None
+        tree = applied(rule, args, kwargs, self._value)
+        if tree is None:
+            raise self._unfusable("not with these arguments")
         return as_stored(tree, result.dtype)
 
-    def _value(self, argument) -> Any:
-        if isinstance(argument, torch.Tensor):
-            tree = self._known(argument)
-            return self._operand(tree, argument) if isinstance(tree, str) else tree
-        if isinstance(argument, (bool, int, float)):
-            return number(float(argument))
-        return argument  # None, a dtype or a string
+    def _value(self, x: torch.Tensor) -> Node:
+        tree = self._known(x)
+        return self._operand(tree, x) if isinstance(tree, str) else tree
 
     def _known(self, x: torch.Tensor) -> Any:
         if x not in self._trees:
@@ -192,7 +178,7 @@ class _Tracer(TorchDispatchMode):
 _FUSED = ", ".join(
     sorted({*FUNCTIONS, "celu", "hardsigmoid", "hardtanh", "leaky_relu", "relu6", "selu"} - {"bf16", "fp16"})
 )
-_TRUTHS = ("<", "<=", ">", ">=", "==", "!=", "&&", "||", "!", "isnan")  # these give 0 or 1
+_TRUTHS = (*COMPARISONS, "&&", "||", "!", "isnan")  # these give 0 or 1
 _ONE, _MINUS_ONE, _SLOPE, _THRESHOLD = map(number, (1.0, -1.0, 0.01, 20.0))  # default arguments of torch's functions
 
 
@@ -201,6 +187,27 @@ def as_stored(tree: Node, dtype: torch.dtype) -> Node:
     if dtype == torch.bool:
         return tree if isinstance(tree, Apply) and tree.operation in _TRUTHS else Apply("!=", (tree, number(0.0)))
     return Apply(TYPE_NAMES[dtype], (tree,)) if dtype in (torch.bfloat16, torch.float16) else tree
+
+
+def applied(rule: Callable[..., Node], args: tuple, kwargs: dict, tree_of: Callable[[Any], Node]) -> Node | None:
+    """Returns the tree of one of RULES for an operation's arguments; None if the rule has none for them.
+
+    ``tree_of`` returns the tree of a tensor, or of the node of a graph that stands for one.
+    """
+
+    def value(argument: Any) -> Any:
+        if isinstance(argument, (torch.Tensor, torch.fx.Node)):
+            return tree_of(argument)
+        if isinstance(argument, (bool, int, float)):
+            return number(float(argument))
+        return argument  # None, a dtype or a string
+
+    arguments = [value(argument) for argument in args]
+    keywords = {key: value(argument) for key, argument in kwargs.items() if key not in _IGNORED}
+    try:
+        return rule(*arguments, **keywords)
+    except (TypeError, KeyError):
+        return None
 
 
 def _of(operation: str) -> Callable[..., Node]:
@@ -215,12 +222,6 @@ def _clamp(a: Node, low: Node | None = None, high: Node | None = None, **named: 
     low, high = named.get("min", low), named.get("max", high)
     a = Apply("max", (a, low)) if low is not None else a
     return Apply("min", (a, high)) if high is not None else a
-
-
-def _div(a: Node, b: Node, rounding_mode: str | None = None) -> Node:
-    if rounding_mode is not None:
-        raise TypeError
-    return Apply("/", (a, b))
 
 
 def _pow(a: Node, b: Node) -> Node:
@@ -250,7 +251,7 @@ def _hardsigmoid(a: Node) -> Node:
     return Apply("/", (Apply("clamp", (Apply("+", (a, number(3.0))), number(0.0), number(6.0))), number(6.0)))
 
 
-IGNORED = ("dtype", "memory_format", "layout", "device", "pin_memory", "non_blocking")
+_IGNORED = ("dtype", "memory_format", "layout", "device", "pin_memory", "non_blocking")
 _VIEWS = {
     *("view.default", "_unsafe_view.default", "reshape.default", "unsqueeze.default", "squeeze.default"),
     *("squeeze.dim", "squeeze.dims", "expand.default", "detach.default", "alias.default"),
@@ -264,7 +265,7 @@ RULES: dict[str, Callable[..., Node]] = {
     "sub": _scaled("-"),
     "rsub": lambda a, b: Apply("-", (b, a)),
     "mul": _of("*"),
-    "div": _div,
+    "div": lambda a, b, rounding_mode=None: {None: Apply("/", (a, b))}[rounding_mode],
     "reciprocal": lambda a: Apply("/", (number(1.0), a)),
     "square": lambda a: Apply("*", (a, a)),
     "pow": _pow,
@@ -284,8 +285,7 @@ RULES: dict[str, Callable[..., Node]] = {
     "where": _of("?:"),
     "scalar_tensor": lambda value: value,
     "masked_fill": lambda a, mask, value: Apply("?:", (mask, value, a)),
-    **{name: _of(sign) for name, sign in (("lt", "<"), ("le", "<="), ("gt", ">"), ("ge", ">="), ("eq", "=="))},
-    "ne": _of("!="),
+    **{compare.__name__: _of(sign) for sign, compare in COMPARISONS.items()},
     **dict.fromkeys(("logical_and", "bitwise_and"), _of("&&")),
     **dict.fromkeys(("logical_or", "bitwise_or"), _of("||")),
     **dict.fromkeys(("logical_not", "bitwise_not"), _of("!")),
