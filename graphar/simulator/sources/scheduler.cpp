@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
-#include <map>
 #include <new>
 #include <random>
 #include <sstream>
@@ -41,7 +40,7 @@ struct Block {
   Barrier barrier;
   Vector<Barrier> warps;
   char *dynamic, *statics;
-  std::map<const void*, size_t, std::less<>, Kept<std::pair<const void* const, size_t>>> places;  // in `statics`
+  Map<const void*, size_t> places;  // in `statics`
   size_t used = 0;
 };
 
@@ -189,7 +188,8 @@ void leave() {
 void enter_fiber() {
   if (__sanitizer_finish_switch_fiber)
     __sanitizer_finish_switch_fiber(nullptr, &scheduler_stack, &scheduler_stack_nbytes);
-  current->launch->kernel->body();
+  launched().body();
+  end_of_thread();
   current->ended = true;
   leave();
 }
@@ -208,7 +208,7 @@ void open(Barrier& barrier) {
   wake_all(barrier.sleepers);
 }
 
-void wait_for(Vector<Fiber*>& waker, void (*pump)()) {
+void wait_for(Vector<Fiber*>& waker) {
   if (current->copies.empty()) {
     waker.push_back(current);
     return leave();
@@ -217,13 +217,13 @@ void wait_for(Vector<Fiber*>& waker, void (*pump)()) {
   leave_for(random(8));
 }
 
-bool pass(Barrier& barrier, bool vote, void (*pump)(), const char* what) {
+bool pass(Barrier& barrier, bool vote, const char* what) {
   const Waiting waiting(what);
   current->loads_in_a_row = 0;
   const uint64_t generation = barrier.generation;
   barrier.vote |= vote;
   if (++barrier.arrived == barrier.members) open(barrier);
-  while (barrier.generation == generation) wait_for(barrier.sleepers, pump);
+  while (barrier.generation == generation) wait_for(barrier.sleepers);
   return barrier.result;
 }
 
@@ -307,15 +307,12 @@ void start(size_t stream, size_t at) {
 // A kernel may begin once all threads of its predecessor have released it or ended, and the kernel before the
 // predecessor is complete.
 void start_what_may(size_t stream) {
-  Vector<Launch>& mine = launches[stream];
-  for (size_t at = 0; at < mine.size(); ++at) {
-    if (mine[at].started) continue;
-    if (at > 0 && mine[at - 1].released < mine[at - 1].size()) return;
-    if (at > 1 && !mine[at - 2].complete) return;
-    if (at > 0 && !mine[at - 1].started) return;
-    start(stream, at);
-    return;
-  }
+  const Vector<Launch>& mine = launches[stream];
+  size_t at = 0;
+  while (at < mine.size() && mine[at].started) ++at;
+  if (at == mine.size()) return;
+  if (at > 0 && mine[at - 1].released < mine[at - 1].size()) return;
+  if (at < 2 || mine[at - 2].complete) start(stream, at);
 }
 
 void end(Fiber* fiber) {
@@ -419,11 +416,11 @@ void extend_reach(Reach reach) {
 }
 void make_released_visible() { perform_where(has_reached_this_thread); }
 
-bool block_barrier(bool vote, void (*pump)()) {
-  return pass(current->home->barrier, vote, pump, "a barrier of the block");
-}
-bool warp_barrier(bool vote, void (*pump)()) {
-  return pass(current->home->warps[current->thread.x / 32], vote, pump, "a barrier of the warp");
+void (*pump)();
+void (*end_of_thread)();
+bool block_barrier(bool vote) { return pass(current->home->barrier, vote, "a barrier of the block"); }
+bool warp_barrier(bool vote) {
+  return pass(current->home->warps[current->thread.x / 32], vote, "a barrier of the warp");
 }
 
 char* make_memory(size_t nbytes) { return take(nbytes); }
@@ -431,8 +428,7 @@ char* make_memory(size_t nbytes) { return take(nbytes); }
 void* dynamic_shared() { return current->home->dynamic; }
 
 void* dynamic_shared_of(unsigned block, const void* here) {
-  const auto offset = static_cast<const char*>(here) - static_cast<const char*>(dynamic_shared());
-  return static_cast<char*>(static_cast<void*>(current->launch->blocks[block].dynamic)) + offset;
+  return current->launch->blocks[block].dynamic + (static_cast<const char*>(here) - current->home->dynamic);
 }
 
 void* static_shared(const void* key, size_t nbytes) {
@@ -452,10 +448,9 @@ void release_next_kernel() {
 
 bool has_released() { return current->released; }
 
-void wait_for_previous_kernel(void (*pump)()) {
-  if (!launched().waits) return;
+void wait_for_previous_kernel() {
   const Waiting waiting("the end of the kernel before");
-  while (current->previous && !current->previous->complete) wait_for(current->previous->waiting, pump);
+  while (current->previous && !current->previous->complete) wait_for(current->previous->waiting);
 }
 
 End run(const std::vector<std::vector<Kernel>>& streams, int ranks, unsigned room, uint64_t seed, uint64_t patience_ns,

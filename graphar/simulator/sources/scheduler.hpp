@@ -105,9 +105,13 @@ void make_released_visible();
 
 // ---- barriers, memory, kernels --------------------------------------------------------------------------------------
 
-// The barrier of the block or the warp, and whether any thread voted yes. `pump` is called while copies are under way.
-bool block_barrier(bool vote, void (*pump)());
-bool warp_barrier(bool vote, void (*pump)());
+// The barrier of the block or the warp, and whether any thread voted yes.
+bool block_barrier(bool vote);
+bool warp_barrier(bool vote);
+// Called again and again while a thread with copies under way waits. It may carry one out.
+extern void (*pump)();
+// Called by each thread after its kernel's body.
+extern void (*end_of_thread)();
 
 // Never given back (kept.hpp).
 char* make_memory(size_t nbytes);
@@ -118,8 +122,7 @@ void* dynamic_shared_of(unsigned block, const void* here);  // where `here` lies
 
 void release_next_kernel();
 bool has_released();  // whether this thread has
-// Meanwhile `pump` is called while copies are under way.
-void wait_for_previous_kernel(void (*pump)());
+void wait_for_previous_kernel();
 
 struct Kernel {
   unsigned blocks, threads, shared_nbytes;

@@ -2,7 +2,6 @@
 #include "views.hpp"
 
 #include <algorithm>
-#include <map>
 
 #include "kept.hpp"
 #include "sanitizers.hpp"
@@ -41,8 +40,7 @@ Observer make_observer() {
 
 // A word that stands for `address` in one view: a release by one view is not acquired by another.
 void* word_of(const void* address, int view) {
-  using Key = std::pair<const void*, int>;
-  static std::map<Key, void*, std::less<>, Kept<std::pair<const Key, void*>>> words;
+  static Map<std::pair<const void*, int>, void*> words;
   void*& word = words[{address, view}];
   if (word == nullptr) word = take(16);
   return word;

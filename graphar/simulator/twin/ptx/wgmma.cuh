@@ -120,9 +120,9 @@ namespace twin {
 // Products are the warp's, so the reads of all its lanes are over once its wait returns. No other access is ordered.
 struct ProductScope {};
 inline void end_wait_of_warp() {
-  auto& order = (&order_of<ProductScope>())[threadIdx.x / 32 * 2 + products().waits++ % 2];
+  auto& order = order_of<ProductScope>(threadIdx.x / 32 * 2 + products().waits++ % 2);
   simulator::release_view(&order, simulator::products, simulator::products);
-  warp_vote(false);
+  simulator::warp_barrier(false);
   simulator::acquire_view(&order, simulator::products);
   simulator::fence(simulator::products, simulator::async_shared);
 }
@@ -154,9 +154,13 @@ inline void shrink_registers() {}
 template <int Registers>
 inline void grow_registers() {}
 
+// Two words alternate, as for barriers of the block.
 inline void sync_warpgroup(u32 barrier) {
   static std::atomic<u32> words[twin::most_blocks][16][2];
-  twin::meet(words[twin::block_of_all()][barrier], 128, twin::products().barriers);
+  auto& word = words[twin::block_of_all()][barrier][twin::products().barriers++ % 2];
+  const u32 all = (word.load(std::memory_order_relaxed) / 128 + 1) * 128;
+  twin::release(word);
+  twin::wait_for_arrivals(word, all);
 }
 
 namespace twin {
@@ -165,7 +169,7 @@ inline auto places_of_warp(void* shared) -> std::atomic<void*> (&)[32] {
   static std::atomic<void*> places[most_blocks][16][32];
   auto& of_warp = places[block_of_all()][threadIdx.x / 32];
   of_warp[threadIdx.x % 32].store(shared, std::memory_order_relaxed);
-  warp_vote(false);
+  simulator::warp_barrier(false);
   return of_warp;
 }
 
@@ -179,7 +183,7 @@ inline void store_matrices(void* shared, const u32 (&words)[4]) {
   auto& of_warp = twin::places_of_warp(shared);
   const u32 lane = threadIdx.x % 32;
   for (u32 i = 0; i < 4; ++i) twin::place_in<u32>(of_warp[8 * i + lane / 4])[lane % 4] = words[i];
-  twin::warp_vote(false);
+  simulator::warp_barrier(false);
 }
 
 inline void store_transposed_matrices(void* shared, const u32 (&words)[2]) {
@@ -187,6 +191,6 @@ inline void store_transposed_matrices(void* shared, const u32 (&words)[2]) {
   const u32 lane = threadIdx.x % 32;
   for (u32 i = 0; i < 4; ++i)
     twin::place_in<u16>(of_warp[i / 2 * 8 + lane % 4 * 2 + i % 2])[lane / 4] = u16(words[i / 2] >> i % 2 * 16);
-  twin::warp_vote(false);
+  simulator::warp_barrier(false);
 }
 
