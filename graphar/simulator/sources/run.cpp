@@ -20,7 +20,6 @@
 #include "device/ptx/ptx.cuh"
 #include "kept.hpp"
 #include "kernels.hpp"
-#include "multicast.hpp"
 #include "sanitizers.hpp"
 
 namespace {
@@ -166,7 +165,7 @@ Arguments arguments_of(u32 c, Rank& rank) {
   a.epilogue.skipped = call.skipped;
   a.epilogue.pitch = call.columns;
   a.errors = input_of(call, rank) + call.errors_at;
-  a.multicast = multicast.base;
+  a.multicast = simulator::multicast.base;
   a.counters = &rank.counters;
   a.abort = &rank.abort;
   a.record = &rank.record;
@@ -318,7 +317,7 @@ void show_in(const char* path) {
   u64* at = shown;
   for (Rank& rank : ranks)
     for (Region* region : {&rank.scratch, &rank.input, &rank.output}) *++at = reinterpret_cast<u64>(region->data());
-  *++at = reinterpret_cast<u64>(multicast.base);
+  *++at = reinterpret_cast<u64>(simulator::multicast.base);
 }
 
 void write_results(const char* path) {
@@ -345,8 +344,8 @@ int main(int count, char** argv) {
   simulator::not_noted = {ranks.data(), ranks.data() + ranks.size()};  // counters and records
   simulator::look_at_store = look_at_target;
   const size_t nbytes = std::max<size_t>(the_case.scratch_nbytes, 1);
-  multicast.base = static_cast<char*>(mmap(nullptr, nbytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
-  for (Rank& rank : ranks) multicast.scratch.push_back(rank.scratch.data());
+  simulator::multicast.base = static_cast<char*>(mmap(nullptr, nbytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+  for (Rank& rank : ranks) simulator::multicast.scratch.push_back(rank.scratch.data());
   show_in(argv[3]);
   std::vector<std::vector<simulator::Kernel>> streams;
   for (Rank& rank : ranks) streams.push_back(stream_of(rank));

@@ -30,7 +30,8 @@ constexpr uint64_t first_ns = uint64_t(1) << 60;  // as on GPUs, whose clocks co
 constexpr uint64_t most_steps = 200'000'000;  // more than twice as many as any test takes
 
 struct Barrier {
-  unsigned members = 0, arrived = 0;
+  explicit Barrier(unsigned members = 0) : members(members) { sleepers.reserve(members); }
+  unsigned members, arrived = 0;
   bool vote = false, result = false;
   uint64_t generation = 0;
   Vector<struct Fiber*> sleepers;
@@ -80,12 +81,16 @@ struct Sleeper {
   Fiber* fiber;
 };
 
+struct Gpu {
+  uint64_t frozen_until;
+  unsigned free_places;  // for blocks
+  Vector<Launch*> begun{};
+};
+
 std::mt19937_64 generator;
 Vector<Vector<Launch>> launches;  // by stream
 size_t incomplete;                // launches
-Vector<uint64_t> frozen_until;    // by rank
-Vector<unsigned> free_places;     // by rank: for blocks
-Vector<Vector<Launch*>> begun;    // by rank
+Vector<Gpu> gpus;                 // by rank
 Vector<Fiber*> runnable;
 Vector<Sleeper> sleeping;  // a heap
 Vector<Store> pending;
@@ -243,7 +248,7 @@ void* find_stack() {
   return stack;
 }
 
-int rank_of(size_t stream) { return stream % frozen_until.size(); }
+int rank_of(size_t stream) { return stream % gpus.size(); }
 
 void make_fiber(Launch& launch, unsigned block, unsigned thread) {
   Fiber* fiber = new (take(sizeof(Fiber))) Fiber;
@@ -272,11 +277,12 @@ void make_fiber(Launch& launch, unsigned block, unsigned thread) {
 // Blocks begin in the order of their indices, those of a cluster together, where there is room for them.
 void place_blocks(int rank) {
   const As as(scheduler_observer);  // a new observer knows what its maker knows: the shared memory, no thread's doings
-  for (Launch* launch : begun[rank]) {
+  unsigned& free_places = gpus[rank].free_places;
+  for (Launch* launch : gpus[rank].begun) {
     const Kernel& kernel = *launch->kernel;
-    for (; launch->placed < kernel.blocks && free_places[rank] >= kernel.places; ++launch->placed) {
-      if (launch->placed % kernel.cluster == 0 && free_places[rank] < kernel.cluster * kernel.places) return;
-      free_places[rank] -= kernel.places;
+    for (; launch->placed < kernel.blocks && free_places >= kernel.places; ++launch->placed) {
+      if (launch->placed % kernel.cluster == 0 && free_places < kernel.cluster * kernel.places) return;
+      free_places -= kernel.places;
       for (unsigned t = 0; t < kernel.threads; ++t) make_fiber(*launch, launch->placed, t);
     }
     if (launch->placed < kernel.blocks) return;
@@ -292,15 +298,13 @@ void start(size_t stream, size_t at) {
   launch.blocks.resize(launch.kernel->blocks);
   for (unsigned b = 0; b < launch.kernel->blocks; ++b) {
     Block& block = launch.blocks[b];
-    block.barrier.members = launch.kernel->threads;
+    block.barrier = Barrier(launch.kernel->threads);
+    for (unsigned t = 0; t < launch.kernel->threads; t += 32)
+      block.warps.emplace_back(std::min(32u, launch.kernel->threads - t));
     block.dynamic = make_shared(launch.kernel->shared_nbytes);
     block.statics = make_shared(static_shared_nbytes);
-    block.warps.resize((launch.kernel->threads + 31) / 32);
-    for (unsigned t = 0; t < launch.kernel->threads; ++t) ++block.warps[t / 32].members;
-    block.barrier.sleepers.reserve(launch.kernel->threads);
-    for (Barrier& warp : block.warps) warp.sleepers.reserve(32);
   }
-  begun[rank_of(stream)].push_back(&launch);
+  gpus[rank_of(stream)].begun.push_back(&launch);
   place_blocks(rank_of(stream));
 }
 
@@ -321,7 +325,7 @@ void end(Fiber* fiber) {
   give_up_place(fiber->home->barrier);
   give_up_place(fiber->home->warps[fiber->thread.x / 32]);
   if (fiber->home->barrier.members == 0) {
-    free_places[fiber->rank] += launch.kernel->places;
+    gpus[fiber->rank].free_places += launch.kernel->places;
     place_blocks(fiber->rank);
   }
   if (!fiber->released) ++launch.released;
@@ -352,7 +356,7 @@ Fiber* pick() {
 // A rank stands still for a while: hosts and GPUs are never in step.
 void perhaps_freeze_a_rank() {
   if (!chance(4096)) return;
-  frozen_until[random(frozen_until.size())] = steps + random(40'000);
+  gpus[random(gpus.size())].frozen_until = steps + random(40'000);
 }
 
 // Where an address lies in the shared memory of a thread's block; empty if it does not.
@@ -386,7 +390,6 @@ void step_after_load() {
   leave_for(in_a_row < 16 ? 0 : random(std::min<uint32_t>(in_a_row, longest_pause)));
 }
 
-void (*look_at_store)(const void* address, uint32_t nbytes) = [](const void*, uint32_t) {};
 void post(void* address, uint64_t value, uint32_t nbytes) {
   look_at_store(address, nbytes);
   const Store store{current, address, value, nbytes};
@@ -416,8 +419,6 @@ void extend_reach(Reach reach) {
 }
 void make_released_visible() { perform_where(has_reached_this_thread); }
 
-void (*pump)();
-void (*end_of_thread)();
 bool block_barrier(bool vote) { return pass(current->home->barrier, vote, "a barrier of the block"); }
 bool warp_barrier(bool vote) {
   return pass(current->home->warps[current->thread.x / 32], vote, "a barrier of the warp");
@@ -465,10 +466,8 @@ End run(const std::vector<std::vector<Kernel>>& streams, int ranks, unsigned roo
     for (const Kernel& kernel : streams[s]) launches[s].push_back({&kernel, s, launches[s].size()});
     incomplete += streams[s].size();
   }
-  free_places.assign(ranks, room);
-  begun.resize(ranks);
-  for (auto& of_rank : begun) of_rank.reserve(1 << 10);
-  for (int rank = 0; rank < ranks; ++rank) frozen_until.push_back(random(20'000));
+  for (int rank = 0; rank < ranks; ++rank) gpus.push_back({random(20'000), room});
+  for (Gpu& gpu : gpus) gpu.begun.reserve(1 << 10);
   for (size_t s = 0; s < streams.size(); ++s) start_what_may(s);
   const auto is_patient = [&] {
     const uint64_t pause = std::max<uint64_t>(longest_pause, runnable.size() + sleeping.size());
@@ -485,8 +484,8 @@ End run(const std::vector<std::vector<Kernel>>& streams, int ranks, unsigned roo
       if (!sleeping.empty()) steps = std::max(steps, sleeping.front().wakes - 1);
       continue;
     }
-    if (frozen_until[fiber->rank] > steps) {
-      sleep_until(fiber, frozen_until[fiber->rank]);
+    if (const uint64_t until = gpus[fiber->rank].frozen_until; until > steps) {
+      sleep_until(fiber, until);
       continue;
     }
     resume(fiber);

@@ -264,18 +264,12 @@ inline Word load_word(const Word* address) {
 
 // The accesses that a relaxed one is made of, none of which is ever torn: words, or halves of 8 bytes.
 template <class V>
-struct Parts {
-  using Part = u64;
-};
-template <int Count>
-struct Parts<Words<Count>> {
-  using Part = u32;
-};
+using Part = std::conditional_t<requires(V v) { v.word; }, u32, u64>;
 
 // Visits the parts of a V in a random order. Other threads may run between two of them.
 template <class V, class Visit>
 inline void visit_parts(Visit visit) {
-  constexpr u32 count = sizeof(V) / sizeof(typename Parts<V>::Part);
+  constexpr u32 count = sizeof(V) / sizeof(Part<V>);
   if (count == 1) return visit(0);
   const u32 first = simulator::random(count), step = simulator::random(2) ? 1 : count - 1;
   for (u32 i = 0; i < count; ++i) {
@@ -287,7 +281,7 @@ inline void visit_parts(Visit visit) {
 
 template <class V>
 V load_relaxed_sys(const V* address) {
-  using Part = typename twin::Parts<V>::Part;
+  using Part = twin::Part<V>;
   V v;
   twin::visit_parts<V>([&](u32 i) {
     reinterpret_cast<Part*>(&v)[i] = twin::load_word(reinterpret_cast<const Part*>(address) + i);
@@ -298,7 +292,7 @@ V load_relaxed_sys(const V* address) {
 
 template <class V>
 void store_relaxed_sys(V* address, const std::type_identity_t<V>& v) {
-  using Part = typename twin::Parts<V>::Part;
+  using Part = twin::Part<V>;
   twin::visit_parts<V>([&](u32 i) {
     simulator::post(reinterpret_cast<Part*>(address) + i, reinterpret_cast<const Part*>(&v)[i], sizeof(Part));
   });
