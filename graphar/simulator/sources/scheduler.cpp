@@ -97,7 +97,6 @@ Vector<Store> pending;
 Vector<void*> free_stacks;
 Fiber* current;
 Context scheduler_context;
-Observer scheduler_observer;
 void* scheduler_asan;
 const void* scheduler_stack;
 size_t scheduler_stack_nbytes;
@@ -276,7 +275,7 @@ void make_fiber(Launch& launch, unsigned block, unsigned thread) {
 
 // Blocks begin in the order of their indices, those of a cluster together, where there is room for them.
 void place_blocks(int rank) {
-  const As as(scheduler_observer);  // a new observer knows what its maker knows: the shared memory, no thread's doings
+  const As as(scheduler_observer);  // a new observer knows what its maker knows
   unsigned& free_places = gpus[rank].free_places;
   for (Launch* launch : gpus[rank].begun) {
     const Kernel& kernel = *launch->kernel;

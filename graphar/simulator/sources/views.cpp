@@ -11,7 +11,6 @@ namespace simulator {
 namespace {
 
 bool has_view[view_count] = {true};
-Observer maker;  // knows of no thread's doings
 
 // ThreadSanitizer maps most of a megabyte for each fiber, uses a few pages of it, and clears all of it, its clocks even
 // twice. Pages touched for the first time would take most of a run. So what is clear already is left as it is.
@@ -46,20 +45,10 @@ void* word_of(const void* address, int view) {
   return word;
 }
 
-template <class Visit>
-void for_each_other_view(const void* address, Visit visit) {
-  for (int v = generic + 1; v <= alias; ++v) {
-    if (self().views.of[v] == nullptr) continue;
-    const As as(self().views.of[v]);
-    visit(word_of(address, v));
-  }
-}
-
 }  // namespace
 
 Views make_views() {
   Views views;
-  if (__tsan_get_current_fiber) maker = __tsan_get_current_fiber();
   for (int v = 0; v < view_count; ++v)
     if (has_view[v] && __tsan_create_fiber) views.of[v] = make_observer();
   return views;
@@ -89,7 +78,7 @@ bool add_view(View added) { return has_view[added] = true; }
 Observer view(View which) {
   Views& mine = self().views;
   if (which > alias && mine.of[which] == nullptr && __tsan_create_fiber) {
-    const As as(maker);
+    const As as(scheduler_observer);
     mine.of[which] = make_observer();
   }
   return mine.of[which] ? mine.of[which] : mine.of[generic];
@@ -119,8 +108,13 @@ void acquire_view(const void* address, View to) {
   __tsan_acquire(word_of(address, to));
 }
 
-void release_views(const void* address) { for_each_other_view(address, __tsan_release); }
-void acquire_views(const void* address) { for_each_other_view(address, __tsan_acquire); }
+void release_views(const void* address) {
+  for (int v = generic + 1; v <= alias; ++v) release_view(address, View(v), View(v));
+}
+
+void acquire_views(const void* address) {
+  for (int v = generic + 1; v <= alias; ++v) acquire_view(address, View(v));
+}
 
 }  // namespace simulator
 

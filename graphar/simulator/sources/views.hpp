@@ -12,6 +12,7 @@ namespace simulator {
 
 // Who makes an access, to ThreadSanitizer; null where it is not there.
 using Observer = void*;
+inline Observer scheduler_observer;  // knows the shared memory, and no thread's doings, as those made in its name do
 
 enum View {
   generic,
