@@ -1,6 +1,6 @@
 // A stack of its own for each fiber, and the switch from one to another.
 //
-// swapcontext makes a system call for the signal mask each time, so only the first switch to a fiber is one of its kind.
+// swapcontext makes a system call for the signal mask each time. So only the first switch to a fiber is setcontext's.
 // The scheduler, not this file, informs the sanitizers.
 #pragma once
 #include <ucontext.h>
@@ -15,8 +15,7 @@ class Context {
   // The first switch here calls `entry`, which must not return.
   void begin(void* stack, size_t nbytes, void (*entry)()) {
     getcontext(&first_);
-    first_.uc_stack.ss_sp = stack;
-    first_.uc_stack.ss_size = nbytes;
+    first_.uc_stack = {.ss_sp = stack, .ss_flags = 0, .ss_size = nbytes};
     makecontext(&first_, entry, 0);
     is_new_ = true;
   }

@@ -51,6 +51,11 @@ constexpr std::common_type_t<A, B> max(A a, B b) {
   return a > b ? a : b;
 }
 
+template <class T>
+inline T& static_shared() {
+  return *static_cast<T*>(simulator::static_shared(&typeid(T), sizeof(T)));
+}
+
 // ---- asynchronous copies, carried out while their thread does something else ----------------------------------------
 
 namespace twin {
@@ -105,7 +110,7 @@ inline void after_load() {
 
 inline void (*look_at_poll)() = nullptr;  // called at each poll of a thread that waits for a peer
 
-// ---- barriers of blocks and warps -----------------------------------------------------------------------------------
+// ---- barriers, warps, clusters --------------------------------------------------------------------------------------
 
 inline void release(std::atomic<u32>& word, simulator::Reach reach = simulator::of_block) {
   simulator::extend_reach(reach);
@@ -120,35 +125,13 @@ inline void acquire(const std::atomic<u32>& word) {
 
 // Shows ThreadSanitizer the order of a barrier: each thread releases on entry and acquires on exit. Two words
 // alternate, so that a slow thread does not acquire what a fast one releases at the next barrier.
-template <class Scope>
-inline std::atomic<u32>& order_of(u32 word) {
-  return static_cast<std::atomic<u32>*>(simulator::static_shared(&typeid(Scope), 64 * sizeof(u32)))[word];
-}
-struct BlockScope {};
-struct WarpScope {};
-}  // namespace twin
+struct OrderOfBlock {
+  std::atomic<u32> words[2];
+};
+struct OrderOfWarps {
+  std::atomic<u32> words[32][2];
+};
 
-inline int __syncthreads_or(int vote) {
-  auto& order = twin::order_of<twin::BlockScope>(simulator::self().block_barriers++ % 2);
-  twin::release(order);
-  const bool any = simulator::block_barrier(vote);
-  twin::acquire(order);
-  return any;
-}
-inline void __syncthreads() { __syncthreads_or(false); }
-inline void __syncwarp() {
-  auto& order = twin::order_of<twin::WarpScope>(threadIdx.x / 32 * 2 + simulator::self().warp_barriers++ % 2);
-  twin::release(order, simulator::of_warp);
-  simulator::warp_barrier(false);
-  twin::acquire(order);
-}
-// A vote orders no accesses, nor does a shuffle. The lanes only meet.
-inline int __any_sync(u32, int vote) { return simulator::warp_barrier(vote); }
-inline int __all_sync(u32, int vote) { return !simulator::warp_barrier(!vote); }
-
-// ---- warps, clusters ------------------------------------------------------------------------------------------------
-
-namespace twin {
 constexpr u32 most_blocks = 1024;  // of all ranks, where a kernel has clusters or warpgroups
 inline u32 cluster_size() { return simulator::launched().cluster; }
 inline std::atomic<char*> shared_of_blocks[most_blocks];
@@ -163,10 +146,7 @@ inline u32 first_of_cluster() { return block_of_all() - blockIdx.x % cluster_siz
 // Waits until `all` threads have arrived at a barrier, which only counts up, and acquires what they have released.
 inline void wait_for_arrivals(const std::atomic<u32>& word, u32 all) {
   const simulator::Waiting waiting("a barrier of the cluster, or of some warps");
-  while (int(word.load(std::memory_order_relaxed) - all) < 0) {
-    pump();
-    simulator::step_after_load();
-  }
+  while (int(word.load(std::memory_order_relaxed) - all) < 0) after_load();
   acquire(word);
 }
 
@@ -178,20 +158,39 @@ inline std::atomic<u32>& arrivals_at_cluster(u32 number) {
 
 // Two turns alternate: a lane that begins a third turn has met all lanes since they read the first.
 struct Exchange {
-  u32 given[2][32];
-  u32 turns[32];
+  struct {
+    u32 given[2][32];
+    u32 turns[32];
+  } warps[16];
 };
 
 template <class Word, class Choose>
 inline Word exchange(Word v, Choose source) {
-  Exchange& warp = (static_cast<Exchange*>(
-      simulator::static_shared(&typeid(Exchange), 16 * sizeof(Exchange))))[threadIdx.x / 32];
+  auto& warp = static_shared<Exchange>().warps[threadIdx.x / 32];
   const u32 lane = threadIdx.x % 32, turn = warp.turns[lane]++ % 2;
   __atomic_store_n(&warp.given[turn][lane], std::bit_cast<u32>(v), __ATOMIC_RELAXED);
   simulator::warp_barrier(false);
   return std::bit_cast<Word>(__atomic_load_n(&warp.given[turn][source(lane)], __ATOMIC_RELAXED));
 }
 }  // namespace twin
+
+inline int __syncthreads_or(int vote) {
+  auto& order = static_shared<twin::OrderOfBlock>().words[simulator::self().block_barriers++ % 2];
+  twin::release(order);
+  const bool any = simulator::block_barrier(vote);
+  twin::acquire(order);
+  return any;
+}
+inline void __syncthreads() { __syncthreads_or(false); }
+inline void __syncwarp() {
+  auto& order = static_shared<twin::OrderOfWarps>().words[threadIdx.x / 32][simulator::self().warp_barriers++ % 2];
+  twin::release(order, simulator::of_warp);
+  simulator::warp_barrier(false);
+  twin::acquire(order);
+}
+// A vote orders no accesses, nor does a shuffle. The lanes only meet.
+inline int __any_sync(u32, int vote) { return simulator::warp_barrier(vote); }
+inline int __all_sync(u32, int vote) { return !simulator::warp_barrier(!vote); }
 
 inline u32 same_in_warp(u32 v) { return v; }
 inline u32 held(u32 v) { return v; }
@@ -372,11 +371,6 @@ inline void wait_for_copies() {
 
 inline Pack* dynamic_shared() { return static_cast<Pack*>(simulator::dynamic_shared()); }
 
-template <class T>
-inline T& static_shared() {
-  return *static_cast<T*>(simulator::static_shared(&typeid(T), sizeof(T)));
-}
-
 // ---- kernels, time --------------------------------------------------------------------------------------------------
 
 namespace twin {
@@ -390,13 +384,11 @@ inline void end_of_thread() {
 }
 }  // namespace twin
 
-inline void wait_for_previous_kernel() {
+inline void wait_for_previous_kernel(u32 = 0) {
   if (!simulator::launched().waits) return;
   simulator::wait_for_previous_kernel();
   twin::acquire(twin::order_of_kernels[simulator::self().rank][(simulator::self().kernel + 1) % 2]);
 }
-
-inline void wait_for_previous_kernel(u32) { wait_for_previous_kernel(); }
 
 inline void release_next_kernel() { simulator::release_next_kernel(); }
 inline u64 global_time_ns() { return simulator::now_ns(); }
