@@ -88,4 +88,3 @@ inline u32 fma_bf16x2(u32 a, u32 b, u32 c) {
   bf16::unpack(c, z);
   return twin::bf16_fma(x[0], y[0], z[0]) | twin::bf16_fma(x[1], y[1], z[1]) << 16;
 }
-

@@ -45,4 +45,3 @@ inline void fence_aliases() {
   simulator::fence(simulator::alias, simulator::generic);
   twin::after_access();
 }
-

@@ -434,4 +434,3 @@ inline void floats_from_fp16x2(u32 v, float& low, float& high) {
   low = std::bit_cast<_Float16>(u16(v));
   high = std::bit_cast<_Float16>(u16(v >> 16));
 }
-

@@ -118,4 +118,3 @@ inline void wait_for_bulk_sources() {
   simulator::fence(simulator::async_shared, simulator::generic);
   twin::after_access();
 }
-

@@ -197,4 +197,3 @@ inline void fence_async_proxy_global() {
   simulator::fence(simulator::generic, simulator::async_global);
   twin::after_access();
 }
-

@@ -191,4 +191,3 @@ inline void store_transposed_matrices(void* shared, const u32 (&words)[2]) {
     twin::place_in<u16>(of_warp[i / 2 * 8 + lane % 4 * 2 + i % 2])[lane / 4] = u16(words[i / 2] >> i % 2 * 16);
   simulator::warp_barrier(false);
 }
-
