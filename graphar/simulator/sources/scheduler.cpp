@@ -288,34 +288,32 @@ void place_blocks(int rank) {
   }
 }
 
-void start(size_t stream, size_t at) {
+void start(Launch& launch) {
   const As as(scheduler_observer);
-  Launch& launch = launches[stream][at];
   launch.started = true;
   // Nothing may grow while threads run.
   launch.waiting.reserve(1 << 14);
   launch.blocks.resize(launch.kernel->blocks);
-  for (unsigned b = 0; b < launch.kernel->blocks; ++b) {
-    Block& block = launch.blocks[b];
+  for (Block& block : launch.blocks) {
     block.barrier = Barrier(launch.kernel->threads);
     for (unsigned t = 0; t < launch.kernel->threads; t += 32)
       block.warps.emplace_back(std::min(32u, launch.kernel->threads - t));
     block.dynamic = make_shared(launch.kernel->shared_nbytes);
     block.statics = make_shared(static_shared_nbytes);
   }
-  gpus[rank_of(stream)].begun.push_back(&launch);
-  place_blocks(rank_of(stream));
+  gpus[rank_of(launch.stream)].begun.push_back(&launch);
+  place_blocks(rank_of(launch.stream));
 }
 
 // A kernel may begin once all threads of its predecessor have released it or ended, and the kernel before the
 // predecessor is complete.
 void start_what_may(size_t stream) {
-  const Vector<Launch>& mine = launches[stream];
+  Vector<Launch>& mine = launches[stream];
   size_t at = 0;
   while (at < mine.size() && mine[at].started) ++at;
   if (at == mine.size()) return;
   if (at > 0 && mine[at - 1].released < mine[at - 1].size()) return;
-  if (at < 2 || mine[at - 2].complete) start(stream, at);
+  if (at < 2 || mine[at - 2].complete) start(mine[at]);
 }
 
 void end(Fiber* fiber) {
