@@ -1,6 +1,6 @@
 // A stack of its own for each fiber, and the switch from one to another.
 //
-// swapcontext makes a system call for the signal mask each time. So only the first switch to a fiber is setcontext's.
+// swapcontext makes a system call for the signal mask each time. So only the first switch to a fiber is by setcontext.
 // The scheduler, not this file, informs the sanitizers.
 #pragma once
 #include <ucontext.h>

@@ -275,7 +275,7 @@ void make_fiber(Launch& launch, unsigned block, unsigned thread) {
 
 // Blocks begin in the order of their indices, those of a cluster together, where there is room for them.
 void place_blocks(int rank) {
-  const As as(scheduler_observer);  // a new observer knows what its maker knows
+  const As as(scheduler_observer);
   unsigned& free_places = gpus[rank].free_places;
   for (Launch* launch : gpus[rank].begun) {
     const Kernel& kernel = *launch->kernel;

@@ -12,7 +12,9 @@ namespace simulator {
 
 // Who makes an access, to ThreadSanitizer; null where it is not there.
 using Observer = void*;
-inline Observer scheduler_observer;  // knows the shared memory, and no thread's doings, as those made in its name do
+// The scheduler's own. It has seen how shared memory was made, and no access by a thread. One that is made as this
+// observer begins with the same.
+inline Observer scheduler_observer;
 
 enum View {
   generic,
