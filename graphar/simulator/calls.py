@@ -98,18 +98,15 @@ class Subject:
 
 def find(name: str | Algorithm) -> Subject:
     """Returns the algorithm of a name. ValueError without one, or if the simulator has no cases for it."""
-    if is_from_outside(name):
-        algorithm = Algorithm(name)
-        return Subject(algorithm, (None,), _of_row(algorithm.row))
-    if name not in ALGORITHMS:
+    if not is_from_outside(name) and name not in ALGORITHMS:
         raise ValueError(f"algorithm must be one of {', '.join(ALGORITHMS)}, or be loaded; got {str(name)!r}")
     algorithm = Algorithm(name)
     variants = tuple(variant for variant in algorithm.row.variants if variant != TUPLE_VARIANT)
-    return Subject(algorithm, variants, _SPECIFICATIONS[algorithm.op])
+    return Subject(algorithm, variants, _specification_of(algorithm.row))
 
 
-def _of_row(row: Row) -> Specification:
-    """Returns the specification of an algorithm from outside: its own, or that of its op."""
+def _specification_of(row: Row) -> Specification:
+    """Returns an algorithm's own specification, which one from outside may have, or that of its op."""
     specification = row.specification
     if specification is None:
         return _SPECIFICATIONS[row.op]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, permutations, product, starmap
 from pathlib import Path
@@ -266,8 +266,12 @@ def mistakes(
             what = _difference(outcome.results[call], by_rank[rank], terms(call, rank))
             if what:
                 wrong.append(Mistake(f"rank {rank}, call {call}: {what}", call, outcome.ended_at[call]))
-        for what in _beside(outcome):
-            wrong.append(Mistake(f"rank {rank}: {what}", None, outcome.ended_at[-1]))
+        beside = {
+            "writes beside the tensors or the scratch, or to the input": outcome.broken_guards,
+            "polls by blocks that were not marked as busy": outcome.unmarked_polls,
+        }
+        found = [f"rank {rank}: {count} {what}" for what, count in beside.items() if count]
+        wrong += [Mistake(what, None, outcome.ended_at[-1]) for what in found]
     return sorted(wrong, key=lambda mistake: mistake.step)
 
 
@@ -309,10 +313,3 @@ def _value(number: torch.Tensor) -> str:
     """Returns a number and its bits: 1.5 (0x3fc0)."""
     raw = bytes(number.clone().view(torch.uint8).numpy())
     return f"{number.item():g} (0x{int.from_bytes(raw, 'little'):0{2 * len(raw)}x})"
-
-
-def _beside(outcome: Outcome) -> Iterator[str]:
-    if outcome.broken_guards:
-        yield f"{outcome.broken_guards} writes beside the tensors or the scratch, or to the input"
-    if outcome.unmarked_polls:
-        yield f"{outcome.unmarked_polls} polls by blocks that were not marked as busy"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import io
 import os
 import re
 import signal
@@ -172,15 +173,14 @@ class Simulation:
             return done, results.read_bytes() if results.exists() else b"", numbers
 
     def _encode(self, calls: Sequence[Call]) -> bytes:
-        flags = has_pad(self.algorithm), self.busy, self.aborted, self.suspended, self.room, self.communicators
-        sizes = self.seed, self.scratch.nbytes, _largest_nbytes(calls)
-        header = _Case(self.world_size, len(calls), self.scratch.fill, self.epoch, *flags, *sizes)
-        data = b"".join(_raw(x) for call in calls for x in call.inputs)
-        data += b"".join(_padded(x) for call in calls for x in call.operands)
-        return bytes(header) + b"".join(bytes(self._encode_call(call)) for call in calls) + data
+        sizes = {"scratch_nbytes": self.scratch.nbytes, "tensor_nbytes": _largest_nbytes(calls)}
+        of_algorithm = {"fill": self.scratch.fill, "has_pad": has_pad(self.algorithm)}
+        header = _Case(calls=len(calls), **_values(_Case, self), **of_algorithm, **sizes)
+        inputs = [_raw(x) for call in calls for x in call.inputs]
+        operands = [_padded(x) for call in calls for x in call.operands]
+        return b"".join(map(bytes, [header, *map(self._encode_call, calls), *inputs, *operands]))
 
     def _encode_call(self, call: Call) -> _Call:
-        alike = {name: getattr(call, name) for name, *_ in _Call._fields_ if hasattr(call, name)}
         ranks, nbytes = len(call.inputs), [len(_padded(x)) for x in call.operands]
         operands = zip(call.operands, accumulate(nbytes, initial=0), strict=False)
         parts = call.counts if len(call.counts) > 1 else ()
@@ -207,25 +207,24 @@ class Simulation:
             "output_offset": (call.offset,) * ranks,
             "fingerprint": call.fingerprints or (1,) * ranks,
         }
-        return _Call(**alike | derived)
+        return _Call(**_values(_Call, call) | derived)
 
     def _decode(self, raw: bytes, calls: Sequence[Call]) -> list[Outcome]:
-        outcomes, at, failing = [], 0, sum(bool(call.absent) for call in calls)
+        file, failing = io.BytesIO(raw), sum(bool(call.absent) for call in calls)
+        outcomes = []
         for rank in list(range(self.world_size)) * self.communicators:
-            head = _Outcome.from_buffer_copy(raw, at)
-            at += ctypes.sizeof(_Outcome)
-            ended_at = struct.unpack_from(f"{len(calls)}Q", raw, at)
-            at += 8 * len(calls)
-            hashes = struct.unpack_from(f"{failing}Q", raw, at)
-            at += 8 * failing
-            results = []
-            for call in calls:
-                result = bytearray(raw[at : at + call.result_nbytes(rank)])
-                results.append(torch.frombuffer(result, dtype=torch.uint8) if result else _NONE)
-                at += len(result)
-            counts = head.broken_guards, head.unmarked_polls, head.released_polls, head.sent_nbytes
-            outcomes.append(Outcome(results, head.record, head.seen, *counts, hashes, head.gave_up_at, ended_at))
+            head = _Outcome.from_buffer_copy(file.read(ctypes.sizeof(_Outcome)))
+            ended_at = struct.unpack(f"{len(calls)}Q", file.read(8 * len(calls)))
+            hashes = struct.unpack(f"{failing}Q", file.read(8 * failing))
+            results = [_tensor(file.read(call.result_nbytes(rank))) for call in calls]
+            of_calls = {"results": results, "scratch_hashes": hashes, "ended_at": ended_at}
+            outcomes.append(Outcome(**of_calls, **_values(_Outcome, head)))
         return outcomes
+
+
+def _values(structure: type[ctypes.Structure], source: object) -> dict[str, Any]:
+    """Returns what ``source`` has for the fields of a structure, by name."""
+    return {name: getattr(source, name) for name, *_ in structure._fields_ if hasattr(source, name)}
 
 
 def _largest_nbytes(calls: Sequence[Call]) -> int:
@@ -238,6 +237,10 @@ def _raw(x: torch.Tensor) -> bytes:
     return bytes(x.reshape(-1).view(torch.uint8).numpy())
 
 
+def _tensor(raw: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(raw), dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8)
+
+
 def _padded(x: torch.Tensor | int | None) -> bytes:
     raw = _raw(x) if isinstance(x, torch.Tensor) else b""
     return raw + bytes(-len(raw) % 16)
@@ -247,13 +250,9 @@ def _place(operand: int | None) -> int:
     return (1 << 64) - 1 if operand is None else 1 << 63 | operand
 
 
-_NONE = torch.empty(0, dtype=torch.uint8)
-
-
 def has_pad(algorithm: Algorithm) -> bool:
     """Whether an algorithm's scratch begins with a signal pad."""
-    file = Path(source_directory(), file_of(algorithm))
-    return "device/sync/signal_pad.cuh" in _included(file)
+    return "device/sync/signal_pad.cuh" in _included(source_directory() / file_of(algorithm))
 
 
 def _included(file: Path) -> set[str]:

@@ -1,79 +1,39 @@
 // A stack of its own for each fiber, and the switch from one to another.
 //
-// On x86-64 a switch exchanges stack pointers, since swapcontext makes a system call for the signal mask each time. The
-// scheduler, not this file, informs the sanitizers.
+// swapcontext makes a system call for the signal mask each time. So only the first switch to a fiber is by setcontext.
+// The scheduler, not this file, informs the sanitizers.
 #pragma once
-#include <cstddef>
-#include <cstdint>
-
-#ifndef __x86_64__
 #include <ucontext.h>
-#endif
+
+#include <cstddef>
+#include <utility>
 
 namespace simulator {
 
-#ifdef __x86_64__
-
-// Saves what a function must leave as it was, and the stack pointer, and goes on where `to` was saved.
-extern "C" void simulator_switch_stacks(void** from, void* to);
-asm(R"(
-  .text
-  .type simulator_switch_stacks, @function
-simulator_switch_stacks:
-  pushq %rbp
-  pushq %rbx
-  pushq %r12
-  pushq %r13
-  pushq %r14
-  pushq %r15
-  movq %rsp, (%rdi)
-  movq %rsi, %rsp
-  popq %r15
-  popq %r14
-  popq %r13
-  popq %r12
-  popq %rbx
-  popq %rbp
-  ret
-  .size simulator_switch_stacks, .-simulator_switch_stacks
-)");
-
 class Context {
  public:
   // The first switch here calls `entry`, which must not return.
   void begin(void* stack, size_t nbytes, void (*entry)()) {
-    uint64_t* const caller = reinterpret_cast<uint64_t*>(static_cast<char*>(stack) + nbytes) - 3;  // a call's alignment
-    caller[0] = 0;                                  // none, for stack unwinding
-    caller[-1] = reinterpret_cast<uint64_t>(entry);
-    caller[-2] = 0;                                 // rbp: no frame either
-    stack_pointer_ = caller - 7;                    // six registers lie below the return address
+    getcontext(&first_);
+    first_.uc_stack = {.ss_sp = stack, .ss_flags = 0, .ss_size = nbytes};
+    makecontext(&first_, entry, 0);
+    is_new_ = true;
   }
 
-  void switch_to(Context& other) { simulator_switch_stacks(&stack_pointer_, other.stack_pointer_); }
-
- private:
-  void* stack_pointer_ = nullptr;
-};
-
-#else
-
-class Context {
- public:
-  // The first switch here calls `entry`, which must not return.
-  void begin(void* stack, size_t nbytes, void (*entry)()) {
-    getcontext(&context_);
-    context_.uc_stack.ss_sp = stack;
-    context_.uc_stack.ss_size = nbytes;
-    context_.uc_link = nullptr;
-    makecontext(&context_, entry, 0);
+  void switch_to(Context& other) {
+    if (__builtin_setjmp(place_) == 0) other.go_on();
   }
 
-  void switch_to(Context& other) { swapcontext(&context_, &other.context_); }
-
  private:
-  ucontext_t context_;
-};
+  // A function of its own, since the function that has a __builtin_setjmp may have no __builtin_longjmp.
+  [[gnu::noinline]] void go_on() {
+    if (std::exchange(is_new_, false)) setcontext(&first_);
+    __builtin_longjmp(place_, 1);
+  }
 
-#endif
+  ucontext_t first_;
+  bool is_new_ = false;
+  void* place_[5];  // of the last switch from here: what __builtin_setjmp keeps
+};
 
 }  // namespace simulator

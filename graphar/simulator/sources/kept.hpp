@@ -3,6 +3,8 @@
 #include <sys/mman.h>
 
 #include <cstdlib>
+#include <functional>
+#include <map>
 #include <utility>
 #include <vector>
 
@@ -44,13 +46,13 @@ struct Kept {
   Kept(const Kept<U>&) {}
   T* allocate(size_t n) { return reinterpret_cast<T*>(take(n * sizeof(T))); }
   void deallocate(T*, size_t) {}
-  template <class U>
-  bool operator==(const Kept<U>&) const {
-    return true;
-  }
+  bool operator==(const Kept&) const = default;
 };
 
 template <class T>
 using Vector = std::vector<T, Kept<T>>;
+
+template <class Key, class T>
+using Map = std::map<Key, T, std::less<>, Kept<std::pair<const Key, T>>>;
 
 }  // namespace simulator

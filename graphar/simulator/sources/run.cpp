@@ -20,7 +20,6 @@
 #include "device/ptx/ptx.cuh"
 #include "kept.hpp"
 #include "kernels.hpp"
-#include "multicast.hpp"
 #include "sanitizers.hpp"
 
 namespace {
@@ -65,6 +64,8 @@ class Region {
 
 // A rank of one communicator.
 struct Rank : Outcome {
+  u32 number, communicator;
+  Rank* of_communicator;  // its ranks
   Region scratch, input, output;
   Counters counters{};
   u32 abort = 0;
@@ -78,39 +79,37 @@ std::vector<Call> calls;
 std::vector<Rank> ranks;  // of the first communicator, then of the next one
 std::vector<std::atomic<u32>> meetings;  // two for each call: the ranks that have come
 
-std::string read_exactly(std::ifstream& file, size_t nbytes) {
+std::string read(std::ifstream& file, size_t nbytes) {
   std::string bytes(nbytes, 0);
   file.read(bytes.data(), nbytes);
-  if (!file) {
-    std::fprintf(stderr, "the case ends early\n");
-    std::exit(3);
-  }
   return bytes;
-}
-
-template <class T>
-void read_into(std::ifstream& file, T& it) {
-  const std::string bytes = read_exactly(file, sizeof(T));
-  std::memcpy(&it, bytes.data(), sizeof(T));
 }
 
 void read_case(const char* path) {
   std::ifstream file(path, std::ios::binary);
-  read_into(file, the_case);
+  file.read(reinterpret_cast<char*>(&the_case), sizeof the_case);
   calls.resize(the_case.calls);
   ranks.resize(the_case.world_size * the_case.communicators);
-  for (Call& call : calls) read_into(file, call);
-  for (u32 c = 0; c < the_case.calls; ++c)
-    for (u32 r = 0; r < the_case.world_size; ++r)
-      ranks[r].inputs.push_back(read_exactly(file, calls[c].input_nbytes[r]));
-  for (u32 m = the_case.world_size; m < ranks.size(); ++m) ranks[m].inputs = ranks[m - the_case.world_size].inputs;
+  file.read(reinterpret_cast<char*>(calls.data()), calls.size() * sizeof(Call));
+  for (const Call& call : calls)
+    for (u32 r = 0; r < the_case.world_size; ++r) {
+      const std::string input = read(file, call.input_nbytes[r]);
+      for (u32 m = r; m < ranks.size(); m += the_case.world_size) ranks[m].inputs.push_back(input);
+    }
   for (const Call& call : calls) {
-    const std::string operands = read_exactly(file, call.operand_nbytes);
+    const std::string operands = read(file, call.operand_nbytes);
     for (Rank& rank : ranks) rank.operands.push_back(operands);
   }
+  if (file) return;
+  std::fprintf(stderr, "the case ends early\n");
+  std::exit(3);
 }
 
 void prepare(Rank& rank) {
+  const u32 m = &rank - ranks.data();
+  rank.number = m % the_case.world_size;
+  rank.communicator = m / the_case.world_size;
+  rank.of_communicator = &rank - rank.number;
   rank.scratch.allocate(the_case.scratch_nbytes);
   rank.scratch.close();
   rank.scratch.open(0, the_case.scratch_nbytes);
@@ -119,72 +118,76 @@ void prepare(Rank& rank) {
   rank.output.allocate(the_case.tensor_nbytes);
   rank.results.resize(the_case.calls);
   rank.ended_at.resize(the_case.calls);
-  for (EpochState& state : rank.counters.epoch_state) state.epoch = the_case.epoch;
+  for (EpochState& state : rank.counters.epoch_state) state = {the_case.epoch, the_case.suspended};
   for (u32& steps : rank.counters.steps) steps = the_case.epoch;
   for (u32& busy : rank.counters.busy) busy = the_case.busy || the_case.suspended;
-  for (EpochState& state : rank.counters.epoch_state) state.aborted = the_case.suspended;
   rank.abort = the_case.aborted;
   if (!the_case.has_pad || the_case.suspended) return;
   u64* flags = reinterpret_cast<u64*>(rank.scratch.data());
   for (int i = 0; i < max_blocks * max_ranks; ++i) flags[i] = u64(2 * the_case.epoch) << 32;  // (25)
 }
 
-Region& output_of(const Call& call, Rank& rank) { return call.in_place ? rank.input : rank.output; }
+Region& region_of_output(const Call& call, Rank& rank) { return call.in_place ? rank.input : rank.output; }
 
-Arguments arguments_of(const Call& call, u32 c, u32 m) {
-  const u32 r = m % the_case.world_size;
-  Rank* const of_call = &ranks[m - r];  // the ranks of its communicator
+char* input_of(const Call& call, Rank& rank) { return rank.input.data() + call.input_offset[rank.number]; }
+
+char* output_of(const Call& call, Rank& rank) {
+  return region_of_output(call, rank).data() + call.output_offset[rank.number];
+}
+
+Arguments arguments_of(u32 c, Rank& rank) {
+  const Call& call = calls[c];
   Arguments a{};
-  a.input = ranks[m].input.data() + call.input_offset[r];
-  a.output = output_of(call, ranks[m]).data() + call.output_offset[r];
+  a.input = input_of(call, rank);
+  a.output = output_of(call, rank);
   a.numel = call.numel;
   a.timeout_ns = call.timeout_ns;
   a.seed = call.seed;
   a.capacity = call.capacity;
   a.chunk = call.chunk;
   for (u32 p = 0; p < the_case.world_size; ++p) {
-    a.scratch[p] = of_call[p].scratch.data();
-    a.ring[p] = of_call[(r + p) % the_case.world_size].scratch.data();
-    a.peer_input[p] = of_call[p].input.data() + call.input_offset[p];
-    a.peer_output[p] = output_of(call, of_call[p]).data() + call.output_offset[p];
-    a.peer_counters[p] = &of_call[p].counters;
+    Rank& peer = rank.of_communicator[p];
+    a.scratch[p] = peer.scratch.data();
+    a.ring[p] = rank.of_communicator[(rank.number + p) % the_case.world_size].scratch.data();
+    a.peer_input[p] = input_of(call, peer);
+    a.peer_output[p] = output_of(call, peer);
+    a.peer_counters[p] = &peer.counters;
     a.begin[p] = call.begin[p];
     a.count[p] = call.count[p];
   }
   for (int i = 0; i < max_operands; ++i) {
     const u64 offset = call.operand_offset[i], in_output = u64(1) << 63;
-    const char* const begin = offset < in_output ? ranks[m].operands[c].data() : static_cast<const char*>(a.output);
+    const char* const begin = offset < in_output ? rank.operands[c].data() : static_cast<const char*>(a.output);
     a.epilogue.tensor[i] = ~offset ? begin + offset % in_output : a.input;
     a.epilogue.scalar[i] = call.scalar[i];
   }
   a.epilogue.columns = call.columns;
   a.epilogue.skipped = call.skipped;
   a.epilogue.pitch = call.columns;
-  a.errors = ranks[m].input.data() + call.input_offset[r] + call.errors_at;
-  a.multicast = multicast.base;
-  a.counters = &ranks[m].counters;
-  a.abort = &ranks[m].abort;
-  a.record = &ranks[m].record;
-  a.rank = r;
+  a.errors = input_of(call, rank) + call.errors_at;
+  a.multicast = simulator::multicast.base;
+  a.counters = &rank.counters;
+  a.abort = &rank.abort;
+  a.record = &rank.record;
+  a.rank = rank.number;
   a.world_size = the_case.world_size;
-  a.fingerprint = call.fingerprint[r];
+  a.fingerprint = call.fingerprint[rank.number];
   return a;
 }
 
 // The kernel before each call in its stream. It refills the tensors, which all calls share.
-void fill(u32 c, u32 m) {
+void fill(u32 c, Rank& rank) {
   release_next_kernel();
   wait_for_previous_kernel();
-  const u32 r = m % the_case.world_size;
-  Rank& rank = ranks[m];
   const Call& call = calls[c];
+  const u32 r = rank.number;
   for (Region* region : {&rank.input, &rank.output}) region->close();
   rank.input.open(call.input_offset[r], call.input_nbytes[r]);
-  output_of(call, rank).open(call.output_offset[r], call.output_nbytes[r]);
+  region_of_output(call, rank).open(call.output_offset[r], call.output_nbytes[r]);
   for (int i = 0; i < 64; ++i) simulator::step_after_load();  // the call has begun, and finds no input yet
   const u64 begin = global_time_ns(), late_ns = r + 1 == the_case.world_size ? call.late_ns : 0;
   while (global_time_ns() - begin < late_ns) simulator::step_after_load();
-  std::memcpy(rank.input.data() + call.input_offset[r], rank.inputs[c].data(), rank.inputs[c].size());
+  std::memcpy(input_of(call, rank), rank.inputs[c].data(), rank.inputs[c].size());
 }
 
 void meet_ranks(std::atomic<u32>& meeting) {
@@ -193,11 +196,10 @@ void meet_ranks(std::atomic<u32>& meeting) {
 }
 
 // The kernel after each call. It saves the result, and checks that nothing was written outside the windows.
-void collect(u32 c, u32 m) {
+void collect(u32 c, Rank& rank) {
   wait_for_previous_kernel();
-  const u32 r = m % the_case.world_size;
-  Rank& rank = ranks[m];
   const Call& call = calls[c];
+  const u32 r = rank.number;
   if (call.absent) {
     meet_ranks(meetings[2 * c]);
     const std::string_view scratch(rank.scratch.data(), the_case.scratch_nbytes);
@@ -205,74 +207,65 @@ void collect(u32 c, u32 m) {
     meet_ranks(meetings[2 * c + 1]);
   }
   rank.ended_at[c] = simulator::step_number();
-  const char* result = output_of(call, rank).data() + call.output_offset[r];
-  rank.results[c].assign(result, result + call.output_nbytes[r]);
+  rank.results[c].assign(output_of(call, rank), call.output_nbytes[r]);
   rank.broken_guards += !rank.scratch.intact(0, the_case.suspended ? 0 : the_case.scratch_nbytes);
   const u64 written = std::max(call.output_nbytes[r], call.in_place ? call.input_nbytes[r] : 0);
-  rank.broken_guards += !output_of(call, rank).intact(call.output_offset[r], written);
+  rank.broken_guards += !region_of_output(call, rank).intact(call.output_offset[r], written);
   if (call.in_place && !call.feeds_back) return;
   rank.broken_guards += !rank.input.intact(call.input_offset[r], call.input_nbytes[r]);
-  const char* input = rank.input.data() + call.input_offset[r];
   if (call.feeds_back)
-    rank.results[c].append(input, call.input_nbytes[r]);
+    rank.results[c].append(input_of(call, rank), call.input_nbytes[r]);
   else
-    rank.broken_guards += std::memcmp(input, rank.inputs[c].data(), rank.inputs[c].size()) != 0;
+    rank.broken_guards += std::memcmp(input_of(call, rank), rank.inputs[c].data(), rank.inputs[c].size()) != 0;
 }
 
-simulator::Kernel kernel_of(unsigned blocks, unsigned threads, unsigned shared_nbytes, std::function<void()> body) {
-  return {blocks, threads, shared_nbytes, [=] {
-            body();
-            twin::end_of_thread();
-          }};
-}
-
-simulator::Kernel launch_of(const Call& call, u32 c, u32 m) {
-  const Arguments a = arguments_of(call, c, m);
-  const auto body = [=] { kernels[calls[c].kernel](a); };
-  simulator::Kernel launch = kernel_of(call.blocks[a.rank], call.threads, call.shared_nbytes, body);
-  launch.places = call.places;
-  launch.cluster = call.cluster;
-  launch.waits = call.waits;
-  launch.call = c;
-  launch.given = ranks[m].inputs[c].data();
-  return launch;
+simulator::Kernel launch_of(u32 c, Rank& rank) {
+  const Call& call = calls[c];
+  return {.blocks = call.blocks[rank.number],
+          .threads = call.threads,
+          .shared_nbytes = call.shared_nbytes,
+          .body = [&call, a = arguments_of(c, rank)] { kernels[call.kernel](a); },
+          .cluster = call.cluster,
+          .places = call.places,
+          .waits = call.waits != 0,
+          .given = rank.inputs[c].data(),
+          .call = int(c)};
 }
 
 // A kernel of the host's side. Beside those of several communicators it takes no place of theirs.
 simulator::Kernel on_the_side(std::function<void()> body) {
-  simulator::Kernel kernel = kernel_of(1, 1, 0, body);
-  kernel.places = the_case.communicators == 1;
-  return kernel;
+  return {.blocks = 1, .threads = 1, .shared_nbytes = 0, .body = body, .places = the_case.communicators == 1};
 }
 
 // The first kernel of a stream. Each rank launches its communicators in another order, rotated by its number.
-void wait_for_turn(u32 m) {
-  const u32 r = m % the_case.world_size, k = m / the_case.world_size, n = the_case.communicators;
+void wait_for_turn(const Rank& rank) {
+  const u32 n = the_case.communicators, turn = (rank.communicator + n - rank.number % n) % n;
   const u64 begin = global_time_ns();
-  while (global_time_ns() - begin < (k + n - r % n) % n * apart_ns) simulator::step_after_load();
+  while (global_time_ns() - begin < turn * apart_ns) simulator::step_after_load();
 }
 
-std::vector<simulator::Kernel> stream_of(u32 m) {
+std::vector<simulator::Kernel> stream_of(Rank& rank) {
   std::vector<simulator::Kernel> stream;
-  const u32 r = m % the_case.world_size;
-  if (the_case.communicators > 1) stream.push_back(on_the_side([=] { wait_for_turn(m); }));
+  if (the_case.communicators > 1) stream.push_back(on_the_side([&] { wait_for_turn(rank); }));
   for (u32 c = 0; c < the_case.calls; ++c) {
     const Call& call = calls[c];
-    stream.push_back(on_the_side([=] { fill(c, m); }));
-    if (!(call.absent >> r & 1)) stream.push_back(launch_of(call, c, m));
-    if (call.next_blocks) {
-      stream.push_back(kernel_of(call.next_blocks, 1, 0, [] { wait_for_previous_kernel(); }));
-      stream.back().places = call.places;
-    }
-    stream.push_back(on_the_side([=] { collect(c, m); }));
+    stream.push_back(on_the_side([c, &rank] { fill(c, rank); }));
+    if (!(call.absent >> rank.number & 1)) stream.push_back(launch_of(c, rank));
+    if (call.next_blocks)
+      stream.push_back({.blocks = call.next_blocks,
+                        .threads = 1,
+                        .shared_nbytes = 0,
+                        .body = [] { wait_for_previous_kernel(); },
+                        .places = call.places});
+    stream.push_back(on_the_side([c, &rank] { collect(c, rank); }));
   }
   return stream;
 }
 
-std::vector<simulator::Kernel> second_stream_of(u32 m) {
+std::vector<simulator::Kernel> second_stream_of(Rank& rank) {
   std::vector<simulator::Kernel> stream;
   for (u32 c = 0; c < the_case.calls; ++c)
-    if (calls[c].twice >> m % the_case.world_size & 1) stream.push_back(launch_of(calls[c], c, m));
+    if (calls[c].twice >> rank.number & 1) stream.push_back(launch_of(c, rank));
   return stream;
 }
 
@@ -324,7 +317,7 @@ void show_in(const char* path) {
   u64* at = shown;
   for (Rank& rank : ranks)
     for (Region* region : {&rank.scratch, &rank.input, &rank.output}) *++at = reinterpret_cast<u64>(region->data());
-  *++at = reinterpret_cast<u64>(multicast.base);
+  *++at = reinterpret_cast<u64>(simulator::multicast.base);
 }
 
 void write_results(const char* path) {
@@ -345,16 +338,18 @@ int main(int count, char** argv) {
   if (simulator::are_noted) last_step = std::stoull(argv[4]);
   meetings = std::vector<std::atomic<u32>>(2 * the_case.calls);
   for (Rank& rank : ranks) prepare(rank);
+  simulator::pump = twin::pump;
+  simulator::end_of_thread = twin::end_of_thread;
   twin::look_at_poll = look_at_mark;
   simulator::not_noted = {ranks.data(), ranks.data() + ranks.size()};  // counters and records
   simulator::look_at_store = look_at_target;
   const size_t nbytes = std::max<size_t>(the_case.scratch_nbytes, 1);
-  multicast.base = static_cast<char*>(mmap(nullptr, nbytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
-  for (Rank& rank : ranks) multicast.scratch.push_back(rank.scratch.data());
+  simulator::multicast.base = static_cast<char*>(mmap(nullptr, nbytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+  for (Rank& rank : ranks) simulator::multicast.scratch.push_back(rank.scratch.data());
   show_in(argv[3]);
   std::vector<std::vector<simulator::Kernel>> streams;
-  for (u32 m = 0; m < ranks.size(); ++m) streams.push_back(stream_of(m));
-  for (u32 m = 0; m < ranks.size(); ++m) streams.push_back(second_stream_of(m));
+  for (Rank& rank : ranks) streams.push_back(stream_of(rank));
+  for (Rank& rank : ranks) streams.push_back(second_stream_of(rank));
   u64 patience_ns = 0;  // longer than any wait that has a deadline
   for (const Call& call : calls) patience_ns = std::max(patience_ns, (call.timeout_ns + call.late_ns) / 4 * 5);
   const simulator::End end =

@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
-#include <map>
 #include <new>
 #include <random>
 #include <sstream>
@@ -31,7 +30,8 @@ constexpr uint64_t first_ns = uint64_t(1) << 60;  // as on GPUs, whose clocks co
 constexpr uint64_t most_steps = 200'000'000;  // more than twice as many as any test takes
 
 struct Barrier {
-  unsigned members = 0, arrived = 0;
+  explicit Barrier(unsigned members = 0) : members(members) { sleepers.reserve(members); }
+  unsigned members, arrived = 0;
   bool vote = false, result = false;
   uint64_t generation = 0;
   Vector<struct Fiber*> sleepers;
@@ -41,7 +41,7 @@ struct Block {
   Barrier barrier;
   Vector<Barrier> warps;
   char *dynamic, *statics;
-  std::map<const void*, size_t, std::less<>, Kept<std::pair<const void* const, size_t>>> places;  // in `statics`
+  Map<const void*, size_t> places;  // in `statics`
   size_t used = 0;
 };
 
@@ -81,19 +81,22 @@ struct Sleeper {
   Fiber* fiber;
 };
 
+struct Gpu {
+  uint64_t frozen_until;
+  unsigned free_places;  // for blocks
+  Vector<Launch*> begun{};
+};
+
 std::mt19937_64 generator;
 Vector<Vector<Launch>> launches;  // by stream
 size_t incomplete;                // launches
-Vector<uint64_t> frozen_until;    // by rank
-Vector<unsigned> free_places;     // by rank: for blocks
-Vector<Vector<Launch*>> begun;    // by rank
+Vector<Gpu> gpus;                 // by rank
 Vector<Fiber*> runnable;
 Vector<Sleeper> sleeping;  // a heap
 Vector<Store> pending;
 Vector<void*> free_stacks;
 Fiber* current;
 Context scheduler_context;
-Observer scheduler_observer;
 void* scheduler_asan;
 const void* scheduler_stack;
 size_t scheduler_stack_nbytes;
@@ -189,7 +192,8 @@ void leave() {
 void enter_fiber() {
   if (__sanitizer_finish_switch_fiber)
     __sanitizer_finish_switch_fiber(nullptr, &scheduler_stack, &scheduler_stack_nbytes);
-  current->launch->kernel->body();
+  launched().body();
+  end_of_thread();
   current->ended = true;
   leave();
 }
@@ -208,7 +212,7 @@ void open(Barrier& barrier) {
   wake_all(barrier.sleepers);
 }
 
-void wait_for(Vector<Fiber*>& waker, void (*pump)()) {
+void wait_for(Vector<Fiber*>& waker) {
   if (current->copies.empty()) {
     waker.push_back(current);
     return leave();
@@ -217,13 +221,13 @@ void wait_for(Vector<Fiber*>& waker, void (*pump)()) {
   leave_for(random(8));
 }
 
-bool pass(Barrier& barrier, bool vote, void (*pump)(), const char* what) {
+bool pass(Barrier& barrier, bool vote, const char* what) {
   const Waiting waiting(what);
   current->loads_in_a_row = 0;
   const uint64_t generation = barrier.generation;
   barrier.vote |= vote;
   if (++barrier.arrived == barrier.members) open(barrier);
-  while (barrier.generation == generation) wait_for(barrier.sleepers, pump);
+  while (barrier.generation == generation) wait_for(barrier.sleepers);
   return barrier.result;
 }
 
@@ -243,7 +247,7 @@ void* find_stack() {
   return stack;
 }
 
-int rank_of(size_t stream) { return stream % frozen_until.size(); }
+int rank_of(size_t stream) { return stream % gpus.size(); }
 
 void make_fiber(Launch& launch, unsigned block, unsigned thread) {
   Fiber* fiber = new (take(sizeof(Fiber))) Fiber;
@@ -271,51 +275,45 @@ void make_fiber(Launch& launch, unsigned block, unsigned thread) {
 
 // Blocks begin in the order of their indices, those of a cluster together, where there is room for them.
 void place_blocks(int rank) {
-  const As as(scheduler_observer);  // a new observer knows what its maker knows: the shared memory, no thread's doings
-  for (Launch* launch : begun[rank]) {
+  const As as(scheduler_observer);
+  unsigned& free_places = gpus[rank].free_places;
+  for (Launch* launch : gpus[rank].begun) {
     const Kernel& kernel = *launch->kernel;
-    for (; launch->placed < kernel.blocks && free_places[rank] >= kernel.places; ++launch->placed) {
-      if (launch->placed % kernel.cluster == 0 && free_places[rank] < kernel.cluster * kernel.places) return;
-      free_places[rank] -= kernel.places;
+    for (; launch->placed < kernel.blocks && free_places >= kernel.places; ++launch->placed) {
+      if (launch->placed % kernel.cluster == 0 && free_places < kernel.cluster * kernel.places) return;
+      free_places -= kernel.places;
       for (unsigned t = 0; t < kernel.threads; ++t) make_fiber(*launch, launch->placed, t);
     }
     if (launch->placed < kernel.blocks) return;
   }
 }
 
-void start(size_t stream, size_t at) {
+void start(Launch& launch) {
   const As as(scheduler_observer);
-  Launch& launch = launches[stream][at];
   launch.started = true;
   // Nothing may grow while threads run.
   launch.waiting.reserve(1 << 14);
   launch.blocks.resize(launch.kernel->blocks);
-  for (unsigned b = 0; b < launch.kernel->blocks; ++b) {
-    Block& block = launch.blocks[b];
-    block.barrier.members = launch.kernel->threads;
+  for (Block& block : launch.blocks) {
+    block.barrier = Barrier(launch.kernel->threads);
+    for (unsigned t = 0; t < launch.kernel->threads; t += 32)
+      block.warps.emplace_back(std::min(32u, launch.kernel->threads - t));
     block.dynamic = make_shared(launch.kernel->shared_nbytes);
     block.statics = make_shared(static_shared_nbytes);
-    block.warps.resize((launch.kernel->threads + 31) / 32);
-    for (unsigned t = 0; t < launch.kernel->threads; ++t) ++block.warps[t / 32].members;
-    block.barrier.sleepers.reserve(launch.kernel->threads);
-    for (Barrier& warp : block.warps) warp.sleepers.reserve(32);
   }
-  begun[rank_of(stream)].push_back(&launch);
-  place_blocks(rank_of(stream));
+  gpus[rank_of(launch.stream)].begun.push_back(&launch);
+  place_blocks(rank_of(launch.stream));
 }
 
 // A kernel may begin once all threads of its predecessor have released it or ended, and the kernel before the
 // predecessor is complete.
 void start_what_may(size_t stream) {
   Vector<Launch>& mine = launches[stream];
-  for (size_t at = 0; at < mine.size(); ++at) {
-    if (mine[at].started) continue;
-    if (at > 0 && mine[at - 1].released < mine[at - 1].size()) return;
-    if (at > 1 && !mine[at - 2].complete) return;
-    if (at > 0 && !mine[at - 1].started) return;
-    start(stream, at);
-    return;
-  }
+  size_t at = 0;
+  while (at < mine.size() && mine[at].started) ++at;
+  if (at == mine.size()) return;
+  if (at > 0 && mine[at - 1].released < mine[at - 1].size()) return;
+  if (at < 2 || mine[at - 2].complete) start(mine[at]);
 }
 
 void end(Fiber* fiber) {
@@ -324,7 +322,7 @@ void end(Fiber* fiber) {
   give_up_place(fiber->home->barrier);
   give_up_place(fiber->home->warps[fiber->thread.x / 32]);
   if (fiber->home->barrier.members == 0) {
-    free_places[fiber->rank] += launch.kernel->places;
+    gpus[fiber->rank].free_places += launch.kernel->places;
     place_blocks(fiber->rank);
   }
   if (!fiber->released) ++launch.released;
@@ -355,7 +353,7 @@ Fiber* pick() {
 // A rank stands still for a while: hosts and GPUs are never in step.
 void perhaps_freeze_a_rank() {
   if (!chance(4096)) return;
-  frozen_until[random(frozen_until.size())] = steps + random(40'000);
+  gpus[random(gpus.size())].frozen_until = steps + random(40'000);
 }
 
 // Where an address lies in the shared memory of a thread's block; empty if it does not.
@@ -389,7 +387,6 @@ void step_after_load() {
   leave_for(in_a_row < 16 ? 0 : random(std::min<uint32_t>(in_a_row, longest_pause)));
 }
 
-void (*look_at_store)(const void* address, uint32_t nbytes) = [](const void*, uint32_t) {};
 void post(void* address, uint64_t value, uint32_t nbytes) {
   look_at_store(address, nbytes);
   const Store store{current, address, value, nbytes};
@@ -419,11 +416,9 @@ void extend_reach(Reach reach) {
 }
 void make_released_visible() { perform_where(has_reached_this_thread); }
 
-bool block_barrier(bool vote, void (*pump)()) {
-  return pass(current->home->barrier, vote, pump, "a barrier of the block");
-}
-bool warp_barrier(bool vote, void (*pump)()) {
-  return pass(current->home->warps[current->thread.x / 32], vote, pump, "a barrier of the warp");
+bool block_barrier(bool vote) { return pass(current->home->barrier, vote, "a barrier of the block"); }
+bool warp_barrier(bool vote) {
+  return pass(current->home->warps[current->thread.x / 32], vote, "a barrier of the warp");
 }
 
 char* make_memory(size_t nbytes) { return take(nbytes); }
@@ -431,8 +426,7 @@ char* make_memory(size_t nbytes) { return take(nbytes); }
 void* dynamic_shared() { return current->home->dynamic; }
 
 void* dynamic_shared_of(unsigned block, const void* here) {
-  const auto offset = static_cast<const char*>(here) - static_cast<const char*>(dynamic_shared());
-  return static_cast<char*>(static_cast<void*>(current->launch->blocks[block].dynamic)) + offset;
+  return current->launch->blocks[block].dynamic + (static_cast<const char*>(here) - current->home->dynamic);
 }
 
 void* static_shared(const void* key, size_t nbytes) {
@@ -452,10 +446,9 @@ void release_next_kernel() {
 
 bool has_released() { return current->released; }
 
-void wait_for_previous_kernel(void (*pump)()) {
-  if (!launched().waits) return;
+void wait_for_previous_kernel() {
   const Waiting waiting("the end of the kernel before");
-  while (current->previous && !current->previous->complete) wait_for(current->previous->waiting, pump);
+  while (current->previous && !current->previous->complete) wait_for(current->previous->waiting);
 }
 
 End run(const std::vector<std::vector<Kernel>>& streams, int ranks, unsigned room, uint64_t seed, uint64_t patience_ns,
@@ -470,10 +463,8 @@ End run(const std::vector<std::vector<Kernel>>& streams, int ranks, unsigned roo
     for (const Kernel& kernel : streams[s]) launches[s].push_back({&kernel, s, launches[s].size()});
     incomplete += streams[s].size();
   }
-  free_places.assign(ranks, room);
-  begun.resize(ranks);
-  for (auto& of_rank : begun) of_rank.reserve(1 << 10);
-  for (int rank = 0; rank < ranks; ++rank) frozen_until.push_back(random(20'000));
+  for (int rank = 0; rank < ranks; ++rank) gpus.push_back({random(20'000), room});
+  for (Gpu& gpu : gpus) gpu.begun.reserve(1 << 10);
   for (size_t s = 0; s < streams.size(); ++s) start_what_may(s);
   const auto is_patient = [&] {
     const uint64_t pause = std::max<uint64_t>(longest_pause, runnable.size() + sleeping.size());
@@ -490,8 +481,8 @@ End run(const std::vector<std::vector<Kernel>>& streams, int ranks, unsigned roo
       if (!sleeping.empty()) steps = std::max(steps, sleeping.front().wakes - 1);
       continue;
     }
-    if (frozen_until[fiber->rank] > steps) {
-      sleep_until(fiber, frozen_until[fiber->rank]);
+    if (const uint64_t until = gpus[fiber->rank].frozen_until; until > steps) {
+      sleep_until(fiber, until);
       continue;
     }
     resume(fiber);

@@ -88,7 +88,7 @@ void step_after_load();
 
 void post(void* address, uint64_t value, uint32_t nbytes);
 // Called for each of these stores, and for each bulk copy to memory.
-extern void (*look_at_store)(const void* address, uint32_t nbytes);
+inline void (*look_at_store)(const void* address, uint32_t nbytes);
 // Finds the thread's own pending store to this address.
 bool find_own(const void* address, uint64_t& value);
 void make_own_visible();
@@ -105,12 +105,23 @@ void make_released_visible();
 
 // ---- barriers, memory, kernels --------------------------------------------------------------------------------------
 
-// The barrier of the block or the warp, and whether any thread voted yes. `pump` is called while copies are under way.
-bool block_barrier(bool vote, void (*pump)());
-bool warp_barrier(bool vote, void (*pump)());
+// The barrier of the block or the warp, and whether any thread voted yes.
+bool block_barrier(bool vote);
+bool warp_barrier(bool vote);
+// Called again and again while a thread with copies under way waits. It may carry one out.
+inline void (*pump)();
+// Called by each thread after its kernel's body.
+inline void (*end_of_thread)();
 
 // Never given back (kept.hpp).
 char* make_memory(size_t nbytes);
+
+// Multicast addresses: an offset from `base` stands for this offset in every rank's scratch. Nobody may access `base`.
+struct Multicast {
+  char* base;
+  std::vector<char*> scratch;
+};
+inline Multicast multicast;
 
 void* dynamic_shared();
 void* static_shared(const void* key, size_t nbytes);
@@ -118,8 +129,7 @@ void* dynamic_shared_of(unsigned block, const void* here);  // where `here` lies
 
 void release_next_kernel();
 bool has_released();  // whether this thread has
-// Meanwhile `pump` is called while copies are under way.
-void wait_for_previous_kernel(void (*pump)());
+void wait_for_previous_kernel();
 
 struct Kernel {
   unsigned blocks, threads, shared_nbytes;

@@ -2,7 +2,6 @@
 #include "views.hpp"
 
 #include <algorithm>
-#include <map>
 
 #include "kept.hpp"
 #include "sanitizers.hpp"
@@ -12,7 +11,6 @@ namespace simulator {
 namespace {
 
 bool has_view[view_count] = {true};
-Observer maker;  // knows of no thread's doings
 
 // ThreadSanitizer maps most of a megabyte for each fiber, uses a few pages of it, and clears all of it, its clocks even
 // twice. Pages touched for the first time would take most of a run. So what is clear already is left as it is.
@@ -41,27 +39,16 @@ Observer make_observer() {
 
 // A word that stands for `address` in one view: a release by one view is not acquired by another.
 void* word_of(const void* address, int view) {
-  using Key = std::pair<const void*, int>;
-  static std::map<Key, void*, std::less<>, Kept<std::pair<const Key, void*>>> words;
+  static Map<std::pair<const void*, int>, void*> words;
   void*& word = words[{address, view}];
   if (word == nullptr) word = take(16);
   return word;
-}
-
-template <class Visit>
-void for_each_other_view(const void* address, Visit visit) {
-  for (int v = generic + 1; v <= alias; ++v) {
-    if (self().views.of[v] == nullptr) continue;
-    const As as(self().views.of[v]);
-    visit(word_of(address, v));
-  }
 }
 
 }  // namespace
 
 Views make_views() {
   Views views;
-  if (__tsan_get_current_fiber) maker = __tsan_get_current_fiber();
   for (int v = 0; v < view_count; ++v)
     if (has_view[v] && __tsan_create_fiber) views.of[v] = make_observer();
   return views;
@@ -91,7 +78,7 @@ bool add_view(View added) { return has_view[added] = true; }
 Observer view(View which) {
   Views& mine = self().views;
   if (which > alias && mine.of[which] == nullptr && __tsan_create_fiber) {
-    const As as(maker);
+    const As as(scheduler_observer);
     mine.of[which] = make_observer();
   }
   return mine.of[which] ? mine.of[which] : mine.of[generic];
@@ -121,8 +108,13 @@ void acquire_view(const void* address, View to) {
   __tsan_acquire(word_of(address, to));
 }
 
-void release_views(const void* address) { for_each_other_view(address, __tsan_release); }
-void acquire_views(const void* address) { for_each_other_view(address, __tsan_acquire); }
+void release_views(const void* address) {
+  for (int v = generic + 1; v <= alias; ++v) release_view(address, View(v), View(v));
+}
+
+void acquire_views(const void* address) {
+  for (int v = generic + 1; v <= alias; ++v) acquire_view(address, View(v));
+}
 
 }  // namespace simulator
 

@@ -12,6 +12,9 @@ namespace simulator {
 
 // Who makes an access, to ThreadSanitizer; null where it is not there.
 using Observer = void*;
+// The scheduler's own. It has seen how shared memory was made, and no access by a thread. One that is made as this
+// observer begins with the same.
+inline Observer scheduler_observer;
 
 enum View {
   generic,

@@ -34,6 +34,20 @@ inline float larger_of(float a, float b) {
   if (std::isnan(a) || std::isnan(b)) return std::bit_cast<float>(0x7fffffffu);
   return a > b || (a == b && !std::signbit(a)) ? a : b;
 }
+
+// a x b + c, rounded once to bf16. The product of two bf16 numbers is exact in fp64. A number rounded to odd keeps more
+// than two bits beyond the next format's, so that the last rounding gives the bits of a single one.
+inline u32 bf16_fma(float a, float b, float c) {
+  const double product = double(a) * b, total = product + c;
+  if (!std::isfinite(total)) return bf16_from_float(float(total));
+  const double taken = total - product, error = (product - (total - taken)) + (c - taken);
+  const u64 bits = std::bit_cast<u64>(total), odd = bits & 1 ? bits : (error > 0) == (total > 0) ? bits + 1 : bits - 1;
+  const double to_odd = error == 0 ? total : std::bit_cast<double>(odd);
+  float v = float(to_odd);
+  if (std::fabs(v) > std::fabs(to_odd)) v = std::nextafter(v, 0.0f);
+  if (v != to_odd) v = std::bit_cast<float>(std::bit_cast<u32>(v) | 1);
+  return bf16_from_float(v);
+}
 }  // namespace twin
 
 template <class T>
@@ -67,22 +81,6 @@ inline u32 larger_magnitude(bf16 type, u32 a, u32 b) {
   return larger_one | ((a ^ b) & numbers);
 }
 
-namespace twin {
-// a x b + c, rounded once to bf16. The product of two bf16 numbers is exact in fp64. A number rounded to odd keeps more
-// than two bits beyond the next format's, so that the last rounding gives the bits of a single one.
-inline u32 bf16_fma(float a, float b, float c) {
-  const double product = double(a) * b, total = product + c;
-  if (!std::isfinite(total)) return bf16_from_float(float(total));
-  const double taken = total - product, error = (product - (total - taken)) + (c - taken);
-  const u64 bits = std::bit_cast<u64>(total), odd = bits & 1 ? bits : (error > 0) == (total > 0) ? bits + 1 : bits - 1;
-  const double to_odd = error == 0 ? total : std::bit_cast<double>(odd);
-  float v = float(to_odd);
-  if (std::fabs(v) > std::fabs(to_odd)) v = std::nextafter(v, 0.0f);
-  if (v != to_odd) v = std::bit_cast<float>(std::bit_cast<u32>(v) | 1);
-  return bf16_from_float(v);
-}
-}  // namespace twin
-
 inline u32 fma_bf16x2(u32 a, u32 b, u32 c) {
   float x[2], y[2], z[2];
   bf16::unpack(a, x);
@@ -90,4 +88,3 @@ inline u32 fma_bf16x2(u32 a, u32 b, u32 c) {
   bf16::unpack(c, z);
   return twin::bf16_fma(x[0], y[0], z[0]) | twin::bf16_fma(x[1], y[1], z[1]) << 16;
 }
-

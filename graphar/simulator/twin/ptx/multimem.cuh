@@ -4,13 +4,13 @@
 // ThreadSanitizer reports two of them without a fence between.
 #pragma once
 #include "device/pack.cuh"
-#include "multicast.hpp"
 
 namespace twin {
 inline const bool has_aliases = simulator::add_view(simulator::alias);
 
 inline Pack* on_rank(int rank, const Pack* address) {
-  return reinterpret_cast<Pack*>(multicast.scratch[rank] + (reinterpret_cast<const char*>(address) - multicast.base));
+  const auto offset = reinterpret_cast<const char*>(address) - simulator::multicast.base;
+  return reinterpret_cast<Pack*>(simulator::multicast.scratch[rank] + offset);
 }
 }  // namespace twin
 
@@ -20,7 +20,7 @@ inline Pack multimem_load_sum(T, const Pack* address) {
   Pack sum;
   for (int w = 0; w < 4; ++w) {
     float total[E] = {};
-    for (size_t rank = 0; rank < multicast.scratch.size(); ++rank) {
+    for (size_t rank = 0; rank < simulator::multicast.scratch.size(); ++rank) {
       float v[E];
       T::unpack(twin::load_as(simulator::view(simulator::alias), &twin::on_rank(rank, address)->word[w]), v);
       for (int e = 0; e < E; ++e) total[e] = rank ? total[e] + v[e] : v[e];
@@ -34,7 +34,7 @@ inline Pack multimem_load_sum(T, const Pack* address) {
 
 inline void multimem_store(Pack* address, const Pack& p) {
   twin::note(simulator::Step::store, "multimem_store", address, p);
-  for (size_t rank = 0; rank < multicast.scratch.size(); ++rank) {
+  for (size_t rank = 0; rank < simulator::multicast.scratch.size(); ++rank) {
     twin::copy_as(nullptr, simulator::view(simulator::alias), twin::on_rank(rank, address), &p, sizeof p);
     twin::after_access();
   }
@@ -45,4 +45,3 @@ inline void fence_aliases() {
   simulator::fence(simulator::alias, simulator::generic);
   twin::after_access();
 }
-

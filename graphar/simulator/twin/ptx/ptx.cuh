@@ -51,6 +51,11 @@ constexpr std::common_type_t<A, B> max(A a, B b) {
   return a > b ? a : b;
 }
 
+template <class T>
+inline T& static_shared() {
+  return *static_cast<T*>(simulator::static_shared(&typeid(T), sizeof(T)));
+}
+
 // ---- asynchronous copies, carried out while their thread does something else ----------------------------------------
 
 namespace twin {
@@ -105,12 +110,7 @@ inline void after_load() {
 
 inline void (*look_at_poll)() = nullptr;  // called at each poll of a thread that waits for a peer
 
-inline void after_poll() {
-  look_at_poll();
-  after_load();
-}
-
-// ---- barriers of blocks and warps -----------------------------------------------------------------------------------
+// ---- barriers, warps, clusters --------------------------------------------------------------------------------------
 
 inline void release(std::atomic<u32>& word, simulator::Reach reach = simulator::of_block) {
   simulator::extend_reach(reach);
@@ -125,39 +125,13 @@ inline void acquire(const std::atomic<u32>& word) {
 
 // Shows ThreadSanitizer the order of a barrier: each thread releases on entry and acquires on exit. Two words
 // alternate, so that a slow thread does not acquire what a fast one releases at the next barrier.
-template <class Scope>
-inline std::atomic<u32>& order_of() {
-  return *static_cast<std::atomic<u32>*>(simulator::static_shared(&typeid(Scope), 64 * sizeof(u32)));
-}
-struct BlockScope {};
-struct WarpScope {};
+struct OrderOfBlock {
+  std::atomic<u32> words[2];
+};
+struct OrderOfWarps {
+  std::atomic<u32> words[32][2];
+};
 
-inline bool block_vote(bool vote) {
-  auto& order = (&order_of<BlockScope>())[simulator::self().block_barriers++ % 2];
-  release(order);
-  const bool any = simulator::block_barrier(vote, pump);
-  acquire(order);
-  return any;
-}
-
-// A vote orders no accesses, nor does a shuffle. The lanes only meet.
-inline bool warp_vote(bool vote) { return simulator::warp_barrier(vote, pump); }
-}  // namespace twin
-
-inline void __syncthreads() { twin::block_vote(false); }
-inline int __syncthreads_or(int vote) { return twin::block_vote(vote); }
-inline void __syncwarp() {
-  auto& order = (&twin::order_of<twin::WarpScope>())[threadIdx.x / 32 * 2 + simulator::self().warp_barriers++ % 2];
-  twin::release(order, simulator::of_warp);
-  twin::warp_vote(false);
-  twin::acquire(order);
-}
-inline int __any_sync(u32, int vote) { return twin::warp_vote(vote); }
-inline int __all_sync(u32, int vote) { return !twin::warp_vote(!vote); }
-
-// ---- warps, clusters ------------------------------------------------------------------------------------------------
-
-namespace twin {
 constexpr u32 most_blocks = 1024;  // of all ranks, where a kernel has clusters or warpgroups
 inline u32 cluster_size() { return simulator::launched().cluster; }
 inline std::atomic<char*> shared_of_blocks[most_blocks];
@@ -172,19 +146,8 @@ inline u32 first_of_cluster() { return block_of_all() - blockIdx.x % cluster_siz
 // Waits until `all` threads have arrived at a barrier, which only counts up, and acquires what they have released.
 inline void wait_for_arrivals(const std::atomic<u32>& word, u32 all) {
   const simulator::Waiting waiting("a barrier of the cluster, or of some warps");
-  while (int(word.load(std::memory_order_relaxed) - all) < 0) {
-    pump();
-    simulator::step_after_load();
-  }
+  while (int(word.load(std::memory_order_relaxed) - all) < 0) after_load();
   acquire(word);
-}
-
-// Waits until `members` threads are here; the number is always the same. `words` alternate as above.
-inline void meet(std::atomic<u32> (&words)[2], u32 members, u32& times) {
-  auto& word = words[times++ % 2];
-  const u32 all = (word.load(std::memory_order_relaxed) / members + 1) * members;
-  release(word);
-  wait_for_arrivals(word, all);
 }
 
 // `number` counts the barriers of a kernel from 0. Two words alternate as above.
@@ -195,20 +158,39 @@ inline std::atomic<u32>& arrivals_at_cluster(u32 number) {
 
 // Two turns alternate: a lane that begins a third turn has met all lanes since they read the first.
 struct Exchange {
-  u32 given[2][32];
-  u32 turns[32];
+  struct {
+    u32 given[2][32];
+    u32 turns[32];
+  } warps[16];
 };
 
 template <class Word, class Choose>
 inline Word exchange(Word v, Choose source) {
-  Exchange& warp = (static_cast<Exchange*>(
-      simulator::static_shared(&typeid(Exchange), 16 * sizeof(Exchange))))[threadIdx.x / 32];
+  auto& warp = static_shared<Exchange>().warps[threadIdx.x / 32];
   const u32 lane = threadIdx.x % 32, turn = warp.turns[lane]++ % 2;
   __atomic_store_n(&warp.given[turn][lane], std::bit_cast<u32>(v), __ATOMIC_RELAXED);
-  warp_vote(false);
+  simulator::warp_barrier(false);
   return std::bit_cast<Word>(__atomic_load_n(&warp.given[turn][source(lane)], __ATOMIC_RELAXED));
 }
 }  // namespace twin
+
+inline int __syncthreads_or(int vote) {
+  auto& order = static_shared<twin::OrderOfBlock>().words[simulator::self().block_barriers++ % 2];
+  twin::release(order);
+  const bool any = simulator::block_barrier(vote);
+  twin::acquire(order);
+  return any;
+}
+inline void __syncthreads() { __syncthreads_or(false); }
+inline void __syncwarp() {
+  auto& order = static_shared<twin::OrderOfWarps>().words[threadIdx.x / 32][simulator::self().warp_barriers++ % 2];
+  twin::release(order, simulator::of_warp);
+  simulator::warp_barrier(false);
+  twin::acquire(order);
+}
+// A vote orders no accesses, nor does a shuffle. The lanes only meet.
+inline int __any_sync(u32, int vote) { return simulator::warp_barrier(vote); }
+inline int __all_sync(u32, int vote) { return !simulator::warp_barrier(!vote); }
 
 inline u32 same_in_warp(u32 v) { return v; }
 inline u32 held(u32 v) { return v; }
@@ -258,6 +240,21 @@ inline void note(simulator::Step::Kind kind, const char* what, const Word* addre
   simulator::note(kind, what, address, sizeof v, bits[0], bits[1]);
 }
 
+// Ends a load: notes it, and lets other threads run.
+template <class Word>
+inline Word loaded(const char* what, const Word* address, const Word& v) {
+  note(simulator::Step::load, what, address, v);
+  after_load();
+  return v;
+}
+
+// The same of a store.
+template <class Word>
+inline void stored(const char* what, const Word* address, const Word& v) {
+  note(simulator::Step::store, what, address, v);
+  after_access();
+}
+
 template <class Word>
 inline Word load_word(const Word* address) {
   if (std::uint64_t own; simulator::find_own(address, own)) return Word(own);
@@ -266,18 +263,12 @@ inline Word load_word(const Word* address) {
 
 // The accesses that a relaxed one is made of, none of which is ever torn: words, or halves of 8 bytes.
 template <class V>
-struct Parts {
-  using Part = u64;
-};
-template <int Count>
-struct Parts<Words<Count>> {
-  using Part = u32;
-};
+using Part = std::conditional_t<requires(V v) { v.word; }, u32, u64>;
 
 // Visits the parts of a V in a random order. Other threads may run between two of them.
 template <class V, class Visit>
 inline void visit_parts(Visit visit) {
-  constexpr u32 count = sizeof(V) / sizeof(typename Parts<V>::Part);
+  constexpr u32 count = sizeof(V) / sizeof(Part<V>);
   if (count == 1) return visit(0);
   const u32 first = simulator::random(count), step = simulator::random(2) ? 1 : count - 1;
   for (u32 i = 0; i < count; ++i) {
@@ -289,33 +280,30 @@ inline void visit_parts(Visit visit) {
 
 template <class V>
 V load_relaxed_sys(const V* address) {
-  using Part = typename twin::Parts<V>::Part;
+  using Part = twin::Part<V>;
   V v;
   twin::visit_parts<V>([&](u32 i) {
     reinterpret_cast<Part*>(&v)[i] = twin::load_word(reinterpret_cast<const Part*>(address) + i);
   });
-  twin::note(simulator::Step::load, "load_relaxed_sys", address, v);
-  sizeof(V) == 16 ? twin::after_poll() : twin::after_load();
-  return v;
+  if (sizeof(V) == 16) twin::look_at_poll();
+  return twin::loaded("load_relaxed_sys", address, v);
 }
 
 template <class V>
 void store_relaxed_sys(V* address, const std::type_identity_t<V>& v) {
-  using Part = typename twin::Parts<V>::Part;
+  using Part = twin::Part<V>;
   twin::visit_parts<V>([&](u32 i) {
     simulator::post(reinterpret_cast<Part*>(address) + i, reinterpret_cast<const Part*>(&v)[i], sizeof(Part));
   });
-  twin::note(simulator::Step::store, "store_relaxed_sys", address, v);
-  twin::after_access();
+  twin::stored("store_relaxed_sys", address, v);
 }
 
 template <class Word>
 inline Word load_acquire_sys(const Word* address) {
   const Word v = __atomic_load_n(address, __ATOMIC_ACQUIRE);
   simulator::acquire_views(address);
-  twin::note(simulator::Step::load, "load_acquire_sys", address, v);
-  twin::after_poll();
-  return v;
+  twin::look_at_poll();
+  return twin::loaded("load_acquire_sys", address, v);
 }
 
 template <class Word>
@@ -323,8 +311,7 @@ inline void store_release_sys(Word* address, std::type_identity_t<Word> v) {
   simulator::make_released_visible();
   simulator::release_views(address);
   __atomic_store_n(address, v, __ATOMIC_RELEASE);
-  twin::note(simulator::Step::store, "store_release_sys", address, v);
-  twin::after_access();
+  twin::stored("store_release_sys", address, v);
 }
 
 inline void store_release_sys_if(bool condition, u64* address, u64 v) {
@@ -333,38 +320,31 @@ inline void store_release_sys_if(bool condition, u64* address, u64 v) {
 
 template <class Word>
 inline Word load_relaxed_gpu(const Word* address) {
-  const Word v = twin::load_word(address);
-  twin::note(simulator::Step::load, "load_relaxed_gpu", address, v);
-  twin::after_load();
-  return v;
+  return twin::loaded("load_relaxed_gpu", address, twin::load_word(address));
 }
 
 inline void store_relaxed_gpu(u32* address, u32 v) {
   simulator::post(address, v, 4);
-  twin::note(simulator::Step::store, "store_relaxed_gpu", address, v);
-  twin::after_access();
+  twin::stored("store_relaxed_gpu", address, v);
 }
 
 inline u32 add_relaxed_cta(u32* address, u32 v) {
   const u32 old = __atomic_fetch_add(address, v, __ATOMIC_RELAXED);
-  twin::note(simulator::Step::store, "add_relaxed_cta", address, v);
-  twin::after_access();
+  twin::stored("add_relaxed_cta", address, v);
   return old;
 }
 
 inline u32 add_relaxed_gpu(u32* address, u32 v) {
   simulator::make_visible_at(address);
   const u32 old = __atomic_fetch_add(address, v, __ATOMIC_RELAXED);
-  twin::note(simulator::Step::store, "add_relaxed_gpu", address, v);
-  twin::after_access();
+  twin::stored("add_relaxed_gpu", address, v);
   return old;
 }
 
 inline u32 exchange_relaxed_gpu(u32* address, u32 v) {
   simulator::make_visible_at(address);
   const u32 old = __atomic_exchange_n(address, v, __ATOMIC_RELAXED);
-  twin::note(simulator::Step::store, "exchange_relaxed_gpu", address, v);
-  twin::after_access();
+  twin::stored("exchange_relaxed_gpu", address, v);
   return old;
 }
 
@@ -391,11 +371,6 @@ inline void wait_for_copies() {
 
 inline Pack* dynamic_shared() { return static_cast<Pack*>(simulator::dynamic_shared()); }
 
-template <class T>
-inline T& static_shared() {
-  return *static_cast<T*>(simulator::static_shared(&typeid(T), sizeof(T)));
-}
-
 // ---- kernels, time --------------------------------------------------------------------------------------------------
 
 namespace twin {
@@ -409,13 +384,11 @@ inline void end_of_thread() {
 }
 }  // namespace twin
 
-inline void wait_for_previous_kernel() {
-  simulator::wait_for_previous_kernel(twin::pump);
+inline void wait_for_previous_kernel(u32 = 0) {
   if (!simulator::launched().waits) return;
+  simulator::wait_for_previous_kernel();
   twin::acquire(twin::order_of_kernels[simulator::self().rank][(simulator::self().kernel + 1) % 2]);
 }
-
-inline void wait_for_previous_kernel(u32) { wait_for_previous_kernel(); }
 
 inline void release_next_kernel() { simulator::release_next_kernel(); }
 inline u64 global_time_ns() { return simulator::now_ns(); }
@@ -461,4 +434,3 @@ inline void floats_from_fp16x2(u32 v, float& low, float& high) {
   low = std::bit_cast<_Float16>(u16(v));
   high = std::bit_cast<_Float16>(u16(v >> 16));
 }
-

@@ -66,36 +66,7 @@ inline void add_pieces(const TensorMap& map, u32 x, u32 y, const void* shared, A
   for (u32 r = 0; r < map.box_rows; r += 8)
     add(new (simulator::make_memory(sizeof(Piece))) Piece{map, u32(x * map.element_nbytes / 2), y + r, box + r * 128});
 }
-}  // namespace twin
 
-inline void prefetch(const TensorMap& map) { twin::check(map); }
-
-inline void tensor_load(void* shared, const TensorMap& map, u32 x, u32 y, Mbarrier& loaded, u32 blocks) {
-  for (u32 block = 0; blocks >> block; ++block) {
-    if ((blocks >> block & 1) == 0) continue;
-    twin::add_pieces(map, x, y, shared, [&](twin::Piece* piece) {
-      piece->shared = twin::shared_of_block(block, piece->shared);
-      twin::issue_load(nullptr, piece, 0, simulator::async_global, twin::shared_of_block(block, &loaded),
-                       twin::Piece::load);
-    });
-  }
-  twin::after_access();
-}
-
-inline void tensor_load(void* shared, const TensorMap& map, u32 x, u32 y, Mbarrier& loaded) {
-  tensor_load(shared, map, x, y, loaded, 1 << block_in_cluster());
-}
-
-inline void tensor_store(const TensorMap& map, u32 x, u32 y, const void* shared) {
-  twin::add_pieces(map, x, y, shared, [](const twin::Piece* piece) {
-    twin::issue_store(nullptr, piece, 0, twin::Piece::store);
-  });
-  twin::after_access();
-}
-
-inline void commit_bulk_stores() { ++simulator::self().copy_groups; }
-
-namespace twin {
 // Reads the source of a store now. The store itself comes later.
 inline void read_source(simulator::Copy& copy) {
   const auto keep = [&](const void* from, u32 nbytes) {
@@ -114,6 +85,30 @@ inline void read_source(simulator::Copy& copy) {
 }
 }  // namespace twin
 
+inline void prefetch(const TensorMap& map) { twin::check(map); }
+
+inline void tensor_load(void* shared, const TensorMap& map, u32 x, u32 y, Mbarrier& loaded,
+                        u32 blocks = 1 << block_in_cluster()) {
+  for (u32 block = 0; blocks >> block; ++block) {
+    if ((blocks >> block & 1) == 0) continue;
+    twin::add_pieces(map, x, y, shared, [&](twin::Piece* piece) {
+      piece->shared = twin::shared_of_block(block, piece->shared);
+      twin::issue_load(nullptr, piece, 0, simulator::async_global, twin::shared_of_block(block, &loaded),
+                       twin::Piece::load);
+    });
+  }
+  twin::after_access();
+}
+
+inline void tensor_store(const TensorMap& map, u32 x, u32 y, const void* shared) {
+  twin::add_pieces(map, x, y, shared, [](const twin::Piece* piece) {
+    twin::issue_store(nullptr, piece, 0, twin::Piece::store);
+  });
+  twin::after_access();
+}
+
+inline void commit_bulk_stores() { ++simulator::self().copy_groups; }
+
 template <int Pending>
 inline void wait_for_bulk_sources() {
   auto& me = simulator::self();
@@ -123,4 +118,3 @@ inline void wait_for_bulk_sources() {
   simulator::fence(simulator::async_shared, simulator::generic);
   twin::after_access();
 }
-

@@ -5,13 +5,6 @@
 #pragma once
 #include "device/ptx/ptx.cuh"
 
-namespace twin {
-// Only programs that make bulk copies have these views, since views cost time.
-template <class Program = void>
-const bool has_async_proxy =
-    simulator::add_view(simulator::async_shared) && simulator::add_view(simulator::async_global);
-}  // namespace twin
-
 // The block's dynamic shared memory from a multiple of 1024 on, whose address the tensor cores know as 1024.
 inline char* dynamic_shared_boxes() {
   const u64 begin = reinterpret_cast<u64>(dynamic_shared());
@@ -23,9 +16,38 @@ inline char* dynamic_shared_boxes() {
 inline u32 shared_address(const void* p) { return static_cast<const char*>(p) - dynamic_shared_boxes() + 1024; }
 
 namespace twin {
+// Only programs that make bulk copies have these views, since views cost time.
+template <class Program = void>
+const bool has_async_proxy =
+    simulator::add_view(simulator::async_shared) && simulator::add_view(simulator::async_global);
+
 // The address in another block of the cluster that corresponds to `p` in this one.
 inline char* shared_of_block(u32 block, const void* p) {
   return shared_of_blocks[first_of_cluster() + block].load(std::memory_order_relaxed) + (shared_address(p) - 1024);
+}
+
+inline void issue_load(void* shared, const void* from, u32 nbytes, simulator::View read, void* loaded,
+                       void (*complete)(const simulator::Copy& copy)) {
+  simulator::self().copies.push_back({.kind = simulator::Copy::bulk_load,
+                                      .to = shared,
+                                      .from = from,
+                                      .nbytes = nbytes,
+                                      .read = read,
+                                      .written = simulator::async_shared,
+                                      .mbarrier = loaded,
+                                      .complete = complete});
+}
+
+inline void issue_store(void* global, const void* from, u32 nbytes,
+                        void (*complete)(const simulator::Copy& copy) = nullptr) {
+  simulator::self().copies.push_back({.kind = simulator::Copy::bulk_store,
+                                      .to = global,
+                                      .from = from,
+                                      .nbytes = nbytes,
+                                      .read = simulator::async_shared,
+                                      .written = simulator::async_global,
+                                      .group = simulator::self().copy_groups,
+                                      .complete = complete});
 }
 }  // namespace twin
 
@@ -132,32 +154,6 @@ class Mbarrier {
   std::atomic<u32> order_[2], order_of_cluster_[2];  // by phase
 };
 
-namespace twin {
-inline void issue_load(void* shared, const void* from, u32 nbytes, simulator::View read, void* loaded,
-                       void (*complete)(const simulator::Copy& copy)) {
-  simulator::self().copies.push_back({.kind = simulator::Copy::bulk_load,
-                                      .to = shared,
-                                      .from = from,
-                                      .nbytes = nbytes,
-                                      .read = read,
-                                      .written = simulator::async_shared,
-                                      .mbarrier = loaded,
-                                      .complete = complete});
-}
-
-inline void issue_store(void* global, const void* from, u32 nbytes,
-                        void (*complete)(const simulator::Copy& copy) = nullptr) {
-  simulator::self().copies.push_back({.kind = simulator::Copy::bulk_store,
-                                      .to = global,
-                                      .from = from,
-                                      .nbytes = nbytes,
-                                      .read = simulator::async_shared,
-                                      .written = simulator::async_global,
-                                      .group = simulator::self().copy_groups,
-                                      .complete = complete});
-}
-}  // namespace twin
-
 template <class Program = void>
 void bulk_load(void* shared, const void* global, u32 nbytes, Mbarrier& loaded) {
   if (!twin::has_async_proxy<Program>) std::abort();
@@ -201,4 +197,3 @@ inline void fence_async_proxy_global() {
   simulator::fence(simulator::generic, simulator::async_global);
   twin::after_access();
 }
-

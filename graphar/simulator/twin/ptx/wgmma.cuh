@@ -38,6 +38,18 @@ inline Products& products() {
   return of_threads[block_of_all()][threadIdx.x];
 }
 
+// Products are the warp's, so the reads of all its lanes are over once its wait returns. No other access is ordered.
+struct OrderOfProducts {
+  std::atomic<u32> words[32][2];
+};
+inline void end_wait_of_warp() {
+  auto& order = static_shared<OrderOfProducts>().words[threadIdx.x / 32][products().waits++ % 2];
+  simulator::release_view(&order, simulator::products, simulator::products);
+  simulator::warp_barrier(false);
+  simulator::acquire_view(&order, simulator::products);
+  simulator::fence(simulator::products, simulator::async_shared);
+}
+
 [[gnu::always_inline]] inline float decoded(bf16, u16 bits) { return __builtin_bit_cast(float, u32(bits) << 16); }
 [[gnu::always_inline]] inline float decoded(fp16, u16 bits) { return __builtin_bit_cast(_Float16, bits); }
 [[gnu::always_inline]] inline float decoded(e4m3, unsigned char bits) {
@@ -74,6 +86,20 @@ struct Operand {
     }
   }
 };
+
+// The addresses of all lanes of the warp, valid until the lanes meet again. The stores to them are ordered by nothing.
+inline auto places_of_warp(void* shared) -> std::atomic<void*> (&)[32] {
+  static std::atomic<void*> places[most_blocks][16][32];
+  auto& of_warp = places[block_of_all()][threadIdx.x / 32];
+  of_warp[threadIdx.x % 32].store(shared, std::memory_order_relaxed);
+  simulator::warp_barrier(false);
+  return of_warp;
+}
+
+template <class Word>
+inline Word* place_in(const std::atomic<void*>& place) {
+  return static_cast<Word*>(place.load(std::memory_order_relaxed));
+}
 }  // namespace twin
 
 template <int N, bool a_by_columns, bool b_by_columns>
@@ -116,18 +142,6 @@ inline void commit_products() {
   twin::after_access();
 }
 
-namespace twin {
-// Products are the warp's, so the reads of all its lanes are over once its wait returns. No other access is ordered.
-struct ProductScope {};
-inline void end_wait_of_warp() {
-  auto& order = (&order_of<ProductScope>())[threadIdx.x / 32 * 2 + products().waits++ % 2];
-  simulator::release_view(&order, simulator::products, simulator::products);
-  warp_vote(false);
-  simulator::acquire_view(&order, simulator::products);
-  simulator::fence(simulator::products, simulator::async_shared);
-}
-}  // namespace twin
-
 inline void wait_for_all_but_last_products() {
   twin::products().carry_out_but(1);
   twin::end_wait_of_warp();
@@ -154,32 +168,20 @@ inline void shrink_registers() {}
 template <int Registers>
 inline void grow_registers() {}
 
+// Two words alternate, as for barriers of the block.
 inline void sync_warpgroup(u32 barrier) {
   static std::atomic<u32> words[twin::most_blocks][16][2];
-  twin::meet(words[twin::block_of_all()][barrier], 128, twin::products().barriers);
+  auto& word = words[twin::block_of_all()][barrier][twin::products().barriers++ % 2];
+  const u32 all = (word.load(std::memory_order_relaxed) / 128 + 1) * 128;
+  twin::release(word);
+  twin::wait_for_arrivals(word, all);
 }
-
-namespace twin {
-// The addresses of all lanes of the warp, valid until the lanes meet again. The stores to them are ordered by nothing.
-inline auto places_of_warp(void* shared) -> std::atomic<void*> (&)[32] {
-  static std::atomic<void*> places[most_blocks][16][32];
-  auto& of_warp = places[block_of_all()][threadIdx.x / 32];
-  of_warp[threadIdx.x % 32].store(shared, std::memory_order_relaxed);
-  warp_vote(false);
-  return of_warp;
-}
-
-template <class Word>
-inline Word* place_in(const std::atomic<void*>& place) {
-  return static_cast<Word*>(place.load(std::memory_order_relaxed));
-}
-}  // namespace twin
 
 inline void store_matrices(void* shared, const u32 (&words)[4]) {
   auto& of_warp = twin::places_of_warp(shared);
   const u32 lane = threadIdx.x % 32;
   for (u32 i = 0; i < 4; ++i) twin::place_in<u32>(of_warp[8 * i + lane / 4])[lane % 4] = words[i];
-  twin::warp_vote(false);
+  simulator::warp_barrier(false);
 }
 
 inline void store_transposed_matrices(void* shared, const u32 (&words)[2]) {
@@ -187,6 +189,5 @@ inline void store_transposed_matrices(void* shared, const u32 (&words)[2]) {
   const u32 lane = threadIdx.x % 32;
   for (u32 i = 0; i < 4; ++i)
     twin::place_in<u16>(of_warp[i / 2 * 8 + lane % 4 * 2 + i % 2])[lane / 4] = u16(words[i / 2] >> i % 2 * 16);
-  twin::warp_vote(false);
+  simulator::warp_barrier(false);
 }
-
