@@ -35,7 +35,6 @@ class Algorithm(StrEnum):
 
     ONE_SHOT_PUSH = "one_shot_push"
     ONE_SHOT = "one_shot"
-    ONE_SHOT_UNSTAGED = "one_shot_unstaged"
     TWO_SHOT_PUSH = "two_shot_push"
     TWO_SHOT_PIPELINED = "two_shot_pipelined"
     TWO_SHOT_TMA = "two_shot_tma"
@@ -108,7 +107,7 @@ class Algorithm(StrEnum):
 # What ``algorithm`` of each op takes, for type checkers: the names of the rows. :data:`NAMED` has them at run time.
 AllReduceAlgorithm = (
     Algorithm
-    | Literal["auto", "one_shot_push", "one_shot", "one_shot_unstaged", "two_shot_push", "two_shot_pipelined"]
+    | Literal["auto", "one_shot_push", "one_shot", "two_shot_push", "two_shot_pipelined"]
     | Literal["two_shot_tma", "two_shot_lossless", "two_shot_copies", "multimem_one_shot", "multimem_two_shot"]
     | Literal["fallback", "hierarchical"]
 )
@@ -211,13 +210,6 @@ def _one_shot_rows(sizes: Sizes) -> dict[Algorithm, Row]:
             variants=(str(layouts.ONE_SHOT_DEPTH),),
             candidates=grids.each_of((128, 0), (256, 0)),
         ),
-        Algorithm.ONE_SHOT_UNSTAGED: _allreduce(
-            partial(layouts.signalled, packs, 2),
-            limit,
-            direct="input",
-            variants=(None, "direct"),
-            candidates=_NARROW_TO_WIDE,
-        ),
         # For tests, the stand-in replaces multimem instructions by ordinary accesses.
         Algorithm.MULTIMEM_ONE_SHOT: _allreduce(
             partial(layouts.signalled, packs, 2), limit, multimem=True, variants=("Hardware", "StandIn")
@@ -242,7 +234,7 @@ def _two_shot_rows(sizes: Sizes) -> dict[Algorithm, Row]:
         Algorithm.TWO_SHOT_PIPELINED: _allreduce(
             partial(layouts.pipelined, sizes.pipeline_chunk, slots),
             max_blocks=sizes.pipeline_blocks,
-            direct="output",
+            direct=True,
             takes_epilogue=True,
             adds_tree=True,
             variants=(None, "direct"),
@@ -338,10 +330,10 @@ def _copied_rows(sizes: Sizes) -> dict[Algorithm, Row]:
         return Row(op, layout=layout, copies=True, half_sm_threads=MAX_THREADS, policy_grid=grids.of_copies, **how)
 
     return {
-        Algorithm.TWO_SHOT_COPIES: copied("allreduce", sizes.copied_sum_nbytes, areas=2, direct="output"),
+        Algorithm.TWO_SHOT_COPIES: copied("allreduce", sizes.copied_sum_nbytes, areas=2, direct=True),
         Algorithm.REDUCESCATTER_COPIES: copied("reducescatter"),
-        Algorithm.ALLGATHER_COPIES: copied("allgather", dtypes=(BYTE,), direct="output"),
-        Algorithm.ALLTOALL_COPIES: copied("alltoall", dtypes=(BYTE,), direct="output"),
+        Algorithm.ALLGATHER_COPIES: copied("allgather", dtypes=(BYTE,), direct=True),
+        Algorithm.ALLTOALL_COPIES: copied("alltoall", dtypes=(BYTE,), direct=True),
     }
 
 

@@ -93,7 +93,6 @@ def _quantized(
 WAYS = {
     Algorithm.ONE_SHOT_PUSH: Way(_any),
     Algorithm.ONE_SHOT: Way(_one_a_peer),
-    Algorithm.ONE_SHOT_UNSTAGED: Way(_one_a_peer, variants=(None, "direct"), in_place=(True, False)),
     Algorithm.TWO_SHOT_PUSH: Way(_groups),
     Algorithm.TWO_SHOT_PIPELINED: Way(_one_a_peer, chunked=True, variants=(None, "direct"), in_place=(True, True)),
     Algorithm.TWO_SHOT_TMA: Way(_all_channels, chunked=True),

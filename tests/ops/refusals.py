@@ -246,7 +246,7 @@ def full(x):
 
 
 def of_algorithms(alone, pair):
-    for algorithm in ("ring", "allgather_push", None, "quantized_two_shot_push"):
+    for algorithm in ("ring", "one_shot_unstaged", "allgather_push", None, "quantized_two_shot_push"):
         given = {"algorithm": algorithm}
         yield row(f"allreduce algorithm {algorithm}", "algorithm", ValueError, REDUCE, X, alone, **given)
         yield row(

@@ -28,7 +28,7 @@ struct Call {
                 // call and would take this one's data for its data
 };
 
-// The same, with addresses that were computed before the wait (28).
+// The same, with addresses that were computed before the wait (16).
 struct HeldCall : Call {
   const u64* state;  // this block's EpochState
   u32* busy;         // this block's mark
@@ -40,7 +40,7 @@ DEVICE Call begin_call(const Arguments& a) {
   return {0, threadIdx.x == 0 ? exchange_relaxed_gpu(&a.counters->busy[blockIdx.x], 1) : 0, 0};
 }
 
-// By all threads of the block, first of all: wait_for_previous_kernel with values that were computed before (28), and
+// By all threads of the block, first of all: wait_for_previous_kernel with values that were computed before (16), and
 // then the same, with a relaxed exchange of gpu scope.
 template <class... Values>
 DEVICE HeldCall begin_call(const Arguments& a, Values&... values) {

@@ -65,7 +65,7 @@ __device__ __noinline__ void push_elements(const Arguments& a, u32 hop, u32 at, 
 }
 
 // What a thread sends: packs of a tensor that are `stride` apart, each to places as far apart on `Places` ranks. It is
-// made before a kernel's wait, which it is named in (28). A thread loads `ahead` packs before it sends them.
+// made before a kernel's wait, which it is named in (16). A thread loads `ahead` packs before it sends them.
 template <int Places, u32 ahead = Places == 1 ? 4 : Places == 2 ? 2 : 1>
 struct Outgoing {
   const Pack* from;
@@ -79,7 +79,7 @@ struct Outgoing {
   DEVICE Outgoing(const void* input, u32 first, u32 end, u32 stride)
       : from(static_cast<const Pack*>(input) + first), stride(stride), count(first < end ? end - first : 0) {}
 
-  // Internal: (28).
+  // Internal: (16).
   DEVICE u32 hold() { return ::hold(from) | ::hold(to) | ::hold(stride) | ::hold(count); }
 
   // By any thread, after the wait: loads the first packs. Weak.

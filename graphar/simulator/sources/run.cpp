@@ -145,7 +145,6 @@ Arguments arguments_of(const Call& call, u32 c, u32 m) {
   for (u32 p = 0; p < the_case.world_size; ++p) {
     a.scratch[p] = of_call[p].scratch.data();
     a.ring[p] = of_call[(r + p) % the_case.world_size].scratch.data();
-    a.peer_input[p] = of_call[p].input.data() + call.input_offset[p];
     a.peer_output[p] = output_of(call, of_call[p]).data() + call.output_offset[p];
     a.peer_counters[p] = &of_call[p].counters;
     a.begin[p] = call.begin[p];
