@@ -42,7 +42,7 @@ def set_collectives(
     Use: ``graphar.fsdp.set_collectives(model)``, after ``fully_shard`` and before the first step. Not collective.
 
     Parameters are gathered bit for bit. Exact gradients are summed in fp32 in rank order and rounded once, and then
-    divided by the number of ranks. Large bf16 tensors are compressed without loss where the tuning table has a size for
+    divided by the number of ranks. Large bf16 gathers are compressed without loss where the tuning table has a size for
     it; ``group=Communicator(lossless=False)`` prevents that. With HSDP both run within the shard groups; the all-reduce
     between replicas stays torch's.
 

@@ -43,7 +43,6 @@ class Algorithm(StrEnum):
     MULTIMEM_ONE_SHOT = "multimem_one_shot"
     MULTIMEM_TWO_SHOT = "multimem_two_shot"
     REDUCESCATTER_PUSH = "reducescatter_push"
-    REDUCESCATTER_LOSSLESS = "reducescatter_lossless"
     REDUCESCATTER_COPIES = "reducescatter_copies"
     ALLGATHER_FLAGGED = "allgather_flagged"
     ALLGATHER_PUSH = "allgather_push"
@@ -111,9 +110,7 @@ AllReduceAlgorithm = (
     | Literal["two_shot_tma", "two_shot_lossless", "two_shot_copies", "multimem_one_shot", "multimem_two_shot"]
     | Literal["fallback", "hierarchical"]
 )
-ReduceScatterAlgorithm = (
-    Algorithm | Literal["auto", "reducescatter_push", "reducescatter_lossless", "reducescatter_copies"]
-)
+ReduceScatterAlgorithm = Algorithm | Literal["auto", "reducescatter_push", "reducescatter_copies"]
 AllGatherAlgorithm = (
     Algorithm | Literal["auto", "allgather_flagged", "allgather_push", "allgather_lossless", "allgather_copies"]
 )
@@ -315,7 +312,6 @@ def _scatter_gather_rows(sizes: Sizes) -> dict[Algorithm, Row]:
             candidates=_NARROW_TO_WIDE,
             tells=True,
         ),
-        Algorithm.REDUCESCATTER_LOSSLESS: _lossless(sizes, "reducescatter"),
         Algorithm.ALLGATHER_LOSSLESS: _lossless(sizes, "allgather"),
         Algorithm.ALLGATHER_FLAGGED: replace(flagged("allgather"), variants=(None, TUPLE_VARIANT)),
         Algorithm.ALLGATHER_PUSH: replace(pushed("allgather"), variants=(None, TUPLE_VARIANT)),

@@ -97,7 +97,6 @@ class LargeCallsPolicy:
     # By world size, the bytes of the tensor, or of the largest part, from which on "auto" takes the algorithm. Without
     # an entry it never does.
     allreduce_from_nbytes: ByWorldSize
-    reducescatter_from_nbytes: ByWorldSize
     allgather_from_nbytes: ByWorldSize
 
     def least(self, op: str, world_size: int) -> int | None:
@@ -109,6 +108,7 @@ class LargeCallsPolicy:
 class CopiesPolicy(LargeCallsPolicy):
     """Collectives by copy engines."""
 
+    reducescatter_from_nbytes: ByWorldSize
     beside_from_nbytes: ByWorldSize  # the same for gathers and reduce-scatters beside matmuls, of the largest part
     sum_blocks: int  # thread blocks of a local sum
     chunk_nbytes: int  # the smallest chunk; larger tensors travel in larger ones, up to a place of the scratch

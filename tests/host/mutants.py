@@ -213,12 +213,6 @@ MUTANTS = mutants_of(
                 "most = max(most, r == a.rank ? max(tile_count(a.count[r]), 1u) : 0);",
             ),
         },
-        "reducescatter_lossless": {
-            "another rank's part summed in place of this rank's own": (
-                "const Tensor<T> input = part_of<T>(a.input, a, a.rank),",
-                "const Tensor<T> input = part_of<T>(a.input, a, 0),",
-            )
-        },
         "allgather_lossless": {
             "one slot fewer than steps under way, of a compressed all-gather": (
                 PUSH_PIPELINE,
