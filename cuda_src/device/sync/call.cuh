@@ -58,9 +58,9 @@ DEVICE void take_state(Call& call, u64 state) {
   call.aborted = u32(state >> 32);
 }
 
-// By all threads of the block, after begin_call and after the first loads of the input, before anything is sent. A
-// relaxed load of gpu scope. A call that is `aborted` sends nothing, and returns by end_aborted_call. The compiler
-// waits for this value at once, since it is uniform over the block, so everything after it starts later.
+// By all threads of the block, after begin_call and the first loads of the input, before anything is sent. A relaxed
+// load of gpu scope, for which the compiler waits at once: what comes after it starts later. A call that is `aborted`
+// sends nothing, and returns by end_aborted_call.
 DEVICE void read_epoch(const Arguments& a, Call& call) {
   take_state(call, load_relaxed_gpu(reinterpret_cast<const u64*>(&a.counters->epoch_state[blockIdx.x])));
 }
