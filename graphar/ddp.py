@@ -141,7 +141,7 @@ class _Exact:
         return type(self), (self.algorithm, self.overlap)  # names of engines are a process's own
 
     def __call__(self, engine: Engine, bucket: GradBucket, x: Tensor) -> Tensor:
-        key = engine.name, x.numel(), x.dtype, x.get_device(), engine.symmetric_sides(x, x)
+        key = engine.name, x.numel(), x.dtype, x.get_device(), engine.is_symmetric(x)
         known = self._calls.get(key)
         if known is None:
             known = self._calls[key] = self._call(engine, x)
@@ -167,8 +167,8 @@ class _Exact:
             work = work._replace(epilogue=bind("allreduce", "v * scale", x, [], (1 / ranks,))[0])
         few = engine.table.training.most_blocks(ranks) if self.overlap else None
         blocks = engine.table.chip.sms if by_copies else few
-        sides = engine.symmetric_sides(x, x)
-        return Call.of(work, x, algorithm=self.algorithm, blocks=blocks, symmetric=sides), divided
+        how = {"algorithm": self.algorithm, "blocks": blocks, "symmetric": engine.is_symmetric(x)}
+        return Call.of(work, x, **how), divided
 
 
 @dataclass

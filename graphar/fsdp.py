@@ -42,7 +42,7 @@ def set_collectives(
     Use: ``graphar.fsdp.set_collectives(model)``, after ``fully_shard`` and before the first step. Not collective.
 
     Parameters are gathered bit for bit. Exact gradients are summed in fp32 in rank order and rounded once, and then
-    divided by the number of ranks. Large bf16 tensors are compressed without loss where the tuning table has a size for
+    divided by the number of ranks. Large bf16 gathers are compressed without loss where the tuning table has a size for
     it; ``group=Communicator(lossless=False)`` prevents that. With HSDP both run within the shard groups; the all-reduce
     between replicas stays torch's.
 
@@ -137,21 +137,21 @@ class _Collective:
 
         Copies divide the rounded sum if it ``averages``, as other calls do not.
         """
-        sides, numel = engine.symmetric_sides(x, out), min(x.numel(), out.numel())
-        key = engine.name, op, numel, x.dtype, x.get_device(), sides, averages
+        symmetric, numel = engine.is_symmetric(out), min(x.numel(), out.numel())
+        key = engine.name, op, numel, x.dtype, x.get_device(), symmetric, averages
         if (call := self._calls.get(key)) is None:
-            call = self._calls[key] = self._call(engine, op, x, numel, sides, averages)
+            call = self._calls[key] = self._call(engine, op, x, numel, symmetric, averages)
         by_copies = call.algorithm == COPYING[op].value
         numbers = (1 / engine.world_size,) if averages and by_copies else ()
         engine.run(call, [Operands((x,), (out,), numbers)])
         return by_copies
 
-    def _call(self, engine: Engine, op: str, x: Tensor, numel: int, sides: tuple[str, ...], averages: bool) -> Call:
+    def _call(self, engine: Engine, op: str, x: Tensor, numel: int, symmetric: bool, averages: bool) -> Call:
         work = Parts(op, (numel,) * engine.world_size)
         call = Call.of(work, x, blocks=self._blocks)
         if self._takes_copies(engine, call, x):
             work = work._replace(beside="divided by the number of ranks") if averages else work
-            symmetric = tuple(side for side in sides if side == COPYING[op].row.direct)
+            symmetric = symmetric and COPYING[op].row.direct
             return call._replace(work=work, algorithm=COPYING[op].value, symmetric=symmetric)
         if self._blocks is not None:
             return call

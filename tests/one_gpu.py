@@ -65,15 +65,11 @@ class RanksOfOneGpu:
         )
 
     def allreduce(self, parts: Sequence[torch.Tensor], algorithm: Algorithm, direct: bool = False) -> list:
-        """What every rank receives. ``direct``: the input or output that kernels access on all ranks is symmetric."""
+        """What every rank receives. ``direct``: outputs are symmetric, and kernels write those of all ranks."""
         config = measured_config(TABLE, self.world_size, parts[0].nbytes, algorithm)
         xs, outs = [part.cuda(0) for part in parts], [_unwritten(part) for part in parts]
         if direct:
-            symmetric = self._runner.symmetric.empty(parts[0])
-            if algorithm.row.direct == "input":
-                xs = [place.copy_(x) for place, x in zip(symmetric, xs, strict=True)]
-            else:
-                outs = [place.fill_(7) for place in symmetric]
+            outs = [place.fill_(7) for place in self._runner.symmetric.empty(parts[0])]
         self._launch(Sum(parts[0].numel()), replace(config, direct=direct), xs, outs)
         return outs
 

@@ -69,8 +69,8 @@ struct Arguments {
   u32 world_size;                     // N
   char* scratch[max_ranks];           // the same as ring, by rank
   char* multicast;                    // multicast address of the scratch of all ranks; multimem kernels only, else null
-  const char* peer_input[max_ranks];  // the input on every rank; direct kernels that read it only
-  char* peer_output[max_ranks];       // the output on every rank; direct kernels that write it only
+  const char* peer_input[max_ranks];  // the tensors that sum_of_parts adds, all on this GPU; else null
+  char* peer_output[max_ranks];       // the output on every rank; direct kernels only, else null
   u64 begin[max_ranks];  // of each rank's part in the whole tensor, if the op has parts: in elements, or rows
   u64 count[max_ranks];  // elements, or rows, of each part that this launch handles
   u32* abort;            // of this rank: set once a wait has expired, so that queued kernels end at once
@@ -187,5 +187,5 @@ struct ScaledMatmulArguments : MatmulArguments {
   float* gathered_scales = nullptr;  // takes the scales of gathered rows, by rows, if these are wanted
 };
 
-// Internal: template argument of kernels whose peers access a rank's symmetric tensor in place, without scratch.
+// Internal: template argument of kernels that store results straight into every rank's output, a symmetric tensor.
 constexpr bool direct = true;

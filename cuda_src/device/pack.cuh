@@ -164,7 +164,7 @@ struct Tensor {
         numel(n),
         whole(reinterpret_cast<u64>(p) % sizeof(P) ? 0 : n / E) {}
 
-  // Internal: (28).
+  // Internal: (16).
   DEVICE u32 hold() { return ::hold(base) | ::hold(whole); }
 
   DEVICE P load(u64 i) const {

@@ -64,8 +64,8 @@ struct RmsNorm {
     if constexpr (C > 1) wait_for_cluster();  // all blocks run, and have their shared memory
   }
 
-  // By all threads of the team: norms a row. `next(i, sum)` gives the row's sums from pack i on, or packs of r with
-  // `has_residual`; false where one does not come. `then(i, r)` gets each pack of r.
+  // By all threads of the team: norms a row. `next(i, sum)` gets the row's sums from pack i on, or with `has_residual`
+  // pack i of r; it returns false if one does not come. `then(i, r)` is called with each pack of r.
   template <bool has_residual = false, class Next, class Then = Nothing>
   DEVICE void take(u32 row, Next next, Then then = {}) {
     const u64 start = u64(row) * packs;

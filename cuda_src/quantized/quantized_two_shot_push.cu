@@ -81,7 +81,6 @@ struct Arrivals {
         report(a, timed_out, call.epoch, first + missing, call.epoch, not_yet);
       return false;
     }
-#pragma unroll
     for (int r = 0; r < Count; ++r) visit_received(wire(first + r), tile, part[r], Arm{});
     return true;
   }
@@ -125,7 +124,6 @@ __global__ void __launch_bounds__(512, 1) quantized_two_shot_push(const __grid_c
       float total[tile_rows][run_numel];
       if (!sum_of_parts<C, N>(Arrivals<C>{a, call, scatter, shard, t - begin}, total)) break;
       const Coded<C> coded = encode<C>(tile_of(total), t, {a.seed, call.epoch, noise_of_sum});
-#pragma unroll
       for (int peer = 1; peer < N; ++peer) visit_coded(wire(peer, gather), t - begin, coded, StoreRelaxed{});
       sum[0] = as_received(coded);
     } else if (!Arrivals<C>{a, call, gather, shard, t - begin, 5}(owner, sum)) {

@@ -8,9 +8,12 @@
 #include "device/wire/lossless.cuh"
 
 template <class T, int N>
-struct AllgatherLossless : LosslessChunks<N> {
-  using Base = LosslessChunks<N>;
-  using Base::a, Base::Base, Base::place;
+struct AllgatherLossless : PartChunks<N> {
+  using PartChunks<N>::a, PartChunks<N>::PartChunks;
+
+  __device__ LosslessTile place(int hop, u32 k, int from, u32 j) const {
+    return lossless_tile(j, this->length, [&](u32 at) { return this->slot(hop, k, from, at); });
+  }
 
   __device__ void send(u32 k) const {
     const Tensor<T> input(a.input, a.count[a.rank]), output = part_of<T>(a.output, a, a.rank);

@@ -20,7 +20,7 @@ struct AllgatherPush {
     for (int r = 0; r < N; ++r) most = max(most, pack_count<T>(a.count[r]));
   }
 
-  DEVICE u32 hold() { return ::hold(most); }  // (28)
+  DEVICE u32 hold() { return ::hold(most); }  // (16)
 
   __device__ bool has_chunk(u32 k) const { return u64(k) * gridDim.x * a.chunk < most; }
   __device__ bool has_step(u32 k) const { return k == 0 || has_chunk(k - 1); }

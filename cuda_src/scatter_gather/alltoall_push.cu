@@ -25,7 +25,7 @@ struct AlltoallPush {
       for (int r = 0; r < N; ++r) most = max(most, max(packs(a.sends[r]), packs(a.receives[r])));
   }
 
-  DEVICE u32 hold() { return ::hold(most); }  // (28)
+  DEVICE u32 hold() { return ::hold(most); }  // (16)
 
   __device__ bool has_header(u32 k) const { return k == 0 && a.most == 0; }
   __device__ bool has_chunk(u32 k) const { return most != 0 && k * gridDim.x * a.chunk < most; }

@@ -201,7 +201,7 @@ class _AllToAll(Op):
         row = tuple([1 if at in (scatter, gather) else length for at, length in enumerate(xs[0].shape)])
         (first, *_), sends, receives = zip(*_lengths(arguments, len(xs)), strict=True)
         work = Exchange(first, row, sends, receives, scatter, gather, arguments.known)
-        ranks, symmetric = options.operands([xs], [(out,) for out in outs]), engine.symmetric_sides(xs, outs)
+        ranks, symmetric = options.operands([xs], [(out,) for out in outs]), engine.is_symmetric(outs)
         call = Call.of(work, xs[0], algorithm=arguments.algorithm, timeout_s=arguments.timeout_s, symmetric=symmetric)
         return engine.run(call, ranks), ranks
 

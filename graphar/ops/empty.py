@@ -29,11 +29,10 @@ def empty(*size, dtype: torch.dtype | None = None, group: Group = None):
     """Returns an uninitialised symmetric tensor, which all ranks can access, so that an all-reduce saves a copy.
 
     "two_shot_pipelined", which "auto" takes for large tensors, writes the sums of all ranks directly into a symmetric
-    ``out``. "one_shot_unstaged" reads a symmetric ``x`` in place, unless it is also ``out``. The same holds for views
-    without gaps that begin at a multiple of 16 bytes. In such a call all ranks must pass the same one, at the same
-    offset: the one that the same call of ``empty`` returned. Otherwise every rank gets CommunicatorError. After an
-    error its content is undefined. In every other respect it is like any tensor. On the CPU, and if kernels do not
-    reach all ranks, it is an ordinary one.
+    ``out``, or into a view of one without gaps that begins at a multiple of 16 bytes. In such a call all ranks must
+    pass the same one, at the same offset: the one that the same call of ``empty`` returned. Otherwise every rank gets
+    CommunicatorError. After an error its content is undefined. In every other respect it is like any tensor. On the
+    CPU, and if kernels do not reach all ranks, it is an ordinary one.
 
     Collective, and refused while a graph is captured; captured calls may use the tensor. Its memory, a multiple of 2 MB
     outside torch's allocator, is freed when the communicator is closed. The tensor must not be used afterwards.

@@ -69,8 +69,9 @@ def repeated(op: str, group: Group, tensors: tuple, options: tuple, epilogue: ob
         tensors, numbers, epilogue = (*tensors, *epilogue.tensors.values()), (*epilogue.scalars.values(),), epilogue.key
     repeats, symmetric = engine.warm.repeats, engine.symmetric
     try:
-        # A plan depends on which tensors are symmetric.
-        call = op, len(tensors), options, epilogue, symmetric.sides(first, out) if symmetric else ()
+        # A plan depends on whether the output is symmetric.
+        is_direct = symmetric is not None and isinstance(out, _Tensor) and symmetric.hold(out)
+        call = op, len(tensors), options, epilogue, is_direct
         latest = repeats.get(call)  # most calls are like the latest one: its guard is faster than a look-up by shape
     except (TypeError, RuntimeError):  # an option is of another type than any that fits, or a tensor has no memory
         return None
@@ -106,8 +107,8 @@ def keep(
     order = [at for operand in operands.inputs for at, tensor in enumerate(tensors) if tensor is operand]
     if not can_repeat or not len(order) == len(operands.inputs) == len(tensors):
         return  # an operand is a copy of what the user gave
-    sides = engine.symmetric_sides(tensors[0], operands.outputs[0])
-    key = (op, len(tensors), options, epilogue, sides), tensors[0].shape, tensors[0].dtype
+    symmetric = engine.is_symmetric(operands.outputs[0])
+    key = (op, len(tensors), options, epilogue, symmetric), tensors[0].shape, tensors[0].dtype
     if not warm.was_seen(key):
         return
     warm.unrepeated += 1

@@ -189,14 +189,14 @@ class _Sums(Op):
         if self is SCATTER:
             axis = arguments.axis
             rows, rooms = [parts.rows_of(x, axis) for x in xs], [parts.room_for(out, axis) for out in outs]
-            errors, symmetric = [parts.rows_of(x, axis) for x in residuals], ()
+            errors, symmetric = [parts.rows_of(x, axis) for x in residuals], False
             followed = self._applied_to_parts(arguments, rooms)
             counts, row = parts.counts_of(rows[0], arguments.sizes), tuple(rows[0].shape[1:])
             work = Parts(self.name, counts, codec, followed and followed.form, axis, "", row, *order)
         else:
             rows, rooms, errors = [x.contiguous() for x in xs], outs, residuals
             followed = options.applied(self.name, arguments, rows)
-            symmetric = () if codec else engine.symmetric_sides(rows, rooms)
+            symmetric = not codec and engine.is_symmetric(rooms)
             work = Sum(rows[0].numel(), codec, followed and followed.form, tuple(rows[0].shape), *order)
         how = {"algorithm": arguments.algorithm, "timeout_s": arguments.timeout_s, "symmetric": symmetric}
         ranks = options.operands([rows, *([errors] if errors else [])], [(room,) for room in rooms], followed)

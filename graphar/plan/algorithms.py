@@ -35,7 +35,6 @@ class Algorithm(StrEnum):
 
     ONE_SHOT_PUSH = "one_shot_push"
     ONE_SHOT = "one_shot"
-    ONE_SHOT_UNSTAGED = "one_shot_unstaged"
     TWO_SHOT_PUSH = "two_shot_push"
     TWO_SHOT_PIPELINED = "two_shot_pipelined"
     TWO_SHOT_TMA = "two_shot_tma"
@@ -44,7 +43,6 @@ class Algorithm(StrEnum):
     MULTIMEM_ONE_SHOT = "multimem_one_shot"
     MULTIMEM_TWO_SHOT = "multimem_two_shot"
     REDUCESCATTER_PUSH = "reducescatter_push"
-    REDUCESCATTER_LOSSLESS = "reducescatter_lossless"
     REDUCESCATTER_COPIES = "reducescatter_copies"
     ALLGATHER_FLAGGED = "allgather_flagged"
     ALLGATHER_PUSH = "allgather_push"
@@ -108,13 +106,11 @@ class Algorithm(StrEnum):
 # What ``algorithm`` of each op takes, for type checkers: the names of the rows. :data:`NAMED` has them at run time.
 AllReduceAlgorithm = (
     Algorithm
-    | Literal["auto", "one_shot_push", "one_shot", "one_shot_unstaged", "two_shot_push", "two_shot_pipelined"]
+    | Literal["auto", "one_shot_push", "one_shot", "two_shot_push", "two_shot_pipelined"]
     | Literal["two_shot_tma", "two_shot_lossless", "two_shot_copies", "multimem_one_shot", "multimem_two_shot"]
     | Literal["fallback", "hierarchical"]
 )
-ReduceScatterAlgorithm = (
-    Algorithm | Literal["auto", "reducescatter_push", "reducescatter_lossless", "reducescatter_copies"]
-)
+ReduceScatterAlgorithm = Algorithm | Literal["auto", "reducescatter_push", "reducescatter_copies"]
 AllGatherAlgorithm = (
     Algorithm | Literal["auto", "allgather_flagged", "allgather_push", "allgather_lossless", "allgather_copies"]
 )
@@ -211,13 +207,6 @@ def _one_shot_rows(sizes: Sizes) -> dict[Algorithm, Row]:
             variants=(str(layouts.ONE_SHOT_DEPTH),),
             candidates=grids.each_of((128, 0), (256, 0)),
         ),
-        Algorithm.ONE_SHOT_UNSTAGED: _allreduce(
-            partial(layouts.signalled, packs, 2),
-            limit,
-            direct="input",
-            variants=(None, "direct"),
-            candidates=_NARROW_TO_WIDE,
-        ),
         # For tests, the stand-in replaces multimem instructions by ordinary accesses.
         Algorithm.MULTIMEM_ONE_SHOT: _allreduce(
             partial(layouts.signalled, packs, 2), limit, multimem=True, variants=("Hardware", "StandIn")
@@ -242,7 +231,7 @@ def _two_shot_rows(sizes: Sizes) -> dict[Algorithm, Row]:
         Algorithm.TWO_SHOT_PIPELINED: _allreduce(
             partial(layouts.pipelined, sizes.pipeline_chunk, slots),
             max_blocks=sizes.pipeline_blocks,
-            direct="output",
+            direct=True,
             takes_epilogue=True,
             adds_tree=True,
             variants=(None, "direct"),
@@ -324,7 +313,6 @@ def _scatter_gather_rows(sizes: Sizes) -> dict[Algorithm, Row]:
             candidates=_NARROW_TO_WIDE,
             tells=True,
         ),
-        Algorithm.REDUCESCATTER_LOSSLESS: _lossless(sizes, "reducescatter"),
         Algorithm.ALLGATHER_LOSSLESS: _lossless(sizes, "allgather"),
         Algorithm.ALLGATHER_FLAGGED: replace(flagged("allgather"), variants=(None, TUPLE_VARIANT)),
         Algorithm.ALLGATHER_PUSH: replace(pushed("allgather"), variants=(None, TUPLE_VARIANT)),
@@ -339,10 +327,10 @@ def _copied_rows(sizes: Sizes) -> dict[Algorithm, Row]:
         return Row(op, layout=layout, copies=True, half_sm_threads=MAX_THREADS, policy_grid=grids.of_copies, **how)
 
     return {
-        Algorithm.TWO_SHOT_COPIES: copied("allreduce", sizes.copied_sum_nbytes, areas=2, direct="output"),
+        Algorithm.TWO_SHOT_COPIES: copied("allreduce", sizes.copied_sum_nbytes, areas=2, direct=True),
         Algorithm.REDUCESCATTER_COPIES: copied("reducescatter"),
-        Algorithm.ALLGATHER_COPIES: copied("allgather", dtypes=(BYTE,), direct="output"),
-        Algorithm.ALLTOALL_COPIES: copied("alltoall", dtypes=(BYTE,), direct="output"),
+        Algorithm.ALLGATHER_COPIES: copied("allgather", dtypes=(BYTE,), direct=True),
+        Algorithm.ALLTOALL_COPIES: copied("alltoall", dtypes=(BYTE,), direct=True),
     }
 
 

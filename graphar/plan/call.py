@@ -24,7 +24,7 @@ class Call(NamedTuple, Generic[W]):
     timeout_s: float | None = None  # the deadline of each wait on another rank, in seconds; None: the communicator's
     # The most thread blocks that a kernel may have while other work runs beside it; None: no limit.
     blocks: int | None = None
-    symmetric: tuple[str, ...] = ()  # which of "input" and "output" lie in symmetric memory
+    symmetric: bool = False  # whether the output lies in symmetric memory
 
     @staticmethod
     def of(work: W, x: torch.Tensor, **how) -> Call[W]:

@@ -26,7 +26,7 @@ class Config:
     # Packs (with a codec tiles) that a block sends to one peer in one step; of two_shot_tma, each channel of a block.
     # 0 for algorithms without chunks.
     chunk: int = 0
-    direct: bool = False  # whether the kernel is the direct variant, for symmetric tensors
+    direct: bool = False  # whether the kernel is the direct variant, for symmetric outputs
     cluster: int = 1  # the blocks of a thread block cluster
 
 
@@ -38,7 +38,7 @@ class Kernel(NamedTuple):
 
     algorithm: Algorithm
     dtype: torch.dtype  # the dtype of the elements; BYTE if the kernel only moves data
-    direct: bool = False  # whether it is the direct variant, for symmetric tensors
+    direct: bool = False  # whether it is the direct variant, for symmetric outputs
     codec: Codec | None = None  # the codec on the wire
     epilogue: Pointwise | None = None
     template: str | None = None  # the template arguments by the call's work

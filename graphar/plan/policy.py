@@ -96,7 +96,6 @@ class LargeCallsPolicy:
 
     # By world size, the bytes of the tensor or the largest part from which on "auto" takes it; no entry: it never does.
     allreduce_from_nbytes: ByWorldSize
-    reducescatter_from_nbytes: ByWorldSize
     allgather_from_nbytes: ByWorldSize
 
     def least(self, op: str, world_size: int) -> int | None:
@@ -108,6 +107,7 @@ class LargeCallsPolicy:
 class CopiesPolicy(LargeCallsPolicy):
     """Collectives by copy engines."""
 
+    reducescatter_from_nbytes: ByWorldSize
     beside_from_nbytes: ByWorldSize  # the same for gathers and reduce-scatters beside matmuls, of the largest part
     sum_blocks: int  # thread blocks of a local sum
     chunk_nbytes: int  # the smallest chunk; larger tensors travel in larger ones, up to a place of the scratch

@@ -63,16 +63,14 @@ class Row:
     only_threads: int | None = None  # the threads of a block, if its warps have fixed roles
     max_blocks: int = MAX_BLOCKS  # the most blocks of a grid, by the size of the signal pad and the slots
     fills_slots: bool = False  # whether a call has a launch for each slot that the largest part fills; else one
-    # The operand, "input" or "output", that the kernel's direct variant accesses in symmetric memory on every rank; an
-    # empty string without such a variant.
-    direct: str = ""
+    direct: bool = False  # whether it can write a symmetric output on every rank, in a direct variant of its kernel
     takes_epilogue: bool = False  # whether it has kernels with an epilogue
     adds_tree: bool = False  # whether it has kernels that add fp32 as a binary tree over 2, 4 or 8 ranks
     takes_codec: bool = False  # whether it has a codec on the wire; it then has no kernel without one
     compresses: bool = False  # whether it compresses elements without loss, in tiles
     # Whether its codecs must leave one 32-bit word unused, as the sentinel for data not yet arrived.
     spares_a_word: bool = False
-    copies: bool = False  # whether parts travel by copy engines; ``direct`` is then where peers' copies may end
+    copies: bool = False  # whether parts travel by copy engines; if it is ``direct``, straight into a symmetric output
     across_hosts: bool = False  # whether it adds host by host, for ranks on several hosts
     # The kernel's last template argument if there are several kernels, the usual one first.
     variants: tuple[str | None, ...] = (None,)

@@ -38,8 +38,6 @@ from graphar.plan.row import Row
 from graphar.plan.scratch import MAX_BLOCKS, MAX_RANKS, NORM_ROW_PACKS, PACK_NBYTES
 from graphar.plan.work import MOVING, Exchange, Norm, Parts, Sum, TensorTuple, template_of
 
-_DIRECTLY = {"input": "straight from the symmetric inputs", "output": "straight into the symmetric output"}
-
 
 @dataclass(frozen=True)
 class Facts:
@@ -166,7 +164,7 @@ def _measured(call: Call[Sum | Parts | TensorTuple | Exchange], facts: Facts, as
     compresses = None if asked else _for_large(COMPRESSING, facts.table.lossless, call, facts)
     compressing = compresses if facts.lossless else None
     copying = None if asked or compressing else _for_large(COPYING, facts.table.copies, call, facts)
-    if copying and isinstance(call.work, Exchange) and copying.row.direct not in call.symmetric:
+    if copying and isinstance(call.work, Exchange) and not call.symmetric:
         copying = None  # through scratch its copies take longer than its kernels
     table = tables.serving(facts.table, facts.world_size) if is_sum else facts.table
     entries = table.rows[facts.world_size] if is_sum else table.parts[call.op]
@@ -183,9 +181,8 @@ def _measured(call: Call[Sum | Parts | TensorTuple | Exchange], facts: Facts, as
     off = "; lossless compression is off" if compresses and not compressing else ""
     choice = Choice(config, f"{why}{_by_table(table, call, facts)}{off}")
     config, reason = choice if taken else _served(choice, entries, call, facts)
-    direct = config.algorithm.row.direct
-    if direct and direct in call.symmetric:
-        config, reason = replace(config, direct=True), f"{reason}, {_DIRECTLY[direct]}"
+    if call.symmetric and config.algorithm.row.direct:
+        config, reason = replace(config, direct=True), f"{reason}, straight into the symmetric output"
     return Choice(config, f"{reason}{_what_is_added(call.work)}")
 
 

@@ -275,7 +275,7 @@ def _lossless(world_size: int) -> Iterator[Trial]:
     for op in COMPRESSING:
         ranks = 1 if op == "allreduce" else world_size  # the number of ranks that share the whole tensor
         rows = [nbytes // (2 * COLUMNS * ranks) for nbytes in (128 * MB, 256 * MB)]  # of a part
-        calls = [Workload(op, ranks * count if op == "reducescatter" else count) for count in rows]
+        calls = [Workload(op, count) for count in rows]
         least = [2 * COLUMNS * count for count in rows]
         yield Trial(("lossless", f"{op}_from_nbytes", world_size), (*least, None), calls)
 

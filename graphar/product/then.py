@@ -142,8 +142,7 @@ class Then:
         taken = self._taken(panel, ranks, of_ranks, products)
         call = (self._beside if is_beside else self._alone)[at]
         if self._in_place and not work.codec:
-            summed = [of_rank.inputs[0] for of_rank in taken]
-            call = call._replace(symmetric=engine.symmetric_sides(summed, summed))
+            call = call._replace(symmetric=engine.is_symmetric([of_rank.inputs[0] for of_rank in taken]))
         engine.plan(call, taken).run(taken)
         if not work.norm:
             for index, (matmul, of_rank) in enumerate(zip(of_ranks, taken, strict=True)):

@@ -152,9 +152,9 @@ class Engine:
         self.table = table
         self.plans.clear()
 
-    def symmetric_sides(self, x, out) -> tuple[str, ...]:
-        """Returns which of "input" and "output" of a call lie in symmetric memory."""
-        return self.symmetric.sides(x, out) if self.symmetric else ()
+    def is_symmetric(self, out: torch.Tensor | Sequence[torch.Tensor]) -> bool:
+        """Whether an output, or one for each rank of this process, lies in symmetric memory."""
+        return self.symmetric is not None and self.symmetric.hold(out)
 
     def explain(self, call: Call, x: torch.Tensor) -> Explanation:
         """Returns the algorithm of a call whose first tensor is like ``x``, and why. The first call is collective."""

@@ -99,7 +99,7 @@ class Collectives:
             return lambda: run(self._out, self._x)
         if method == KERNELS:
             return self._graphar(blocks=64)
-        return self._graphar(algorithm=COPYING[self._op].value, symmetric=("output",) * (self._op == "allgather"))
+        return self._graphar(algorithm=COPYING[self._op].value, symmetric=self._op == "allgather")
 
     def wrong(self, method: str) -> int:
         """Returns how many elements of all ranks differ from the specification's. Collective."""

@@ -20,7 +20,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import graphar
-from graphar.plan.policy import LargeCallsPolicy
 from graphar.plan.sizes import MB, parse_nbytes
 from perf import training_steps
 from perf.harness import ranks as ranks_of
@@ -96,8 +95,8 @@ class FsdpPlan:
         layers: the number of layers. None: as many as fit into memory.
         tokens: tokens per rank and step. Each number is measured.
         blocks: limits on thread blocks of a call, with each of which "graphar" is measured beside its default.
-        compressed_from: "graphar lossless" compresses calls whose largest shard has at least this many bytes. None: the
-            tuning table decides.
+        compressed_from: "graphar lossless" compresses gathers whose largest shard has at least this many bytes. None:
+            the tuning table decides.
         budget_s: the time limit for each number of tokens in seconds. No steps are timed after it. None: no limit.
         zero_cta: whether to measure NCCL's gathers by copy engines, too.
     """
@@ -209,10 +208,9 @@ def communicator_of(plan: FsdpPlan, method: str) -> graphar.Communicator:
     engine = communicator.engine
     if method == LOSSLESS:
         policy = engine.table.lossless
-        least = {op: plan.compressed_from or policy.least(op, plan.world_size) for op in ("allgather", "reducescatter")}
-        sizes = {f"{op}_from_nbytes": {plan.world_size: size or COMPRESSED_MB * MB} for op, size in least.items()}
-        allreduce = {"allreduce_from_nbytes": policy.allreduce_from_nbytes}
-        engine.use_table(replace(engine.table, lossless=LargeCallsPolicy(**sizes, **allreduce)))
+        least = plan.compressed_from or policy.least("allgather", plan.world_size) or COMPRESSED_MB * MB
+        policy = replace(policy, allgather_from_nbytes={plan.world_size: least})
+        engine.use_table(replace(engine.table, lossless=policy))
     return communicator
 
 

@@ -93,7 +93,6 @@ def _quantized(
 WAYS = {
     Algorithm.ONE_SHOT_PUSH: Way(_any),
     Algorithm.ONE_SHOT: Way(_one_a_peer),
-    Algorithm.ONE_SHOT_UNSTAGED: Way(_one_a_peer, variants=(None, "direct"), in_place=(True, False)),
     Algorithm.TWO_SHOT_PUSH: Way(_groups),
     Algorithm.TWO_SHOT_PIPELINED: Way(_one_a_peer, chunked=True, variants=(None, "direct"), in_place=(True, True)),
     Algorithm.TWO_SHOT_TMA: Way(_all_channels, chunked=True),
@@ -105,7 +104,6 @@ WAYS = {
     Algorithm.ALLGATHER_PUSH: Way(_one_a_peer, chunked=True, variants=(None, TUPLE_VARIANT), in_place=(True, False)),
     Algorithm.ALLTOALL_FLAGGED: Way(_any, in_place=(False,)),
     Algorithm.ALLTOALL_PUSH: Way(_one_a_peer, chunked=True, in_place=(False,)),
-    Algorithm.REDUCESCATTER_LOSSLESS: Way(lambda world_size: (32, 64), chunked=True, in_place=(False,)),
     Algorithm.ALLGATHER_LOSSLESS: Way(lambda world_size: (32, 64), chunked=True),
     Algorithm.QUANTIZED_TWO_SHOT_PUSH: _quantized(
         lambda world_size: (32 * world_size,),
@@ -315,7 +313,6 @@ def _room(algorithm: Algorithm, world_size: int, dtype: torch.dtype) -> int:
         Algorithm.ALLTOALL_FLAGGED: needs.capacity // 2 * PACK_NBYTES,
         Algorithm.ALLTOALL_PUSH: _LARGEST_NBYTES // 2,
         Algorithm.QUANTIZED_REDUCESCATTER: _LARGEST_QUANTIZED_NBYTES // world_size,
-        Algorithm.REDUCESCATTER_LOSSLESS: _LARGEST_QUANTIZED_NBYTES // dtype.itemsize // world_size,
         Algorithm.ALLGATHER_LOSSLESS: _LARGEST_QUANTIZED_NBYTES // dtype.itemsize,
     }[algorithm]
 

@@ -32,6 +32,11 @@ MUTANTS = mutants_of(
                 "after_signal_pad(a, rank) + (call.epoch & 1) * a.capacity",
                 "after_signal_pad(a, rank)",
             ),
+            "threads that do not wait for the one that waits": (
+                PAD,
+                "return !__syncthreads_or(failed);",
+                "return !failed;",
+            ),
         },
         ("two_shot_tma", "thread", 2): {
             "a warp's signal, no release": (PAD, SET, NOT_RELEASED),
@@ -82,13 +87,6 @@ MUTANTS = mutants_of(
                 PAD,
                 "OfWarp ? __syncwarp() : __syncthreads();",
                 "if (OfWarp) __syncwarp();",
-            )
-        },
-        ("one_shot_unstaged", "thread"): {
-            "threads that do not wait for the one that waits": (
-                PAD,
-                "return !__syncthreads_or(failed);",
-                "return !failed;",
             )
         },
         "one_shot_push": {
@@ -215,12 +213,6 @@ MUTANTS = mutants_of(
                 "most = max(most, r == a.rank ? max(tile_count(a.count[r]), 1u) : 0);",
             ),
         },
-        "reducescatter_lossless": {
-            "another rank's part summed in place of this rank's own": (
-                "const Tensor<T> input = part_of<T>(a.input, a, a.rank),",
-                "const Tensor<T> input = part_of<T>(a.input, a, 0),",
-            )
-        },
         "allgather_lossless": {
             "one slot fewer than steps under way, of a compressed all-gather": (
                 PUSH_PIPELINE,
@@ -233,13 +225,7 @@ MUTANTS = mutants_of(
                 "min(begin(k) + length, (blockIdx.x + 1) * share - 1)",
             ),
         },
-        "one_shot_unstaged": {
-            "a tail one element too long": (PACK, "if (e < count) to[e]", "if (e <= count) to[e]"),
-            "a direct pull whose inputs change under it": (
-                "      signals.send<N>(a, call, 2);\n      signals.wait<N>(a, call, 2);\n",
-                "      signals.send<N>(a, call, 2);\n",
-            ),
-        },
+        "one_shot": {"a tail one element too long": (PACK, "if (e < count) to[e]", "if (e <= count) to[e]")},
         "allgather_push": {
             "rows of a tuple that begin where those of the first rank do": (
                 PARTS,

@@ -5,7 +5,7 @@
     programs   what a thread can do
     machine    ranks and threads, over that memory
     sentinel   one_shot_push, reducescatter_push, allgather_flagged, two_shot_push: data that carry their own readiness
-    signals    two_shot_pipelined, allgather_push, one_shot, one_shot_unstaged: flags, and chunks that they announce
+    signals    two_shot_pipelined, allgather_push, one_shot: flags, and chunks that they announce
     tma        two_shot_tma: warps, bulk copies and mbarriers
 
 Covered: every order in which the blocks of all ranks run and their stores arrive, over several calls with other sizes

@@ -229,7 +229,7 @@ def allgather(parts_of_calls: Sequence[Sequence[int]], mutant: str = "", depth: 
 
 
 def pull(ranks: int, calls: Sequence[Call], mutant: str = "") -> list[do.Thread]:
-    """one_shot and one_shot_unstaged: peers read what a rank has staged. A call's chunk is an element of each block.
+    """one_shot: peers read what a rank has staged. A call's chunk is an element of each block.
 
     A staged word is modelled as one word for each peer, since all peers must have read it before it changes. A thread
     sees what it stages for itself at once.
@@ -263,28 +263,3 @@ def pull(ranks: int, calls: Sequence[Call], mutant: str = "") -> list[do.Thread]
             base += 0 if mutant == "steps are not counted on" else 1
 
     return blocks_of(ranks, calls, program)
-
-
-def direct_pull(ranks: int, calls: int, mutant: str = "") -> list[do.Thread]:
-    """one_shot_unstaged, direct: peers read the input in place. A kernel before each call overwrites it."""
-
-    def source(on: int, reader: int) -> do.Word:
-        return (on, f"input for rank {reader}")
-
-    def program(rank: int, block: int) -> Iterator:
-        for c in range(calls):
-            pad = Pad(ranks, rank, block, 2 * c, mutant)
-            yield do.Begin(f"{c}, the writer before it,")
-            for peer in pad.peers:
-                yield do.Store(source(rank, peer), f"input {c} of rank {rank}")
-            yield do.Begin(c)
-            if mutant != "no first signal":
-                yield pad.send(1)
-                yield from pad.wait(1)
-            for peer in pad.peers:
-                yield do.Read((source(peer, rank),), (f"input {c} of rank {peer}",))
-            if mutant != "no second signal":
-                yield pad.send(2)
-                yield from pad.wait(2)
-
-    return blocks_of(ranks, [Call(1)], program)

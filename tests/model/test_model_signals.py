@@ -1,10 +1,10 @@
-"""Flags, and the chunks they announce: two_shot_pipelined, allgather_push, one_shot and one_shot_unstaged."""
+"""Flags, and the chunks they announce: two_shot_pipelined, allgather_push and one_shot."""
 
 import pytest
 
 from tests.model.explore import assert_caught, assert_holds
 from tests.model.machine import Machine
-from tests.model.signals import Call, allgather, direct, direct_pull, first_inputs, pipelined, pull
+from tests.model.signals import Call, allgather, direct, first_inputs, pipelined, pull
 
 
 def direct_in_place(ranks: int, calls: list[Call], fault: str = "") -> Machine:
@@ -31,8 +31,6 @@ HOLD = {
     "allgather_push, 3 ranks": (Machine(allgather([(1, 0, 2), (1, 1, 1)])), 6_000),
     "one_shot, 2 ranks": (Machine(pull(2, [Call(1, 2), Call(2, 1)] * 2)), 700),
     "one_shot, 3 ranks": (Machine(pull(3, [Call(1)] * 4)), 4_500),
-    "one_shot_unstaged, direct, 2 ranks": (Machine(direct_pull(2, 4)), 240),
-    "one_shot_unstaged, direct, 3 ranks": (Machine(direct_pull(3, 3)), 5_000),
 }
 
 
@@ -63,10 +61,6 @@ def of_stages(fault: str) -> Machine:
     return Machine(pull(2, [Call(1)] * 4, fault))
 
 
-def of_inputs(fault: str) -> Machine:
-    return Machine(direct_pull(2, 4, fault))
-
-
 FAULTS = [
     ("flags are relaxed stores", of_chunks, "'not yet' is read"),
     ("flags are relaxed stores", of_outputs, "'not yet' is read"),
@@ -89,8 +83,6 @@ FAULTS = [
     ("each call begins at the first slot", of_parts, "overwrites"),
     ("an empty part has no steps", of_parts, "is read where"),
     ("one stage", of_stages, "overwrites"),
-    ("no first signal", of_inputs, "'not yet' is read"),
-    ("no second signal", of_inputs, "overwrites"),
 ]
 
 

@@ -246,13 +246,17 @@ def full(x):
 
 
 def of_algorithms(alone, pair):
-    for algorithm in ("ring", "allgather_push", None, "quantized_two_shot_push"):
+    for algorithm in ("ring", "one_shot_unstaged", "allgather_push", None, "quantized_two_shot_push"):
         given = {"algorithm": algorithm}
         yield row(f"allreduce algorithm {algorithm}", "algorithm", ValueError, REDUCE, X, alone, **given)
         yield row(
             f"allreduce algorithm {algorithm} out", "algorithm", ValueError, REDUCE, X, alone, out=full(X), **given
         )
         yield row(f"allreduce algorithm {algorithm} list", "algorithm", ValueError, REDUCE, [X, Y], pair, **given)
+    compressed = {"algorithm": "reducescatter_lossless"}
+    yield row(
+        "reducescatter algorithm reducescatter_lossless", "algorithm", ValueError, SCATTER, X, alone, **compressed
+    )
     for one in with_kernels("allreduce"):
         given = {"algorithm": one.value, "out": [full(X), full(X)]}
         yield row(f"allreduce {one.value} on the CPU", one.value, UnsupportedError, REDUCE, [X, Y], pair, **given)

@@ -55,7 +55,7 @@ def test_ranks_that_disagree_are_told_how():
 # ---- the choice of a kernel -----------------------------------------------------------------------------------------
 
 
-def choice_of(work, algorithm="auto", table="default", copies_from=None, symmetric=()):
+def choice_of(work, algorithm="auto", table="default", copies_from=None, symmetric=False):
     table = shipped_table(table)
     least = {4: copies_from} if copies_from else {}
     table = replace(table, copies=replace(table.copies, alltoall_from_nbytes=least))
@@ -98,14 +98,14 @@ UNEVEN = Exchange(0, (1,), ((1, 2, 3, 4),) * 4, tuple((n,) * 4 for n in (1, 2, 3
 def test_copy_engines_take_equal_parts_alone_that_follow_one_another(work):
     with pytest.raises(graphar.UnsupportedError, match="alltoall_copies cannot serve this call: it takes equal parts"):
         choice_of(work, "alltoall_copies")
-    assert not choice_of(work, copies_from=1, symmetric=("input", "output")).config.algorithm.row.copies
+    assert not choice_of(work, copies_from=1, symmetric=True).config.algorithm.row.copies
 
 
 def test_equal_parts_travel_by_copy_engines_by_name_or_into_symmetric_outputs_from_a_size_of_the_table_on():
-    by_name = choice_of(even(8)._replace(row=(1, 1), **COLUMNS), "alltoall_copies", symmetric=("input", "output"))
-    few, many, sides = (1 << 19) - 1, 1 << 19, ("input", "output")
-    small, large = (choice_of(even(elements), copies_from=1 << 20, symmetric=sides) for elements in (few, many))
-    through_scratch = choice_of(even(many), copies_from=1 << 20, symmetric=("input",))
+    by_name = choice_of(even(8)._replace(row=(1, 1), **COLUMNS), "alltoall_copies", symmetric=True)
+    few, many = (1 << 19) - 1, 1 << 19
+    small, large = (choice_of(even(elements), copies_from=1 << 20, symmetric=True) for elements in (few, many))
+    through_scratch = choice_of(even(many), copies_from=1 << 20)
 
     assert (by_name.config.direct, large.config.direct) == (True, True)
     assert through_scratch.config.algorithm == "alltoall_push"

@@ -142,7 +142,7 @@ def test_symmetric_tensors_cost_a_warm_call_one_look_up(bound, symmetric):
 
     assert len(machine.ran) == ran
     assert direct == plain  # a plain call asks, too, once there is symmetric memory
-    assert direct.count("sides") == 1
+    assert direct.count("hold") == 1
     assert len(direct) + 2 <= MOST_CALLS, direct
 
 

@@ -152,7 +152,6 @@ def test_variants_of_auto_are_measured_in_graphs_at_the_sizes_for_which_tables_a
     assert {name.removeprefix("graphar:"): min(sizes) for name, sizes in measured.items()} == {
         "one_shot_push": 2 * KB,
         "one_shot": 2 * KB,
-        "one_shot_unstaged": 2 * KB,
         "two_shot_push": 64 * KB,
         "two_shot_pipelined": 16 * MB,
         "two_shot_tma": 4 * MB,

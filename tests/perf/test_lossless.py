@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from graphar import UnsupportedError
+from graphar.plan.algorithms import COMPRESSING
 from graphar.plan.sizes import GB, MB
 from perf import __main__ as program
 from perf.harness import collectives
@@ -15,7 +16,7 @@ from perf.harness import ranks as ranks_of
 from perf.models.tasks import ByteTransformer
 from perf.report import read
 from perf.topics import lossless
-from perf.topics.lossless import KINDS, OPS, Lossless, LosslessPlan, LosslessRow, bits_on_wire, entropy
+from perf.topics.lossless import KINDS, Lossless, LosslessPlan, LosslessRow, bits_on_wire, entropy
 from tests.cases import normal
 
 CPU = torch.device("cpu")
@@ -97,7 +98,7 @@ def test_gradients_are_summed_and_weights_are_gathered_at_every_size():
 
     assert {kind for op, kind, _ in cases if op == "allgather"} == KINDS.keys() - {"gradients"}
     assert {kind for op, kind, _ in cases if op != "allgather"} == KINDS.keys() - {"weights"}
-    assert len(cases) == LosslessPlan(4, [MB, GB]).count() == 2 * len(OPS) * (len(KINDS) - 1)
+    assert len(cases) == LosslessPlan(4, [MB, GB]).count() == 2 * len(COMPRESSING) * (len(KINDS) - 1)
 
 
 @pytest.mark.usefixtures("no_gpus")
@@ -186,7 +187,7 @@ def measure_on_gpus(rank, port):
 def test_on_gpus_each_op_is_timed_compressed_plain_and_with_nccl_and_nothing_is_wrong():
     none = dict.fromkeys(("plain", "lossless", "nccl"), 0)
 
-    assert list(ranks_of.run(2, measure_on_gpus)) == [(op, none) for op in OPS for _ in range(2)]
+    assert list(ranks_of.run(2, measure_on_gpus)) == [(op, none) for op in COMPRESSING for _ in range(2)]
 
 
 def make_calls_on_the_cpu(rank, port):

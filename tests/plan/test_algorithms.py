@@ -119,7 +119,7 @@ def test_a_block_of_two_shot_push_has_a_group_of_whole_warps_for_every_owner(wor
 @pytest.mark.parametrize(
     ("algorithm", "chunk", "packs", "more"),
     [
-        (Algorithm.ONE_SHOT_UNSTAGED, 0, 256, 0),
+        (Algorithm.ONE_SHOT, 0, 256, 0),
         (Algorithm.ONE_SHOT_PUSH, 0, 256, 1),  # the last block tells what is called
         (Algorithm.TWO_SHOT_PUSH, 0, 256, 1),  # a group of 64 threads handles a shard
         (Algorithm.MULTIMEM_TWO_SHOT, 0, 4 * 256, 0),  # a thread has a pack of every shard

@@ -10,7 +10,7 @@ from graphar.numerics.codecs import Codec
 from graphar.numerics.epilogues.epilogue import form_to_prepare
 from graphar.numerics.norms import PREPARED as NORMS
 from graphar.plan import select
-from graphar.plan.algorithms import COMPRESSING, Algorithm
+from graphar.plan.algorithms import Algorithm
 from graphar.plan.call import Call
 from graphar.plan.config import FALLBACK, HIERARCHICAL, Kernel, kernel_of
 from graphar.plan.grids import CLUSTERS
@@ -151,38 +151,41 @@ def test_without_lossless_a_large_call_is_plain_and_says_so():
     assert chosen(1 << 30, LOSSLESS.value, lossless=False).config.algorithm is LOSSLESS
 
 
-COMPRESSES_PARTS = replace(H200.lossless, reducescatter_from_nbytes={4: 1 << 20}, allgather_from_nbytes={4: 1 << 20})
-
-
-OF_ANY_PARTS = [
-    (1 << 19, {}, True),
-    ((1 << 19) - 1, {}, False),
-    (1 << 19, {"dtype": torch.float16}, False),
-    (1 << 19, {"lossless": False}, False),
-]
-OF_SUMMED_PARTS = [(1 << 19, {"codec": "int4"}, False), (1 << 19, {"epilogue": EPILOGUE}, False)]
+COMPRESSES_PARTS = replace(H200.lossless, allgather_from_nbytes={4: 1 << 20})
 
 
 @pytest.mark.parametrize(
-    ("op", "largest", "options", "compressed"),
+    ("largest", "options", "compressed"),
     [
-        *[("allgather", *case) for case in OF_ANY_PARTS],
-        *[("reducescatter", *case) for case in OF_ANY_PARTS + OF_SUMMED_PARTS],
+        (1 << 19, {}, True),
+        ((1 << 19) - 1, {}, False),
+        (1 << 19, {"dtype": torch.float16}, False),
+        (1 << 19, {"lossless": False}, False),
     ],
 )
-def test_large_parts_of_bf16_are_compressed_where_the_table_says_so(op, largest, options, compressed):
+def test_large_gathered_parts_of_bf16_are_compressed_where_the_table_says_so(largest, options, compressed):
     options = {"dtype": torch.bfloat16, "lossless": True, **options}
     dtype, lossless = options.pop("dtype"), options.pop("lossless")
-    call = call_of(op, (3, largest, 0, 7), dtype, **options)
+    call = call_of("allgather", (3, largest, 0, 7), dtype, **options)
     facts = replace(facts_of(call, lossless=lossless), table=replace(H200, lossless=COMPRESSES_PARTS))
 
     config, reason = select.select(call, facts)
 
-    assert (config.algorithm is COMPRESSING[op]) is compressed
+    assert (config.algorithm is Algorithm.ALLGATHER_LOSSLESS) is compressed
     assert reason.startswith("lossless compression, chosen by table") is compressed
     assert reason.endswith("; lossless compression is off") is not lossless
-    kernels = set(select.needed_kernels(facts, [op], DTYPES, None))
-    assert (Kernel(COMPRESSING[op], torch.bfloat16) in kernels) is lossless
+    kernels = set(select.needed_kernels(facts, ["allgather"], DTYPES, None))
+    assert (Kernel(Algorithm.ALLGATHER_LOSSLESS, torch.bfloat16) in kernels) is lossless
+
+
+def test_no_reduce_scatter_is_compressed():
+    call = call_of("reducescatter", (1 << 29,) * 4, torch.bfloat16)
+    facts = replace(facts_of(call), table=replace(H200, lossless=COMPRESSES_PARTS))
+
+    assert not select.select(call, facts).config.algorithm.row.compresses
+    assert not any(
+        kernel.algorithm.row.compresses for kernel in select.needed_kernels(facts, ["reducescatter"], DTYPES, None)
+    )
 
 
 def test_no_time_is_expected_of_a_compressed_call():

@@ -27,7 +27,7 @@ def config_of(work, world_size):
 
 
 def test_what_a_table_has_no_entry_of_has_a_grid_all_the_same():
-    entry = {"max_nbytes": None, "algorithm": "one_shot_unstaged", "blocks": 1, "threads": 32}
+    entry = {"max_nbytes": None, "algorithm": "one_shot", "blocks": 1, "threads": 32}
     table = replace(shipped_table("default"), rows={2: [entry]})
 
     config = measured_config(table, 2, 1 << 30, Algorithm.TWO_SHOT_PIPELINED)

@@ -111,7 +111,7 @@ def test_a_builtin_one_is_still_refused_where_no_kernel_can_run():
 
 
 @pytest.mark.parametrize(
-    "algorithm", [Algorithm.REDUCESCATTER_PUSH, Algorithm.REDUCESCATTER_LOSSLESS, Algorithm.ALLGATHER_FLAGGED]
+    "algorithm", [Algorithm.REDUCESCATTER_PUSH, Algorithm.ALLGATHER_LOSSLESS, Algorithm.ALLGATHER_FLAGGED]
 )
 def test_parts_may_name_a_builtin_one_too(algorithm):
     assert choose(algorithm).config.algorithm is algorithm

@@ -192,7 +192,7 @@ def test_malformed_points_are_refused(points):
 @pytest.mark.parametrize(
     ("algorithm", "grid"),
     [
-        ("one_shot_unstaged", {"blocks": 1, "threads": 32}),
+        ("one_shot", {"blocks": 1, "threads": 32}),
         ("two_shot_tma", {"blocks": 32, "threads": 640, "chunk": 1}),
         ("two_shot_pipelined", {"blocks": 132, "threads": 512, "chunk": 2048}),
     ],
@@ -275,8 +275,8 @@ def with_kernels(monkeypatch):
 
 def explained(communicator, numel, algorithm="auto", codec=""):
     engine, x = communicator.engine, torch.empty(numel, dtype=torch.bfloat16, device="meta")
-    symmetric = engine.symmetric_sides([x] * 2, None)
-    return engine.explain(Call.of(Sum(numel, codec), x, algorithm=algorithm, symmetric=symmetric), x)
+    call = Call.of(Sum(numel, codec), x, algorithm=algorithm, symmetric=engine.is_symmetric([x] * 2))
+    return engine.explain(call, x)
 
 
 @pytest.mark.parametrize(
@@ -323,7 +323,7 @@ def test_a_choice_by_the_default_table_is_called_a_guess():
 
 def test_no_time_is_expected_of_an_algorithm_that_was_asked_for_or_where_symmetric_tensors_spare_a_copy(with_kernels):
     asked_for = [explained(with_kernels, 8192, algorithm) for algorithm in ("two_shot_pipelined", "fallback")]
-    with_kernels.engine.symmetric = SimpleNamespace(sides=lambda x, out: ("output",))
+    with_kernels.engine.symmetric = SimpleNamespace(hold=lambda out: True)
 
     assert [said.expected_us for said in (*asked_for, explained(with_kernels, 8192))] == [None] * 3
 

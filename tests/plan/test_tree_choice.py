@@ -109,8 +109,8 @@ def test_what_sums_as_a_tree_take_is_prepared_and_no_more(op, max_nbytes, symmet
         given = {"epilogue": epilogue, "order": "tree", "out_dtype": None if out_dtype == FP32 else out_dtype}
         for nbytes in {max_nbytes, *(one for one in SIZES if one <= max_nbytes)}:
             work = Sum(nbytes // 4, **given) if op == "allreduce" else Parts(op, (nbytes // 4,) * 4, **given)
-            for sides, blocks in itertools.product(((), ("output",) * symmetric), (None, TABLES[1].beside.blocks)):
-                call, (config, _) = choose(work, blocks=blocks, symmetric=sides)
+            for is_direct, blocks in itertools.product({False, symmetric}, (None, TABLES[1].beside.blocks)):
+                call, (config, _) = choose(work, blocks=blocks, symmetric=is_direct)
                 taken.add(kernel_of(config, call))
 
     facts = Facts(4, TABLES[1], Chip(132, "sm_90a"))

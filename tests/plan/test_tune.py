@@ -91,8 +91,7 @@ def test_every_algorithm_that_a_table_may_name_is_tried(op, world_size):
 def test_pulls_are_tried_up_to_their_limit_and_bulk_copies_from_some_size_on():
     tried = {nbytes: {one.algorithm for one in candidates(4, nbytes)} for nbytes in tune.SIZES}
 
-    for pull in (Algorithm.ONE_SHOT, Algorithm.ONE_SHOT_UNSTAGED):
-        assert [nbytes for nbytes in tune.SIZES if pull in tried[nbytes]] == [n for n in tune.SIZES if n <= 8 * MB]
+    assert [n for n in tune.SIZES if Algorithm.ONE_SHOT in tried[n]] == [n for n in tune.SIZES if n <= 8 * MB]
     assert [n for n in tune.SIZES if Algorithm.TWO_SHOT_TMA in tried[n]] == [n for n in tune.SIZES if n >= 4 * MB]
     bulk = [one for one in candidates(4, 64 * MB) if one.algorithm is Algorithm.TWO_SHOT_TMA]
     assert [(one.blocks, one.threads) for one in bulk] == [(32, TMA_THREADS)]

@@ -89,7 +89,7 @@ def test_works_of_two_kinds_are_never_equal():
     assert len(set(works)) == len(works)
 
 
-@pytest.mark.parametrize("how", [{"timeout_s": 3.0}, {"blocks": 4}, {"symmetric": ("input",)}])
+@pytest.mark.parametrize("how", [{"timeout_s": 3.0}, {"blocks": 4}, {"symmetric": True}])
 def test_what_may_differ_between_ranks_is_not_in_the_words(how):
     assert agreement.words(Call(Sum(8), BF16, 0, **how)) == agreement.words(Call(Sum(8), BF16, 1))
 

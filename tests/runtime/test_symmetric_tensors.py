@@ -148,64 +148,49 @@ def test_an_allocation_is_whole_blocks(make):
 
 def test_symmetric_tensors_are_recognised_among_others(make):
     symmetric = make(1)
-    (x,), (out,) = symmetric.empty(like(100)), symmetric.empty(like(100))
+    made = [symmetric.empty(like(100))[0] for _ in range(2)]
     ordinary = torch.empty(100, dtype=torch.bfloat16)
 
-    assert symmetric.sides(x, out) == ("input", "output")
-    assert symmetric.sides(x, ordinary) == ("input",)
-    assert symmetric.sides(x, None) == ("input",)
-    assert symmetric.sides(ordinary, out) == ("output",)
-    assert symmetric.sides(ordinary, ordinary) == ()
-    assert symmetric.sides(ordinary, None) == ()
+    assert [symmetric.hold(out) for out in (*made, ordinary)] == [True, True, False]
 
 
 def test_a_cached_answer_about_a_place_is_dropped_once_there_is_more_memory(make, monkeypatch):
     symmetric = make(1)
     (memory,) = symmetric.empty(like(100))
-    x, out = memory[1:9], memory[17:25]  # 2 bytes in: packs cannot be stored there
+    out = memory[1:9]  # 2 bytes in: packs cannot be stored there
     asked, found = [], symmetric._hold
     monkeypatch.setattr(symmetric, "_hold", lambda tensors: asked.append(tensors) or found(tensors))
 
     for _ in range(2):
-        assert symmetric.sides(x, out) == ()
-    assert len(asked) == 2  # of the input, and of the output
+        assert not symmetric.hold(out)
+    assert len(asked) == 1
     symmetric.empty(like(100))
-    assert symmetric.sides(x, out) == ()
-    assert len(asked) == 4
+    assert not symmetric.hold(out)
+    assert len(asked) == 2
 
 
 def test_views_that_packs_can_be_stored_to_are_symmetric(make):
     symmetric = make(0)
     (out,) = symmetric.empty(like(100))
-    x = torch.empty(8, dtype=torch.bfloat16)
 
-    assert symmetric.sides(x, out[8:16]) == ("output",)
-    assert symmetric.sides(x, out.view(10, 10)[4:]) == ("output",)  # from element 40 on
-    assert symmetric.sides(x, out[1:9]) == ()  # 2 bytes in
-    assert symmetric.sides(x, out[:16:2]) == ()  # with gaps
-
-
-def test_an_input_that_is_overwritten_is_not_read_in_place(make):
-    symmetric = make(0)
-    (x,) = symmetric.empty(like(100))
-
-    assert symmetric.sides(x, x) == ("output",)
-    assert symmetric.sides(x[:48], x[48:96]) == ("input", "output")
+    assert symmetric.hold(out[8:16])
+    assert symmetric.hold(out.view(10, 10)[4:])  # from element 40 on
+    assert not symmetric.hold(out[1:9])  # 2 bytes in
+    assert not symmetric.hold(out[:16:2])  # with gaps
 
 
 def test_lists_are_symmetric_at_equal_offsets_only(make):
     symmetric = make(0, 1)
     a, b = symmetric.empty(like(100))
     others = symmetric.empty(like(100))
-    xs = [torch.empty(8, dtype=torch.bfloat16) for _ in range(2)]
+    ordinary = torch.empty(8, dtype=torch.bfloat16)
 
-    assert symmetric.sides(xs, [a[8:16], b[8:16]]) == ("output",)
-    assert symmetric.sides(xs, [a[8:16], b[16:24]]) == ()
-    assert symmetric.sides(xs, [b, a]) == ()
-    assert symmetric.sides(xs, [a, others[1]]) == ()
-    assert symmetric.sides(xs, [a[:8], xs[1]]) == ()
-    assert symmetric.sides([a[:8], b[:8]], [a[:8], xs[1]]) == ()  # in place on one rank is in place
-    assert symmetric.sides([a[:8], b[:8]], None) == ("input",)
+    assert symmetric.hold([a[8:16], b[8:16]])
+    assert not symmetric.hold([a[8:16], b[16:24]])
+    assert not symmetric.hold([b, a])
+    assert not symmetric.hold([a, others[1]])
+    assert not symmetric.hold([a[:8], ordinary])
+    assert not symmetric.hold([ordinary, ordinary])
 
 
 def test_the_memory_past_a_tensor_belongs_to_none(make):
@@ -216,22 +201,20 @@ def test_the_memory_past_a_tensor_belongs_to_none(make):
     assert [bool(symmetric.where(start + at)[0]) for at in (-1, BLOCK_NBYTES - 1, BLOCK_NBYTES)] == [False, True, False]
 
 
-@pytest.mark.parametrize("operand", ["input", "output"])
-def test_a_launch_is_told_where_its_operand_lies_on_every_rank(make, operand):
+def test_a_launch_is_told_where_its_output_lies_on_every_rank(make):
     symmetric = make(1)
     (tensor,) = symmetric.empty(like(1000))
     ranks = symmetric.buffers[0].pointers
     arguments = Arguments()
-    put = symmetric.put_peers(arguments, operand)
-    peers = getattr(arguments, f"peer_{operand}")
+    put = symmetric.put_peers(arguments)
 
     for offset in (0, 0, 160, 0):
         pointer = tensor.data_ptr() + offset
-        arguments.input, arguments.output = (pointer, 7) if operand == "input" else (7, pointer)
+        arguments.input, arguments.output = 7, pointer
         put()
 
-        assert (arguments.input, arguments.output) == ((pointer, 7) if operand == "input" else (7, pointer))
-        assert list(peers) == [ranks[0] + offset, ranks[1] + offset] + [0] * (MAX_RANKS - 2)
+        assert (arguments.input, arguments.output) == (7, pointer)
+        assert list(arguments.peer_output) == [ranks[0] + offset, ranks[1] + offset] + [0] * (MAX_RANKS - 2)
 
 
 @pytest.mark.parametrize("numbers", [(), (0.5,)], ids=["no numbers", "numbers"])
@@ -243,9 +226,9 @@ def test_ranks_agree_on_a_call_only_if_it_accesses_one_tensor_at_one_offset(make
         made = [symmetric.empty(like(1000))[0] for _ in range(2)]
         runner, arguments = Runner([], 2, None, None, Alone(), None), Arguments()
         epilogue = numbers and Pointwise("v * a", (), 1000)
-        put = put_agreed(runner, arguments, "a call", epilogue, None, symmetric.put_peers(arguments, "input"))
+        put = put_agreed(runner, arguments, "a call", epilogue, None, symmetric.put_peers(arguments))
         number, offset = places
-        for arguments.input in (made[0].data_ptr() + 32, made[number].data_ptr() + offset):
+        for arguments.output in (made[0].data_ptr() + 32, made[number].data_ptr() + offset):
             put((), (), numbers, None)
         fingerprints.append(arguments.fingerprint)
 
@@ -269,25 +252,23 @@ def test_ranks_that_ask_for_different_tensors_are_told_so_and_go_on(rank, world_
 H200 = shipped_table("nvidia_h200")
 
 
-INTO, FROM = " bytes, straight into the symmetric output", " bytes, straight from the symmetric inputs"
+INTO = " bytes, straight into the symmetric output"
 
 
 @pytest.mark.parametrize(
     ("algorithm", "numel", "symmetric", "words"),
     [
-        ("auto", 64 << 20, ("output",), INTO),
-        ("two_shot_pipelined", 8, ("input", "output"), INTO),
-        ("one_shot_unstaged", 8, ("input",), FROM),
-        ("auto", 64 << 20, (), ""),
-        ("auto", 64 << 20, ("input",), ""),
-        ("auto", 8, ("input", "output"), ""),
-        ("two_shot_pipelined", 8, ("input",), ""),
-        ("one_shot_unstaged", 8, ("output",), ""),
-        ("two_shot_push", 8, ("input", "output"), ""),
-        ("two_shot_lossless", 64 << 20, ("output",), ""),  # which auto takes for bf16
+        ("auto", 64 << 20, True, INTO),
+        ("two_shot_pipelined", 8, True, INTO),
+        ("auto", 64 << 20, False, ""),
+        ("auto", 8, True, ""),
+        ("two_shot_pipelined", 8, False, ""),
+        ("one_shot", 8, True, ""),
+        ("two_shot_push", 8, True, ""),
+        ("two_shot_lossless", 64 << 20, True, ""),  # which auto takes for bf16
     ],
 )
-def test_a_call_is_direct_and_says_so_where_its_algorithm_accesses_that_side(algorithm, numel, symmetric, words):
+def test_a_call_is_direct_and_says_so_where_its_algorithm_writes_peers_outputs(algorithm, numel, symmetric, words):
     asked, dtype = ("auto", torch.bfloat16) if algorithm == "two_shot_lossless" else (algorithm, torch.float16)
     call = Call(Sum(numel), dtype, 0, asked, symmetric=symmetric)
 

@@ -1,4 +1,4 @@
-"""All-reduces straight into, and from, symmetric tensors: the same bits, nothing else written, nothing too early."""
+"""All-reduces straight into symmetric tensors: the same bits, nothing else written, nothing too early."""
 
 from __future__ import annotations
 

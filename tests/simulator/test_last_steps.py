@@ -38,7 +38,7 @@ def lines_of(text, rank):
 
 
 def test_a_wait_for_an_absent_rank_is_told_with_its_address_and_the_value_that_is_there():
-    simulated, calls = simulation(Algorithm.ONE_SHOT_UNSTAGED)
+    simulated, calls = simulation(Algorithm.ONE_SHOT)
     calls[1] = replace(calls[1], absent=(LATE,), timeout_ns=DEADLINE_NS)
     outcomes = simulated.run(calls)
 
@@ -62,7 +62,7 @@ def test_steps_are_those_before_the_step_that_is_named():
 
 
 def test_threads_that_wait_for_one_another_are_told_last():
-    simulated, calls = simulation(Algorithm.ONE_SHOT_UNSTAGED, "plain", APART)
+    simulated, calls = simulation(Algorithm.ONE_SHOT, "plain", APART)
 
     with pytest.raises(KernelFailure, match="stuck: the threads wait for one another") as failure:
         simulated.run(calls)
@@ -73,7 +73,7 @@ def test_threads_that_wait_for_one_another_are_told_last():
 
 
 def test_a_sanitizers_report_leaves_the_step_that_it_is_about():
-    simulated, calls = simulation(Algorithm.ONE_SHOT_UNSTAGED, "thread", RELAXED)
+    simulated, calls = simulation(Algorithm.ONE_SHOT, "thread", RELAXED)
 
     with pytest.raises(KernelFailure, match="ThreadSanitizer: data race") as failure:
         simulated.run(calls)

@@ -198,7 +198,7 @@ def test_an_unknown_algorithm_is_refused_when_the_hook_is_made():
 
 def engine_of(ranks=2, reason=None, **functions):
     """A stand-in for an engine. ``reason`` says why no kernel serves a call."""
-    given = {"symmetric_sides": lambda *sides: (), "why_no_kernel": lambda *of: reason} | functions
+    given = {"is_symmetric": lambda out: False, "why_no_kernel": lambda *of: reason} | functions
     table, failures = shipped_table("default"), lambda op: contextlib.nullcontext()
     return SimpleNamespace(name="mine", world_size=ranks, table=table, keeping_failure=failures, **given)
 

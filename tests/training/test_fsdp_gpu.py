@@ -21,7 +21,7 @@ from tests.processes import on_ranks, run_on_gpus
 from tests.worlds import GPU_WORLD_SIZES
 
 STEPS = 4
-COMPRESSED = {Algorithm.ALLGATHER_LOSSLESS, Algorithm.REDUCESCATTER_LOSSLESS}
+COMPRESSED = {Algorithm.ALLGATHER_LOSSLESS}
 WORLD_SIZES = [pytest.param(n, marks=pytest.mark.gpu(n)) for n in (2, 4)]
 
 
@@ -62,7 +62,7 @@ def compressing(group: dist.ProcessGroup | None = None, lossless: bool = True) -
     found = graphar.Communicator(group, timeout_s=30, lossless=lossless)
     found.prepare([torch.bfloat16], ops=["allgather", "reducescatter"])  # finds its table
     any_size = dict.fromkeys(range(2, 9), 1)
-    found.engine.use_table(replace(found.engine.table, lossless=LargeCallsPolicy(any_size, any_size, any_size)))
+    found.engine.use_table(replace(found.engine.table, lossless=LargeCallsPolicy(any_size, any_size)))
     return found
 
 

@@ -74,6 +74,15 @@ struct Ring {
   __device__ char* w(u32 place) const { return a(place) + Tile::a_nbytes; }
 };
 
+// Loads a box into all blocks of the cluster.
+template <int Cluster>
+DEVICE void load_for_cluster(char* to, const TensorMap& map, u32 x, u32 y, Mbarrier& filled) {
+  if constexpr (Cluster == 1)
+    tensor_load(to, map, x, y, filled);
+  else
+    tensor_load(to, map, x, y, filled, (1 << Cluster) - 1);
+}
+
 template <class Tile, OperandLayout W, class T = bf16>
 struct Producer {
   const MatmulArguments& a;
@@ -86,22 +95,16 @@ struct Producer {
     const u32 part = Tile::cluster > 1 ? block_in_cluster() : 0;
     if constexpr (W == by_rows) {
       constexpr u32 share = Tile::columns / Tile::cluster;
-      load(ring.w(place) + part * share * row_nbytes, k, column + part * share, ring.filled[place]);
+      load_for_cluster<Tile::cluster>(ring.w(place) + part * share * row_nbytes, w_map, k, column + part * share,
+                                      ring.filled[place]);
     } else {
       static_assert(Tile::columns % 64 == 0);
       constexpr u32 share = tile_depth / Tile::cluster;
 #pragma unroll
       for (int box = 0; box < Tile::boxes; ++box)
-        load(ring.w(place) + box * box_nbytes + part * share * row_nbytes, column + 64 * box, k + part * share,
-             ring.filled[place]);
+        load_for_cluster<Tile::cluster>(ring.w(place) + box * box_nbytes + part * share * row_nbytes, w_map,
+                                        column + 64 * box, k + part * share, ring.filled[place]);
     }
-  }
-
-  __device__ void load(char* to, u32 x, u32 y, Mbarrier& filled) const {
-    if constexpr (Tile::cluster == 1)
-      tensor_load(to, w_map, x, y, filled);
-    else
-      tensor_load(to, w_map, x, y, filled, (1 << Tile::cluster) - 1);
   }
 
   // Loads K, or this block's part of it if the leaves are split, for a tile: `a_nbytes` of `rows_map` in each box.

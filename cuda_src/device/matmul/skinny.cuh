@@ -79,14 +79,8 @@ struct SkinnyLoader {
   }
 
   __device__ void load_a(const Steps& step) const {
-    const u32 place = step.at.place;
-    Mbarrier& filled = ring.filled[place];
-    if constexpr (Tile::cluster == 1) {
-      tensor_load(ring.w(place), a_map, step.k, 0, filled);
-    } else {
-      const u32 first = block_in_cluster() * share;
-      tensor_load(ring.w(place) + first * row_nbytes, a_map, step.k, first, filled, (1 << Tile::cluster) - 1);
-    }
+    const u32 place = step.at.place, first = Tile::cluster > 1 ? block_in_cluster() * share : 0;
+    load_for_cluster<Tile::cluster>(ring.w(place) + first * row_nbytes, a_map, step.k, first, ring.filled[place]);
   }
 
   // Whether a step's W, if it is constant, is loaded before the kernel before has ended.

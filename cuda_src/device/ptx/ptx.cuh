@@ -242,7 +242,7 @@ DEVICE void wait_for_previous_kernel() {
 #endif
 }
 
-// Internal: the same, once a word has been computed: (28) in kernel_order.cuh. A block has threads, so it always waits,
+// Internal: the same, once a word has been computed: (16) in kernel_order.cuh. A block has threads, so it always waits,
 // but ptxas does not know that.
 DEVICE void wait_for_previous_kernel(u32 computed) {
 #if __CUDA_ARCH__ >= 900

@@ -28,7 +28,7 @@ struct Call {
                 // call and would take this one's data for its data
 };
 
-// The same, with addresses that were computed before the wait (28).
+// The same, with addresses that were computed before the wait (16).
 struct HeldCall : Call {
   const u64* state;  // this block's EpochState
   u32* busy;         // this block's mark
@@ -40,7 +40,7 @@ DEVICE Call begin_call(const Arguments& a) {
   return {0, threadIdx.x == 0 ? exchange_relaxed_gpu(&a.counters->busy[blockIdx.x], 1) : 0, 0};
 }
 
-// By all threads of the block, first of all: wait_for_previous_kernel with values that were computed before (28), and
+// By all threads of the block, first of all: wait_for_previous_kernel with values that were computed before (16), and
 // then the same, with a relaxed exchange of gpu scope.
 template <class... Values>
 DEVICE HeldCall begin_call(const Arguments& a, Values&... values) {
@@ -58,9 +58,9 @@ DEVICE void take_state(Call& call, u64 state) {
   call.aborted = u32(state >> 32);
 }
 
-// By all threads of the block, after begin_call and after the first loads of the input, before anything is sent. A
-// relaxed load of gpu scope. A call that is `aborted` sends nothing, and returns by end_aborted_call. The compiler
-// waits for this value at once, since it is uniform over the block, so everything after it starts later.
+// By all threads of the block, after begin_call and the first loads of the input, before anything is sent. A relaxed
+// load of gpu scope, for which the compiler waits at once: what comes after it starts later. A call that is `aborted`
+// sends nothing, and returns by end_aborted_call.
 DEVICE void read_epoch(const Arguments& a, Call& call) {
   take_state(call, load_relaxed_gpu(reinterpret_cast<const u64*>(&a.counters->epoch_state[blockIdx.x])));
 }

@@ -17,7 +17,7 @@
 //       wait, since the kernel before has then ended for that block as well.
 //     Nothing notices a broken promise: the copies may then have the old content.
 
-// (28) A small call is a chain of latencies, into which nothing belongs that touches no memory: indices, addresses,
+// (16) A small call is a chain of latencies, into which nothing belongs that touches no memory: indices, addresses,
 //     divisions, the kind of a thread's work. A kernel computes these before it waits, and names them in its wait.
 //     - They pass through a shuffle, so ptxas cannot compute them again behind the wait, and the wait depends on them,
 //       so it does not compute them there in the first place. It would do both.
@@ -25,7 +25,7 @@
 //       What a load has returned comes after the wait, but for (26).
 //     - The dependence is one that always holds: a wait that names no values waits as well.
 
-// Internal: holds a value that was computed before a wait in a register (28), and returns its bits. A class names what
+// Internal: holds a value that was computed before a wait in a register (16), and returns its bits. A class names what
 // it has computed in a member `hold`. An address is one of global memory.
 DEVICE u32 hold(u32& v) { return v = held(v); }
 DEVICE u32 hold(u64& v) {
@@ -56,10 +56,10 @@ DEVICE u32 hold(T (&values)[Count]) {
   return bits;
 }
 
-// By all threads of the block, first of all, but for (26) and (28). Waits until the kernels before this one have ended.
+// By all threads of the block, first of all, but for (26) and (16). Waits until the kernels before this one have ended.
 // Their writes are then visible to every thread that has waited, as by an acquire of gpu scope (1). `values` are words,
 // flags and pointers, and arrays of these, that the kernel has computed from its arguments: they are ready when the
-// wait ends (28). It reads an argument of each of the first three lines before it waits, so that they are in the
+// wait ends (16). It reads an argument of each of the first three lines before it waits, so that they are in the
 // constant cache when a small call needs them.
 template <class... Values>
 DEVICE void wait_for_previous_kernel(const Arguments& a, Values&... values) {

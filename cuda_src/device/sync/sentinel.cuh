@@ -65,7 +65,7 @@ __device__ __noinline__ void push_elements(const Arguments& a, u32 hop, u32 at, 
 }
 
 // What a thread sends: packs of a tensor that are `stride` apart, each to places as far apart on `Places` ranks. It is
-// made before a kernel's wait, which it is named in (28). A thread loads `ahead` packs before it sends them.
+// made before a kernel's wait, which it is named in (16). A thread loads `ahead` packs before it sends them.
 template <int Places, u32 ahead = Places == 1 ? 4 : Places == 2 ? 2 : 1>
 struct Outgoing {
   const Pack* from;
@@ -79,7 +79,7 @@ struct Outgoing {
   DEVICE Outgoing(const void* input, u32 first, u32 end, u32 stride)
       : from(static_cast<const Pack*>(input) + first), stride(stride), count(first < end ? end - first : 0) {}
 
-  // Internal: (28).
+  // Internal: (16).
   DEVICE u32 hold() { return ::hold(from) | ::hold(to) | ::hold(stride) | ::hold(count); }
 
   // By any thread, after the wait: loads the first packs. Weak.
@@ -184,20 +184,18 @@ DEVICE void arm_all(const Arguments& a, u32 at, const P (&)[N]) {
   for (int r = 0; r < N; ++r) arm(slot<P>(a, 0, at + r * a.capacity));
 }
 
-// By one thread for each place: receives one pack from each of N ranks at each of `Count` places, polled in one loop,
-// and arms the slots again: `part[i][r]` from rank `source` + r, at offset `at[i]` + r * capacity of this rank's
-// scratch. Relaxed loads and stores of system scope: no other location may be read on the strength of them (4). After
-// read_epoch. False when the wait expired, and then the thread receives no more and goes on to end_call. With N = 1 the
-// pack is a sum, for which its sender waits too. The wait for it has a longer deadline, so that the record names the
-// rank that did not come.
+// By one thread for each place, after read_epoch: receives one pack from each of N ranks at each of `Count` places, and
+// arms the places again: `part[i][r]` from rank `source` + r, at offset `at[i]` + r * capacity of this rank's scratch.
+// Relaxed loads and stores of system scope: no other location may be read on the strength of them (4). False when the
+// wait expired: the thread then receives no more and goes on to end_call. With N = 1 the pack is a sum, for which its
+// sender waits too, so its deadline is longer: the record then names the rank that did not come.
 template <int Count, int N, class P>
 DEVICE bool receive(const Arguments& a, const Call& call, int source, const u32 (&at)[Count], P (&part)[Count][N]) {
   static_assert(N == 1 || in_a_pack<P> == 1, "half packs come from one rank at a time");
   Deadline deadline;
   while (true) {
     bool all = true;
-    for (int i = 0; i < Count; ++i)
-      for (int r = 0; r < N; ++r) part[i][r] = load_relaxed_sys(slot<P>(a, 0, at[i] + r * a.capacity));
+    for (int i = 0; i < Count; ++i) look_at(a, at[i], part[i]);
     for (int i = 0; i < Count; ++i)
       for (int r = 0; r < N; ++r) all &= arrived(part[i][r]);
     if (all) break;
@@ -211,8 +209,7 @@ DEVICE bool receive(const Arguments& a, const Call& call, int source, const u32 
     report(a, timed_out, call.epoch, source + missing, call.epoch, not_yet);
     return false;
   }
-  for (int i = 0; i < Count; ++i)
-    for (int r = 0; r < N; ++r) arm(slot<P>(a, 0, at[i] + r * a.capacity));
+  for (int i = 0; i < Count; ++i) arm_all(a, at[i], part[i]);
   return true;
 }
 
@@ -240,9 +237,9 @@ struct NoSend {
 };
 
 // By one thread for each place: receives, relaxed and of system scope, from each of N ranks at every `stride`-th place
-// from `first` up to `end`, counted from offset `base`. It hands each place with its packs to `use`, and then arms it.
-// With `Ahead` it looks at the next place before it uses one, which a thread with one place pays for. It calls `send`
-// before each wait, for a kernel that does not send everything first.
+// from `first` up to `end`, counted from offset `base`. `use` gets each place with its packs; then the place is armed.
+// With `Ahead` the next place is looked at before one is used, which costs a thread with one place time. `send` is
+// called before each wait, by a kernel that does not send everything first.
 template <int N, bool Ahead = false, class P = Pack, class Use, class Send = NoSend>
 DEVICE void receive_each(const Arguments& a, const Call& call, int source, u32 base, u32 first, u32 end, u32 stride,
                          const Use& use, const Send& send = {}) {

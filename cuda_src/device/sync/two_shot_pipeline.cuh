@@ -67,7 +67,7 @@ struct Chunks {
   }
 };
 
-// The kernel. The body is made of arguments and call before that is read. It has `chunks`, named in the wait (28), the
+// The kernel. The body is made of arguments and call before that is read. It has `chunks`, named in the wait (16), the
 // parts 1, 3 and 5 as scatter(k), reduce(k) and gather(k), and whether it `gathers` at all. With `HalfSm` a block
 // takes half an SM at most, and the kernel releases the next one: (18) in kernel_order.cuh.
 template <int N, class Body, bool HalfSm = false>

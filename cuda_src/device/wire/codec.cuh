@@ -58,7 +58,6 @@ constexpr u32 noise_of_sum = 0xff;
 DEVICE void random_halves(const Noise& noise, u64 index, u32 (&word)[4]) {
   u32 key0 = u32(noise.seed), key1 = u32(noise.seed >> 32);
   u32 c0 = u32(index), c1 = u32(index >> 32), c2 = noise.call, c3 = noise.source;
-#pragma unroll
   for (int round = 0; round < 7; ++round) {
     const u64 product0 = u64(0xd2511f53u) * c0, product1 = u64(0xcd9e8d57u) * c2;
     c0 = u32(product1 >> 32) ^ c1 ^ key0;
@@ -102,7 +101,6 @@ struct Int {
                             u32 (&word)[Bits]) {
     constexpr float round_at_one = 12582912;  // 1.5 x 2^23
     constexpr u32 base = 0x4b400000u - (S == absmax ? largest<S> : 0);
-#pragma unroll
     for (int e = 0; e < run_numel; ++e) {
       float t;
       if (R == nearest) {
@@ -122,7 +120,6 @@ struct Int {
   // The same codes as numbers, without the offset.
   template <Scheme S>
   static DEVICE void decode(const u32 (&word)[Bits], int j, float (&v)[run_numel]) {
-#pragma unroll
     for (int e = 0; e < run_numel; ++e) {
       const Raised code = raised(word, (run_numel * j + e) * Bits);
       v[e] = __fadd_rn(code.sum, -code.power - (S == absmax ? largest<S> : 0));
@@ -184,7 +181,6 @@ struct E4m3 {
 
   template <Scheme S, Rounding R>
   static DEVICE void encode(const float (&v)[run_numel], float inverse, const u32 (&random)[4], int j, u32 (&word)[8]) {
-#pragma unroll
     for (int e = 0; e < run_numel; e += 2) {
       const float low = __fmul_rn(v[e], inverse), high = __fmul_rn(v[e + 1], inverse);
       u32 pair;
@@ -198,7 +194,6 @@ struct E4m3 {
 
   template <Scheme S>
   static DEVICE void decode(const u32 (&word)[8], int j, float (&v)[run_numel]) {
-#pragma unroll
     for (int e = 0; e < run_numel; e += 2) floats_from_e4m3x2(word[2 * j + e / 4] >> 8 * (e % 4), v[e], v[e + 1]);
   }
 
@@ -254,7 +249,6 @@ struct Codec {
                             bool add = false) {
     float unit[run_numel];
     Code::template decode<S>(code, j, unit);
-#pragma unroll
     for (int e = 0; e < run_numel; ++e) {
       if (S == absmax && add && exact_product) {
         v[e] = __fmaf_rn(unit[e], scale, v[e]);
@@ -314,7 +308,6 @@ DEVICE float largest_of_word(u32 word) {
 template <int Count, class Word, class Visit>
 DEVICE void visit_pieces(char* at, int pitch, int lane, Word (&word)[Count], Visit visit) {
   constexpr int two = Count / 4 * 4, one = Count / 2 * 2;
-#pragma unroll
   for (int w = 0; w < two; w += 4) visit(reinterpret_cast<Words<4>*>(at + pitch * w) + lane, word + w);
   if constexpr (Count & 2) visit(reinterpret_cast<Words<2>*>(at + pitch * two) + lane, word + two);
   if constexpr (Count & 1) visit(reinterpret_cast<Words<1>*>(at + pitch * one) + lane, word + one);

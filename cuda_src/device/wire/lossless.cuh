@@ -187,16 +187,6 @@ DEVICE Tile<bf16> decode_tile(const LosslessTile& from, const LosslessCodes& c) 
   return t;
 }
 
-// Chunks of parts whose slots hold such tiles.
-template <int N>
-struct LosslessChunks : PartChunks<N> {
-  using PartChunks<N>::PartChunks;
-
-  __device__ LosslessTile place(int hop, u32 k, int from, u32 j) const {
-    return lossless_tile(j, this->length, [&](u32 at) { return this->slot(hop, k, from, at); });
-  }
-};
-
 DEVICE void add(float (&total)[tile_rows][run_numel], const Tile<bf16>& t, bool is_first) {
   for (int j = 0; j < tile_rows; ++j) {
     float v[run_numel];

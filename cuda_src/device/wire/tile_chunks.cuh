@@ -33,7 +33,7 @@ struct PartChunks {
     length = (share + number - 1) / number;
   }
 
-  DEVICE u32 hold() { return ::hold(share) | ::hold(number) | ::hold(length); }  // (28)
+  DEVICE u32 hold() { return ::hold(share) | ::hold(number) | ::hold(length); }  // (16)
 
   __device__ Pack* slot(int hop, u32 k, int from, u32 at = 0) const {
     return push_slot<N>(a, hop, first_step + k, from, at);

@@ -219,7 +219,6 @@ DEVICE void set_row_of_products(Tile<bf16>& t, int j, const Received<C>& receive
   const int index = j / WireLayout<C>::rows_of_bucket;
   u32 scale = __byte_perm(received.entry[index / 2], 0, index % 2 ? 0x3232 : 0x1010);
   if (C::Code::divisor != bf16_ones) scale = fma_bf16x2(scale, C::Code::divisor, minus_zeros);
-#pragma unroll
   for (int w = 0; w < 4; ++w)
     t.word[j][w] = fma_bf16x2(C::Code::decode_pair(received.code, j, w), scale, minus_zeros);
 }
@@ -305,24 +304,17 @@ DEVICE void visit_coded(const Wire<C>& wire, u32 tile, const Coded<C>& coded, Vi
   }
 }
 
-// How many of N ranks a warp has the codes of in flight: as many as registers allow, in batches of equal size.
-template <class C, int N>
-struct Batches {
-  static constexpr int fitting = 40 / (C::bits + WireLayout<C>::lane_words);
-  static constexpr int most = fitting < 4 ? fitting : 4;
-  static constexpr int count = (N + most - 1) / most;
-  static constexpr int size = (N + count - 1) / count;
-};
-
 // Adds the values of ranks from `First` on to `total`, in rank order, in fp32. `fetch` gets a batch of codes, or fails.
 template <class C, int N, int First = 0, class Fetch>
 DEVICE bool sum_of_parts(const Fetch& fetch, float (&total)[tile_rows][run_numel]) {
-  constexpr int size = Batches<C, N>::size, count = N - First < size ? N - First : size;
+  // A warp has the codes of as many ranks in flight as registers allow, in batches of equal size.
+  constexpr int fitting = 40 / (C::bits + WireLayout<C>::lane_words), most = fitting < 4 ? fitting : 4;
+  constexpr int batches = (N + most - 1) / most, size = (N + batches - 1) / batches;
+  constexpr int count = N - First < size ? N - First : size;
   Received<C> part[count];
   if (!fetch(First, part)) return false;
 #pragma unroll
   for (int r = 0; r < count; ++r)
-#pragma unroll
     for (int j = 0; j < tile_rows; ++j) part[r].decode(j, total[j], First + r > 0);
   if constexpr (First + count < N)
     return sum_of_parts<C, N, First + count>(fetch, total);

@@ -13,7 +13,7 @@ from graphar.cli.doctor.findings import REPORT, Finding, note, problem
 from graphar.cli.specified import DTYPE, OfRanks, SpecifiedCall, count_wrong, random
 from graphar.communicator import Communicator
 from graphar.errors import CollectiveTimeout, GrapharError, UnsupportedError
-from graphar.plan.algorithms import MEETING, Algorithm, with_kernels
+from graphar.plan.algorithms import MEETING, Algorithm
 from graphar.plan.call import Call
 from graphar.plan.config import FALLBACK
 from graphar.plan.matmuls import fused_algorithm
@@ -182,8 +182,8 @@ class _Op(NamedTuple):
             rows, columns = size
             call = Call(Norm(self.function, (rows * columns,), columns), DTYPE, 0)
             return select(call, Facts(world_size, table, table.chip)).config.algorithm
-        kernels = with_kernels(self.function, self.takes_codec)
-        return kernels[0] if len(kernels) == 1 else None
+        able = [one for one in Algorithm if (one.op, one.row.takes_codec) == (self.function, self.takes_codec)]
+        return able[0] if len(able) == 1 else None
 
     def tensors(self, ranks: int, size: Any) -> tuple[list[OfRanks], list[torch.Tensor]]:
         """Returns the tensors of the ranks, and those that are equal on all ranks."""

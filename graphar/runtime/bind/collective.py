@@ -114,7 +114,7 @@ def bind_slice(runner: Runner, call: Call, config: Config, part: Slice, timeout_
         overlaps = is_early and launcher.can_overlap(member.device)
         grid = Grid(config.blocks, config.threads, shared_nbytes, overlaps, config.cluster)
         launch = KernelLaunch(function, [arguments], grid)
-        peers = runner.symmetric.put_peers(arguments, row.direct) if config.direct else None
+        peers = runner.symmetric.put_peers(arguments) if config.direct else None
         put = arguments.bind(call, part, lambda more: runner.fingerprint(f"{words}, {more}", (), tells=False))
         put = put_agreed(runner, arguments, words, call.work.epilogue, put, peers)
         launches.append(bind_launch(runner, member, launch, arguments, put))

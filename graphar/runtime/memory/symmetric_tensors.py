@@ -26,7 +26,7 @@ class SymmetricTensors:
     def __init__(self, devices: dict[int, int], memory: PeerMemory) -> None:
         self._devices, self._memory = devices, memory
         self.buffers: list[Buffer] = []
-        self._sides: BoundedCache[tuple[str, ...]] = BoundedCache()  # for calls with one tensor
+        self._held: BoundedCache[bool] = BoundedCache()  # for calls with one tensor
         self._places: BoundedCache[tuple[list[int], str]] = BoundedCache()  # by address
         # All allocations of this process lie in these addresses, with other memory between them.
         self._begin, self._end = sys.maxsize, 0
@@ -37,7 +37,7 @@ class SymmetricTensors:
             return [torch.empty_like(like, device=f"cuda:{device}") for device in self._devices.values()]
         buffer = self._memory.allocate(math.ceil(like.nbytes / _BLOCK_NBYTES) * _BLOCK_NBYTES)
         self.buffers.append(buffer)
-        self._sides.clear()
+        self._held.clear()
         self._places.clear()
         for rank in self._devices:
             self._begin = min(self._begin, buffer.pointers[rank])
@@ -56,28 +56,16 @@ class SymmetricTensors:
                     place = there, f" at byte {offset} of symmetric tensor {at}"
         return self._places.keep(pointer, place)
 
-    def sides(self, x, out) -> tuple[str, ...]:
-        """Returns which of "input" and "output" lie in symmetric memory, so that kernels may access them on all ranks.
-
-        An input that is also the output is left out, since peers would read it while it is overwritten. ``x`` and
-        ``out`` are lists for several ranks of this process; ``out`` is None for new tensors.
-        """
-        if not isinstance(x, torch.Tensor):
-            return self._find_sides(x, out or [])
-        pointer, to = x.data_ptr(), out.data_ptr() if isinstance(out, torch.Tensor) else 0
-        if not (self._begin <= pointer < self._end or self._begin <= to < self._end):
-            return ()
-        key = pointer, x.is_contiguous(), to, to and out.is_contiguous()
-        sides = self._sides.get(key)
-        if sides is None:
-            sides = self._sides.keep(key, self._find_sides([x], [out] if to else []))
-        return sides
-
-    def _find_sides(self, xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]) -> tuple[str, ...]:
-        output = ("output",) if outs and self._hold(outs) else ()
-        if self._hold(xs) and {x.data_ptr() for x in xs}.isdisjoint(x.data_ptr() for x in outs):
-            return ("input", *output)
-        return output
+    def hold(self, out: torch.Tensor | Sequence[torch.Tensor]) -> bool:
+        """Whether an output, or one for each rank of this process, lies where kernels may write it on all ranks."""
+        if not isinstance(out, torch.Tensor):
+            return self._hold(out)
+        pointer = out.data_ptr()
+        if not self._begin <= pointer < self._end:
+            return False
+        key = pointer, out.is_contiguous()
+        held = self._held.get(key)
+        return self._held.keep(key, self._hold([out])) if held is None else held
 
     def _hold(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether all tensors are contiguous, aligned to a pack, and at the same offset of one allocation."""
@@ -88,22 +76,22 @@ class SymmetricTensors:
         others = zip(list(self._devices)[1:], tensors[1:], strict=True)
         return all(x.data_ptr() == there[rank] and x.is_contiguous() for rank, x in others)
 
-    def put_peers(self, arguments: Arguments, side: str) -> Callable[[], str]:
-        """Returns a function that writes every rank's address of a symmetric "input" or "output" into the arguments.
+    def put_peers(self, arguments: Arguments) -> Callable[[], str]:
+        """Returns a function that writes every rank's address of a symmetric output into the arguments.
 
         They have this rank's address already. The function returns :meth:`where` the tensor lies, in words.
         """
-        is_input, last, place = side == "input", None, ""
+        last, place = None, ""
 
         def put() -> str:
             nonlocal last, place
-            pointer = arguments.input if is_input else arguments.output
+            pointer = arguments.output
             if pointer != last:
-                peers = arguments.peer_input if is_input else arguments.peer_output
+                peers = arguments.peer_output
                 addresses, at = self.where(pointer)
                 for rank, there in enumerate(addresses):
                     peers[rank] = there
-                last, place = pointer, f", its {side}{at}"
+                last, place = pointer, f", its output{at}"
             return place
 
         return put

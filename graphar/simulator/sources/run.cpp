@@ -149,7 +149,6 @@ Arguments arguments_of(u32 c, Rank& rank) {
     Rank& peer = rank.of_communicator[p];
     a.scratch[p] = peer.scratch.data();
     a.ring[p] = rank.of_communicator[(rank.number + p) % the_case.world_size].scratch.data();
-    a.peer_input[p] = input_of(call, peer);
     a.peer_output[p] = output_of(call, peer);
     a.peer_counters[p] = &peer.counters;
     a.begin[p] = call.begin[p];
