@@ -39,10 +39,16 @@ def _create(group: Any, backend_options: object) -> object:
 class GrapharBackend(Routing, dist._Backend):
     """The backend of a process group of torch's, from torch 2.14 on."""
 
-    supports_coalescing = supports_splitting = True
-
     def _get_sequence_number_for_group(self) -> int:
         return self._collectives  # torch's debug mode compares it between ranks
+
+    @property
+    def supports_coalescing(self) -> bool:
+        return True
+
+    @property
+    def supports_splitting(self) -> bool:
+        return True
 
     @property
     def options(self):

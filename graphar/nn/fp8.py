@@ -109,14 +109,15 @@ class MayBeFp8(torch.nn.Module):
         bias = None if self.bias is None else self.bias.to(dtype)
         return a, a_scale, {"w_scale": getattr(self, self._weight_scale), "bias": bias, "out_dtype": dtype}
 
-    def _load_from_state_dict(self, state_dict, prefix, *others):
+    def _load_from_state_dict(
+        self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+    ):
         state = self._from_checkpoint(state_dict, prefix)
         weight = state.get(f"{prefix}weight")
         if self._weight_scale and isinstance(weight, torch.Tensor) and weight.dtype != FP8:
-            *_, error_messages = others
-            error_messages.append(f"{prefix}weight must be {FP8}, as the layer's, got {weight.dtype}")
+            error_msgs.append(f"{prefix}weight must be {FP8}, as the layer's, got {weight.dtype}")
             return
-        super()._load_from_state_dict(state, prefix, *others)
+        super()._load_from_state_dict(state, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
 
     def _from_checkpoint(self, state_dict: dict, prefix: str) -> dict:
         """Returns a checkpoint with the layer's scales in fp32, and those of rows as a column."""

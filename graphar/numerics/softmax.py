@@ -139,8 +139,9 @@ def merge(a: Node, b: Node) -> Node:
     m, d = torch.maximum(a.m, b.m), low_m - high_m
     factor = exp(d)
     s = torch.where(equal, a.s + b.s, fma(low_s, factor, high_s))
-    sum_xe = top1 = None
-    sum_x = None if a.sum_x is None else a.sum_x + b.sum_x
+    sum_x = sum_xe = top1 = None
+    if a.sum_x is not None and b.sum_x is not None:
+        sum_x = a.sum_x + b.sum_x
     if a.sum_xe is not None and b.sum_xe is not None:
         low, high = ordered(a.sum_xe, b.sum_xe)
         sum_xe = torch.where(equal, a.sum_xe + b.sum_xe, fma(fma(low_s, _clamped(d), low), factor, high))
@@ -157,7 +158,8 @@ def tree(nodes: Node) -> Node:
 
 
 def _at(nodes: Node, place: int | slice) -> Node:
-    return Node(*[None if x is None else x[..., place] for x in nodes])
+    m, s, *others = nodes
+    return Node(m[..., place], s[..., place], *[None if x is None else x[..., place] for x in others])
 
 
 def tree_sum(x: Tensor) -> Tensor:

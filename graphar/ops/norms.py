@@ -468,8 +468,8 @@ def _second_derivatives(ctx, gradient_of_rows, gradient_of_weight):
     of_normed, of_summed, summed, weight = ctx.saved_tensors
     results = 2 if ctx.of_weight else 1
 
-    def gradients_of_norm(*tensors):
-        return norm_gradients.differentiable(*tensors, ctx.eps, ctx.offset)[:results]
+    def gradients_of_norm(of_normed, of_summed, summed, weight):
+        return norm_gradients.differentiable(of_normed, of_summed, summed, weight, ctx.eps, ctx.offset)[:results]
 
     inputs = of_normed, torch.zeros_like(summed) if of_summed is None else of_summed, summed, weight
     of_first, of_second, *others = vjp(gradients_of_norm, inputs, (gradient_of_rows, gradient_of_weight)[:results])[1]

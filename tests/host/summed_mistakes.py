@@ -166,8 +166,8 @@ MISTAKES = {
     },
     skinny(ONE_SHOT, SkinnyTile(16, 3, cluster=2)): {
         "rows that a cluster's other block has, loaded twice": (
-            "const u32 first = block_in_cluster() * share;",
-            "const u32 first = 0;",
+            "first = Tile::cluster > 1 ? block_in_cluster() * share : 0;",
+            "first = 0;",
         ),
         "a place of a constant weight that waits for too few bytes of a cluster's rows": (
             "filled.arrive_and_expect(Tile::a_nbytes + Tile::cluster * share * row_nbytes);",
