@@ -19,9 +19,17 @@ class CausalLoss:
         self.head = head
 
     def __call__(
-        self, logits, labels, vocab_size=None, num_items_in_batch=None, ignore_index=-100, shift_labels=None, **unused
+        self,
+        logits: torch.Tensor,
+        labels: torch.Tensor | None,
+        vocab_size: int | None = None,
+        num_items_in_batch: torch.Tensor | int | None = None,
+        ignore_index: int = -100,
+        shift_labels: torch.Tensor | None = None,
+        **unused,
     ) -> torch.Tensor:
         if shift_labels is None:
+            assert labels is not None
             shift_labels = functional.pad(labels, (0, 1), value=ignore_index)[..., 1:].contiguous()
         target, weight, group = shift_labels.to(logits.device), self.head.weight, "alone"
         if logits.shape[-1] != weight.shape[0] and isinstance(weight, DTensor):
