@@ -97,9 +97,6 @@ def count_wrong(result: torch.Tensor, expected: torch.Tensor) -> int:
     return int((result.view(kind) != expected.view(kind)).sum())
 
 
-# ---- workloads of trials --------------------------------------------------------------------------------------------
-
-
 class Prepared:
     """A workload with its tensors on the communicator's devices."""
 

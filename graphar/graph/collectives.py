@@ -41,9 +41,7 @@ CASTS = (torch.ops.prims.convert_element_type.default, _aten._to_copy.default)
 VIEWS = (_aten.view.default, _aten.reshape.default, _aten._unsafe_view.default)
 
 
-# ---- what nodes hold, typed: torch types operands as anything that a graph can have --------------------------------
-
-
+# With types: torch types operands as anything that a graph can have.
 def first(node: Node) -> Node:
     """Returns the first operand of an op that takes a tensor."""
     return cast(Node, node.args[0])
@@ -64,9 +62,6 @@ def arguments(node: Node) -> dict[str, Any]:
     """Returns the arguments that an op of torch's was called with, by the names in its schema."""
     schema = cast(torch._ops.OpOverload, node.target)._schema
     return dict(zip([argument.name for argument in schema.arguments], node.args, strict=False)) | node.kwargs
-
-
-# ---- collectives ----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -241,9 +236,6 @@ def with_views(graph: Graph, path: Sequence[Node], x: Node) -> Node:
             x = graph.call_function(view.target, (x, *view.args[1:]))
             x.meta["val"] = view.meta["val"]
     return x
-
-
-# ---- their order ----------------------------------------------------------------------------------------------------
 
 
 def keep_order(graph: Graph) -> None:

@@ -152,9 +152,6 @@ def _check_names(option: str, wanted: Iterable[str], known: Iterable[str]) -> fr
     return names
 
 
-# ---- in Inductor's configuration ------------------------------------------------------------------------------------
-
-
 def keep_order() -> None:
     """Installs an OrderPass behind the passes of others, if there is no pass of graphar's."""
     passes = _installed()

@@ -155,9 +155,6 @@ def _blocks(length: int | torch.SymInt) -> int | torch.SymInt:
     return -(-length // BLOCK)
 
 
-# ---- weights --------------------------------------------------------------------------------------------------------
-
-
 def stored(graph: Graph, weight: Node) -> Node:
     """Returns the weight as torch.nn.Linear stores it, [out, in]: the source of a transpose, or a new transpose."""
     permuted = weight.target is _aten.permute.default and list(arguments(weight)["dims"]) == [1, 0]

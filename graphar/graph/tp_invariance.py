@@ -79,9 +79,6 @@ def rewrite(graph: Graph, places: Places, number: int) -> list[Break]:
     return broken
 
 
-# ---- what is rewritten ----------------------------------------------------------------------------------------------
-
-
 def _check_added(a: Node, places: Places) -> None:
     """Raises Refused if graphar::linear cannot add products of ``a``."""
     x = a.meta["val"]
@@ -148,9 +145,6 @@ def _replace_bias_gradient(graph: Graph, total: Node) -> None:
     added.stack_trace = total.stack_trace
     total.replace_all_uses_with(new)
     graph.erase_node(total)
-
-
-# ---- what may change bits ------------------------------------------------------------------------------------------
 
 
 def _check(node: Node, places: Places, divided: bool) -> None:

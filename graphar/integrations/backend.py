@@ -70,9 +70,6 @@ class GrapharBackend(Routing, dist._Backend):
         """Does nothing: connections are made when first needed."""
 
 
-# ---- before torch 2.14 -----------------------------------------------------------------------------------------------
-
-
 @untraced
 class GrapharProcessGroup(Routing, dist.ProcessGroup):
     """A process group. It is the whole group, also in "cpu:gloo,cuda:graphar"."""

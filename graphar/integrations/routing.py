@@ -119,8 +119,6 @@ class Routing(_OfTorch):
         self._batched: list[Arguments] = []  # of calls in a window that NCCL makes
         _open_groups.add(self)
 
-    # ---- calls that go to graphar -----------------------------------------------------------------------------------
-
     def allreduce(self, tensors, *args, **kwargs):
         _check_one("all_reduce", tensors)
         opts = _options(c10d.AllreduceOptions, tensors, args, kwargs)
@@ -203,8 +201,6 @@ class Routing(_OfTorch):
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
-    # ---- calls that go to torch's own group -------------------------------------------------------------------------
-
     broadcast = _method_of_torch("broadcast")
     reduce = _method_of_torch("reduce")
     gather = _method_of_torch("gather")
@@ -270,8 +266,6 @@ class Routing(_OfTorch):
                 work = arguments.finish(work)
             works.append(work)
         return combined([work for work in works if work is not None])
-
-    # ---- which calls graphar serves ---------------------------------------------------------------------------------
 
     def _why_not(self, op: str, opts: Any, tensors: Sequence[torch.Tensor]) -> Reason | None:
         """Returns why torch's own group serves a call. On GPUs the first call is collective.
@@ -353,8 +347,6 @@ class Routing(_OfTorch):
         if self._window is not None:
             self._window.append(work)
         return work
-
-    # ---- the group's life -------------------------------------------------------------------------------------------
 
     def getBackendName(self) -> str:
         return NAME

@@ -133,9 +133,7 @@ def combined(works: list[dist.Work]) -> dist.Work:
     return works[0] if len(works) == 1 else CombinedWork(works)
 
 
-# ---- calls of torch's own group with tensors of any strides: gloo reads and writes memory as it lies ----------------
-
-
+# Calls of torch's own group with tensors of any strides: gloo reads and writes memory as it lies.
 class Arguments:
     """The arguments of a call, with contiguous tensors in place of others; ValueError for outputs that share memory."""
 

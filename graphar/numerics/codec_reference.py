@@ -109,9 +109,6 @@ def fill_up(values: Tensor) -> Tensor:
     return torch.cat([values, values[-1:].expand(missing)]) if missing else values
 
 
-# ---- scales ---------------------------------------------------------------------------------------------------------
-
-
 def scales(buckets: Tensor, codec: Codec) -> tuple[Tensor, Tensor]:
     """Returns the scale and the zero point of each bucket, in fp32, after rounding to the scale's dtype.
 
@@ -137,9 +134,6 @@ def _round_down(values: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where(nearest.float() > values, lower, nearest).float()
 
 
-# ---- codes ----------------------------------------------------------------------------------------------------------
-
-
 def _integer_codes(values: Tensor, inverse: Tensor, codec: Codec, halves: Tensor | None) -> Tensor:
     if halves is None:
         codes = torch.round(values.double() * inverse.double())  # exact: 24 bits each
@@ -155,9 +149,6 @@ def _e4m3_codes(values: Tensor, inverse: Tensor, codec: Codec, halves: Tensor | 
         return products.to(torch.float8_e4m3fn).view(torch.uint8).long()
     bits = (products * 2.0**-120).view(torch.int32).long()  # e4m3's last place is now bit 20, for subnormals too
     return (bits >> 24 & 0x80) | ((bits & 0x7FFFFFFF) + 16 * halves + 8 >> 20)
-
-
-# ---- random bits ----------------------------------------------------------------------------------------------------
 
 
 def random_halves(numel: int, noise: Noise, device: torch.device | None = None) -> Tensor:
@@ -184,9 +175,6 @@ def _multiply(a: Tensor, b: int) -> tuple[Tensor, Tensor]:
     low, high = a * (b & 0xFFFF), a * (b >> 16)
     middle = (low >> 16) + (high & 0xFFFF)
     return (high >> 16) + (middle >> 16), (middle << 16 & WORD) | (low & 0xFFFF)
-
-
-# ---- the wire -------------------------------------------------------------------------------------------------------
 
 
 def _pieces(words: int) -> list[int]:
@@ -246,9 +234,6 @@ def _rows_and_buckets(codec: Codec) -> tuple[int, int]:
     """
     row = TILE_NUMEL // ROWS
     return (ROWS, row // codec.bucket_size) if codec.bucket_size <= row else (1, TILE_NUMEL // codec.bucket_size)
-
-
-# ---- sums of wires --------------------------------------------------------------------------------------------------
 
 
 def first_elements(counts: Sequence[int]) -> list[int]:

@@ -103,9 +103,6 @@ def _chunks(wire: Tensor, codec: Codec) -> Iterator[tuple[int, int, Tensor, Tens
         yield begin * TILE_NUMEL, numel, codes[window], scales[window]
 
 
-# ---- scales ---------------------------------------------------------------------------------------------------------
-
-
 def _scales(buckets: Tensor, codec: Codec) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Returns each bucket's scale, its zero point if codes have one, and which buckets have no finite scale, if any."""
     if codec.scheme == "minmax":
@@ -131,9 +128,6 @@ def _pack_scales(wire: Tensor, scale: Tensor, zero: Tensor | None, bad: Tensor |
     held = in_order[0].numel() * bits.itemsize
     wire[:, :held].view(bits.dtype).view(in_order.shape).copy_(in_order)
     wire[:, held:] = 0
-
-
-# ---- codes ----------------------------------------------------------------------------------------------------------
 
 
 def _codes(x: Tensor, inverse: Tensor, codec: Codec, halves: Tensor | None) -> Tensor:
@@ -180,9 +174,6 @@ def _to_units(units: Tensor, codes: Tensor, codec: Codec) -> None:
         units.copy_(codes.view(torch.int8).sub_(codec.largest_code))
     else:
         units.copy_(codes.view(torch.uint8))
-
-
-# ---- the wire -------------------------------------------------------------------------------------------------------
 
 
 def _seconds(numbers: int, bits: int, first: int) -> int:
@@ -236,9 +227,6 @@ def _unpack_codes(wire: Tensor, codec: Codec) -> Tensor:
             moved = runs & _seconds(count, bits, bits * count)
             runs.bitwise_xor_(moved).bitwise_or_(moved.bitwise_left_shift_(count * (8 - bits)))
     return runs.view(-1)
-
-
-# ---- random bits ----------------------------------------------------------------------------------------------------
 
 
 def _random_halves(numel: int, noise: Noise) -> Tensor:

@@ -111,9 +111,6 @@ def product(a: torch.Tensor, w: torch.Tensor, scales: Scales) -> torch.Tensor:
     return total if scales.format == "blocks" else total * scales.a * scales.w.t()
 
 
-# ---- values with scales ----------------------------------------------------------------------------------------------
-
-
 def quantized(x: torch.Tensor, group_size: int | None) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns fp32 rows in FP8, and a scale for each ``group_size`` columns of a row; None: for each row."""
     groups = x.unflatten(-1, (1 if group_size is None else -1, group_size or x.shape[-1]))
@@ -134,9 +131,6 @@ def to_fp8(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     scaled = x * (torch.ones_like(scale) / scale)
     codes = scaled.clamp(-LARGEST, LARGEST).to(FP8).view(torch.uint8)  # not every version of torch saturates
     return torch.where(scaled.isnan(), 0x7F, codes).view(FP8)
-
-
-# ---- what is refused ------------------------------------------------------------------------------------------------
 
 
 def check_operands(

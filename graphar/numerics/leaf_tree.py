@@ -61,9 +61,6 @@ def tree_sum(nodes: Sequence[torch.Tensor]) -> torch.Tensor:
     return nodes[0]
 
 
-# ---- what is refused ------------------------------------------------------------------------------------------------
-
-
 def check_ranks(op: str, world_size: int) -> None:
     """Raises ValueError, which names ``op``, unless ranks of that number have whole leaves, and equally many."""
     if world_size not in (1, 2, 4, 8):

@@ -86,9 +86,6 @@ class Node(NamedTuple):
     top1: Tensor | None = None  # whole numbers
 
 
-# ---- functions ------------------------------------------------------------------------------------------------------
-
-
 def exp(d: Tensor) -> Tensor:
     """Returns exp(d) of fp32 numbers that are not positive, with a relative error below 1.7e-7 + 1.4e-8 |d|."""
     result = torch.empty_like(d, memory_format=torch.contiguous_format)
@@ -122,9 +119,6 @@ def log(s: Tensor) -> Tensor:
     for odd in range(13, 0, -2):
         series = series * square + 1 / odd
     return torch.where(s == 0, -math.inf, k.double() * math.log(2) + (r + r) * series)
-
-
-# ---- nodes ----------------------------------------------------------------------------------------------------------
 
 
 def merge(a: Node, b: Node) -> Node:
@@ -234,9 +228,6 @@ def _after_step(node: Node, step: Tensor) -> Node:
         if sum_xe is not None:
             sum_xe = fma(e, d, sum_xe)
     return Node(m, s, None, sum_xe)
-
-
-# ---- a rank's part --------------------------------------------------------------------------------------------------
 
 
 def partial(logits: Tensor, target: Tensor, first: int, leaves_of_rank: int, terms: Terms) -> Tensor:

@@ -120,8 +120,6 @@ class Op:
         """Returns the names of the tensors that the backward pass of a call with these arguments needs."""
         return self.tensors if self.needed is None else self.needed
 
-    # ---- calls ------------------------------------------------------------------------------------------------------
-
     def __call__(self, *tensors, asked: Asked | None = None, **named) -> Any:
         """Makes a call, of the list form if the first argument is a list, and returns its results as users get them.
 
@@ -182,8 +180,6 @@ class Op:
     def dispatched(self, **named: Any) -> Any:
         return self.one(*self.write(named))
 
-    # ---- schemas ----------------------------------------------------------------------------------------------------
-
     def _register(self, in_list: bool, with_out: bool) -> tuple[Any, Any]:
         """Returns what torch makes of a form of the op, and of that with ``out=``; None if there is none."""
         name, kind = (f"{self.name}_list", "Tensor[]") if in_list else (self.name, "Tensor")
@@ -202,8 +198,6 @@ class Op:
             schema = f"{name}_out({tensors}, {rest}{out} out, {arguments}) -> ()"
             form_out = define(schema, in_form(self._implement_out), lambda *_: None)
         return form, form_out
-
-    # ---- implementations --------------------------------------------------------------------------------------------
 
     def _split(self, call: Sequence, in_list: bool) -> tuple[Lists, Sequence, Arguments]:
         """Returns the tensors, as lists of this process's ranks; what follows them in an ``out=`` form; the others."""
@@ -275,8 +269,6 @@ class Op:
         if not (in_list or self.has_several):
             return torch.stack(results), 0
         return [torch.stack(of_calls) for of_calls in zip(*results, strict=True)], [0] * len(results[0])
-
-    # ---- gradients --------------------------------------------------------------------------------------------------
 
     def _keep_context(self, ctx, inputs, output, *, in_list: bool) -> None:
         lists, _, arguments = self._split(inputs, in_list)
@@ -355,9 +347,6 @@ def for_ranks(ctx, name: str, *lists: Sequence[torch.Tensor], **named) -> list[t
         return op.list(*map(list, lists), *values)
     results = op.one(*[xs[0] for xs in lists], *values)
     return results if op.has_several else [results]
-
-
-# ---- values of a call -----------------------------------------------------------------------------------------------
 
 
 def _check_transform(op: str, values: Sequence) -> None:

@@ -426,8 +426,6 @@ def _norm_rows(sizes: Sizes) -> dict[Algorithm, Row]:
     }
 
 
-# ---- look-ups by the properties of rows -----------------------------------------------------------------------------
-
 ROWS = rows(Sizes())
 
 

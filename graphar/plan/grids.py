@@ -17,9 +17,7 @@ MEETING_THREADS = 128  # of the block in which ranks meet before and after copie
 _STEPS = 4  # chunks of a block that encodes a chunk while another travels
 
 
-# ---- what tuning tries: pairs (threads of a block, packs of a chunk) ------------------------------------------------
-
-
+# What tuning tries: pairs (threads of a block, packs of a chunk).
 def each_of(*pairs: tuple[int, int]) -> Candidates:
     """Returns a function that gives the same pairs for every world size and size."""
     return lambda world_size, nbytes: pairs
@@ -48,9 +46,7 @@ def of_copies(row: Row, call: Call, world_size: int, policies: Policies, chip: C
     return Grid(min(call.blocks or policies.copies.sum_blocks, chip.shared_blocks(halves=True)), MAX_THREADS)
 
 
-# ---- with a codec on the wire: tiles are encoded by a warp each ------------------------------------------------------
-
-
+# With a codec on the wire: tiles are encoded by a warp each.
 def warps_for_tiles(row: Row, call: Call, world_size: int, policies: Policies, chip: Chip) -> Grid:
     """Returns a grid whose blocks have a warp for each rank and tile, up to half an SM's warps if these suffice."""
     tiles, most_blocks = _tiles_of_an_owner(call, world_size), chip.shared_blocks()

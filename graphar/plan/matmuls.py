@@ -150,9 +150,6 @@ def summed_rows_a_launch(work: Product, world_size: int) -> int:
     return boxes_a_slot(world_size) // places // -(-work.columns // MATMUL_BOX_COLUMNS) * MATMUL_BOX_ROWS
 
 
-# ---- estimates: which tile multiplies a shape in the least time, of any kind of tiles --------------------------------
-
-
 @dataclass(frozen=True, eq=False)
 class Kind(Generic[T]):
     """The use of tiles, such as a plain matmul. There is one object of each kind."""
@@ -263,9 +260,6 @@ def clocks(cost: TileCost, tile: MatmulTile, rows: Sequence[int], n: int, k: int
 def tiles_of_clusters(tile: MatmulTile, rows: Sequence[int], n: int) -> int:
     """Returns how many tiles clusters compute: a cluster that loads W together has tiles below each other."""
     return sum(-(-m // (tile.rows * tile.cluster)) for m in rows) * -(-n // tile.columns)
-
-
-# ---- the tiles of fused kernels -------------------------------------------------------------------------------------
 
 
 def tiles_that_serve(algorithm: Algorithm, work: Product, world_size: int) -> Kind:

@@ -76,15 +76,13 @@ class Row:
     variants: tuple[str | None, ...] = (None,)
     tiles: tuple[MatmulTile | SkinnyTile, ...] = ()  # of a matmul, the tiles that its kernels can have
 
-    # ---- how it is chosen: by the entries of a tuning table, or as the first one of its op that ``suits``
-
+    # How it is chosen: by the entries of a tuning table, or as the first one of its op that ``suits``.
     candidates: Candidates | None = None  # what tuning tries; None: a tuning table has no entries for it
     smallest_nbytes: int = 0  # the smallest tensor for which tuning tries it
     # A function from a table's policies, world size and bytes to whether it is faster than the algorithms after it.
     suits: Callable[[Policies, int, int], bool] = lambda policies, world_size, nbytes: True
 
-    # ---- its grid: a policy's, or that of a table's entry with as many blocks as have work
-
+    # Its grid: a policy's, or that of a table's entry with as many blocks as have work.
     policy_grid: PolicyGrid | None = None  # None: an entry of a tuning table has the grid
     # A function from world size and bytes to the largest grid that it has without an entry.
     default_grid: Callable[[int, int], Grid] = lambda world_size, nbytes: Grid(128, 256)

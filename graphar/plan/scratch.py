@@ -127,9 +127,7 @@ def packs_a_part(packs: int, parts: int) -> int:
     return -(-packs // (parts * PACKS_A_LINE)) * PACKS_A_LINE
 
 
-# ---- layouts: a row has one of these functions with all arguments but the world size ---------------------------------
-
-
+# Layouts: a row has one of these functions with all arguments but the world size.
 def rotating(nbytes: Callable[[int], int], copies: int, world_size: int, shared_nbytes: int = 0) -> Scratch:
     """Returns ``copies`` slots of ``nbytes`` for every rank, without a signal pad.
 

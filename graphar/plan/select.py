@@ -88,9 +88,6 @@ def select(call: Call, facts: Facts) -> Choice:
     return choice
 
 
-# ---- sums, parts, tuples and all-to-alls ----------------------------------------------------------------------------
-
-
 def _elements(call: Call[Sum | Parts | TensorTuple | Exchange], facts: Facts) -> Choice:
     work, asked = call.work, None if call.algorithm == "auto" else Algorithm(call.algorithm)
     if asked is HIERARCHICAL.algorithm and not _lacks(HIERARCHICAL.algorithm.row, work):
@@ -214,9 +211,6 @@ def _of_any_sizes(call: Call, facts: Facts, asked: Algorithm | None) -> Choice:
     return Choice(config, f"{'asked for, shaped ' if asked else ''}by table {table.name!r} for parts of any size")
 
 
-# ---- norms -----------------------------------------------------------------------------------------------------------
-
-
 def _norm(call: Call, facts: Facts) -> Choice:
     tree = _what_is_added(call.work)
     if facts.problem:
@@ -239,9 +233,6 @@ def has_kernel_for_rows(work: Norm, dtype: torch.dtype) -> bool:
 def norm_rows(world_size: int, row_nbytes: int) -> int:
     """Returns the most rows of one launch of an all-reduce with RMSNorm, whose rows kernels can normalise."""
     return max(algorithm.row.limit(world_size) or 0 for algorithm in with_kernels(norms.ALLREDUCE_NORM)) // row_nbytes
-
-
-# ---- by the rows of algorithms --------------------------------------------------------------------------------------
 
 
 def by_policy(algorithm: Algorithm, call: Call, facts: Facts) -> Config:
@@ -302,8 +293,6 @@ def algorithms_of(codec: Codec, op: str) -> list[Algorithm]:
     """Returns the algorithms that "auto" takes for ``op`` with ``codec``; none if the op takes no codec."""
     return [algorithm for algorithm in with_kernels(op, codec=True) if can_encode(algorithm, codec)]
 
-
-# ---- what calls may need --------------------------------------------------------------------------------------------
 
 PREPARED_TUPLE = "allgather_tuple"  # the name under which the kernels of all-gathers of several tensors are prepared
 _OF_KERNELS = [algorithm.op for algorithm in kernels_that(lambda row: True)]

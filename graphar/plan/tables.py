@@ -89,9 +89,6 @@ def shipped_table(name: str) -> Table:
     return Table.from_json(file.read_text()) if file.is_file() else shipped_table(DEFAULT)
 
 
-# ---- entries: the configuration that a call takes ------------------------------------------------------------------
-
-
 def config_of(entry: dict) -> Config:
     """Returns the configuration that an entry names, with the most blocks that a call may have."""
     return Config(Algorithm(entry["algorithm"]), entry["blocks"], entry["threads"], entry.get("chunk", 0))
@@ -149,9 +146,6 @@ def measured_config(table: Table, world_size: int, nbytes: int, algorithm: Algor
     return by_entries(serving(table, world_size).rows[world_size], world_size, nbytes, algorithm)
 
 
-# ---- expected times --------------------------------------------------------------------------------------------------
-
-
 def expected_us(table: Table, world_size: int, nbytes: int) -> float | None:
     """Returns the expected microseconds of the exact all-reduce that the table chooses; None without measurements."""
     return _between(serving(table, world_size).measured.get(world_size, []), nbytes)
@@ -184,8 +178,6 @@ def _between(points: list[list], nbytes: int) -> float | None:
         return high_us * nbytes / high
     return low_us * (nbytes / low) ** (math.log(high_us / low_us) / math.log(high / low))
 
-
-# ---- validation: each check raises ValueError, which says what the rule is ------------------------------------------
 
 POLICIES: dict[str, Any] = typing.get_type_hints(Policies)
 _HEAD = {"name": str, "machine": str, "date": str, "report": (str, type(None))}
@@ -302,9 +294,6 @@ def _is_count(value: Any) -> bool:
 
 def _is_positive(value: Any) -> bool:
     return type(value) in (int, float) and 0 < value < math.inf
-
-
-# ---- policies: dataclasses as JSON ----------------------------------------------------------------------------------
 
 
 def _written(section: Any) -> dict[str, Any]:

@@ -156,8 +156,6 @@ def _describe(config: Config, us: float | None) -> str:
     return f"{config.algorithm.value} ({config.blocks} blocks of {config.threads}{chunk}), {time}"
 
 
-# ---- trials: for each measured number of the policies, the values to try, and the calls that are timed ---------------
-
 GAIN = 0.01  # a new value must make its calls 1 % faster in total: a smaller gain is noise
 COLUMNS = 4096
 WEIGHTS = (  # N, K of layers on 1 to 8 GPUs

@@ -177,8 +177,6 @@ class Fused(ABC):
         return self._launches.keep(key, bind_launch(self._runner, member, launch, arguments, put))
 
 
-# ---- the kinds: Summed, Skinny and Gathered -------------------------------------------------------------------------
-#
 # Grids leave SMs free. Kernels of tiles start only after the previous kernel in the stream has ended. So another
 # communicator's kernels find room: (18) in cuda_src/device/sync/kernel_order.cuh. The grids of sums are equal on all
 # ranks.

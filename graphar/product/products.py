@@ -93,9 +93,6 @@ def _of_one_rank(engine: Engine, work: Product) -> Plan:
     return Plan(run, FALLBACK, f"a single rank multiplies in {LEAVES} leaves")
 
 
-# ---- gathered rows: in one kernel, in chunks, or one by one ----------------------------------------------------------
-
-
 def _bind_gathered(engine: Engine, call: Call[Product], ranks: Sequence[Operands]) -> Plan:
     method = gathering_method(engine, call, ranks[0].inputs[0])
     algorithm = fused_algorithm(engine.table, call.work, engine.world_size)

@@ -159,8 +159,6 @@ class Hierarchy:
         if self.kernels:
             self._communicator.rendezvous().agree(f"{what} inside hosts", partial(step, self.kernels))
 
-    # ---- calls ------------------------------------------------------------------------------------------------------
-
     def bind(self, call: Call, timeout_s: float, coder: Coder | None) -> fallback.Run:
         """Returns the function of a call on this rank's operands; ``timeout_s`` is the deadline of each wait.
 

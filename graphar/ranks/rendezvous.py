@@ -142,8 +142,6 @@ class StoreRendezvous:
             if word:
                 raise UnsupportedError(f"rank {rank}: {word.decode()}" if len(words) > 1 else word.decode())
 
-    # ---- words for other ranks --------------------------------------------------------------------------------------
-
     def publish(self, name: str, words: str) -> None:
         """Stores this rank's ``words`` for all ranks under ``name``, if the store can be reached. Does not wait."""
         with contextlib.suppress(CommunicatorError):
@@ -161,8 +159,6 @@ class StoreRendezvous:
         """Deletes what this rank published under ``name``, if the store can be reached."""
         with contextlib.suppress(CommunicatorError):
             self._delete(self._key(name, self.rank))
-
-    # ---- last calls -------------------------------------------------------------------------------------------------
 
     def note(self, what: str, gave_up: bool = False) -> None:
         """Records what this rank does next, for ranks that may time out waiting for it. Does not wait."""
@@ -214,8 +210,6 @@ class StoreRendezvous:
         """Returns the ranks whose processes are known to have ended."""
         identities = [self._look(self._key("process", rank)) for rank in range(self.world_size)]
         return [rank for rank, raw in enumerate(identities) if raw is not None and has_ended(raw.decode())]
-
-    # ---- the store --------------------------------------------------------------------------------------------------
 
     def _meet(self, meeting: object, what: str, payload: bytes, timeout_s: float) -> list[bytes]:
         keys = [self._key(meeting, rank) for rank in range(self.world_size)]

@@ -125,9 +125,7 @@ def _first_line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
-# ---- required distributions, from pyproject.toml or the installed metadata -------------------------------------------
-
-
+# Required distributions, from pyproject.toml or the installed metadata.
 @functools.cache
 def requirements() -> dict[str, str]:
     """Returns the version specifier of each required distribution and of "python": ">=13,<14"; "" allows any."""

@@ -98,8 +98,6 @@ class Engine:
         part.is_part = True
         return part
 
-    # ---- calls ------------------------------------------------------------------------------------------------------
-
     def run(self, call: Call, ranks: Sequence[Operands]) -> Plan | None:
         """Makes a call, with the checked operands of each rank of this process. Collective.
 
@@ -194,8 +192,6 @@ class Engine:
             return reason
         return self.why_no_runner or f"the tensor is on {x.device}"
 
-    # ---- set-up -----------------------------------------------------------------------------------------------------
-
     def first_device(self) -> torch.device:
         return self.devices[0] if self.devices else device_of_process(known_group(self.group))
 
@@ -231,8 +227,6 @@ class Engine:
     def find_warm_plans(self) -> None:
         """Sets ``warm``, the plans that ops may run directly: none while there is a sink or a suspension."""
         self.warm = Plans(0) if hook.sinks or self.suspended else self.plans
-
-    # ---- failures and the end ---------------------------------------------------------------------------------------
 
     def keeping_failure(self, op: str = "graphar") -> KeepingFailure:
         return KeepingFailure(self, op)

@@ -101,8 +101,6 @@ class Runner:
         self._fingerprints = Fingerprints(rendezvous)
         self._announces = False
 
-    # ---- kernels and their scratch ----------------------------------------------------------------------------------
-
     def why_no_multicast(self) -> Reason | None:
         """Returns why multimem algorithms cannot run. The first call is collective."""
         return self._multicast_memory.why_not() if self._multicast_memory else None
@@ -182,8 +180,6 @@ class Runner:
         """Returns the addresses of a prepared algorithm's scratch, by rank."""
         return [pointer + COUNTERS_NBYTES for pointer in self.regions[algorithm].pointers]
 
-    # ---- arguments --------------------------------------------------------------------------------------------------
-
     def arguments(
         self, member: Member, algorithm: Algorithm, part: Slice, timeout_s: float, words: str, kind: type[T] = Arguments
     ) -> T:
@@ -212,8 +208,6 @@ class Runner:
     def fingerprint(self, words: str, numbers: Sequence[float], tells: bool) -> int:
         """Returns the fingerprint of a launch with numbers of its epilogue, as :meth:`Fingerprints.of` does."""
         return self._fingerprints.of(words_with_numbers(words, numbers), tells)
-
-    # ---- failures and the end ---------------------------------------------------------------------------------------
 
     def calls_begun(self) -> dict[Algorithm, list[int | None]]:
         """Returns how many calls the kernels of each prepared algorithm have counted, by member; None: unreadable."""
@@ -363,9 +357,6 @@ class Runner:
                 raise
 
 
-# ---- what kernels wrote into counters -------------------------------------------------------------------------------
-
-
 def compare_last_calls(record: Record, algorithm: Algorithm, counters: Counters, rank: int, world_size: int) -> None:
     """Writes ``record`` if a peer told this rank of another call than its own, among an algorithm's last calls.
 
@@ -417,9 +408,6 @@ def read(struct: type[Struct], address: int) -> Struct:
     finally:
         call(driver.cuStreamDestroy, stream)
     return copy
-
-
-# ---- set-up ---------------------------------------------------------------------------------------------------------
 
 
 def set_up(engine: Ranks, device: torch.device, lossless: bool, stand_in: bool) -> tuple[Runner, Table]:

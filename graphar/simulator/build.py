@@ -136,9 +136,6 @@ def _files(mutations: tuple[Mutation, ...], folder: Path | None, outside: Mappin
     return files
 
 
-# ---- g++ ------------------------------------------------------------------------------------------------------------
-
-
 @functools.cache
 def compiler() -> tuple[str, ...]:
     """Returns the command of the C++ compiler: ``$CXX``, or g++.

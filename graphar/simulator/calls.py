@@ -118,9 +118,6 @@ def _specification_of(row: Row) -> Specification:
     return specify
 
 
-# ---- calls ----------------------------------------------------------------------------------------------------------
-
-
 def first_epoch(seed: int) -> int:
     """Returns how many calls were made before those of a simulation; the epochs of every third seed wrap."""
     return FIRST_EPOCHS[seed % len(FIRST_EPOCHS)]

@@ -236,9 +236,6 @@ def _mistakes(simulation: Simulation, drawn: Drawn) -> list[Mistake]:
         return [Mistake(str(failure), None, failure.step)]
 
 
-# ---- what is wrong, in words ----------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Mistake:
     """One thing that is wrong."""

@@ -32,9 +32,6 @@ def shortened(report: str, regions: Regions) -> str:
     return _ADDRESS.sub(lambda match: _name(int(match[0], 16), regions) or match[0], report).strip()
 
 
-# ---- the last steps of threads --------------------------------------------------------------------------------------
-
-
 class _Step(NamedTuple):
     """What threads of a block may do alike: Step in sources/scheduler.hpp, and where."""
 
@@ -96,9 +93,6 @@ def _value(step: _Step) -> str:
         return f"0x{step.low:x}"
     words = [f"0x{half >> shift & 0xFFFFFFFF:x}" for half in (step.low, step.high) for shift in (0, 32)]
     return f"{words[0]} in each word" if len(set(words)) == 1 else " ".join(words)
-
-
-# ---- addresses ------------------------------------------------------------------------------------------------------
 
 
 def _name(address: int, regions: Regions) -> str:

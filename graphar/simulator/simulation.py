@@ -262,9 +262,7 @@ def _included(file: Path) -> set[str]:
     return direct.union(*(_included(next(filter(Path.exists, places))) for places in paths))
 
 
-# ---- the files of a case; Simulation, Call and Outcome say what the fields mean --------------------------------------
-
-
+# The files of a case; Simulation, Call and Outcome say what the fields mean.
 class _Case(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_uint32) for name in ("world_size", "calls", "fill", "epoch", "has_pad")),

@@ -38,9 +38,6 @@ _READ = ("CACHE_DIR", "CONCURRENT_COMMUNICATORS", "LOG", "LOSSLESS", "MULTICAST"
 _READ = tuple(f"GRAPHAR_{name}" for name in (*_READ, "TEST_SHARE_GPU", "VLLM"))
 
 
-# ---- GPUs ------------------------------------------------------------------------------------------------------------
-
-
 def gpus() -> Iterator[Finding]:
     """Yields every GPU that torch sees; if it sees none of the machine's GPUs, why."""
     count = gpu_count()
@@ -161,9 +158,6 @@ def multicast_state() -> Iterator[Finding]:
     yield judged("GPUs", text, "" if has_effect else f"{multicast.OPT_IN}=1 has no effect here: unset it")
 
 
-# ---- software --------------------------------------------------------------------------------------------------------
-
-
 def versions() -> Iterator[Finding]:
     """Yields the version of each required software, and whether graphar can use it."""
     yield Finding("graphar", f"{graphar.__version__} in {Path(graphar.__file__).parent}")
@@ -221,9 +215,6 @@ def environment() -> Iterator[Finding]:
         yield judged(name, value if is_read else f"{value}, which graphar does not read", advice)
     if not names:
         yield Finding("none", "no variable of graphar is set")
-
-
-# ---- what processes share, cache and table ---------------------------------------------------------------------------
 
 
 def sharing() -> Iterator[Finding]:

@@ -124,9 +124,7 @@ def _told(counts: Counts) -> str:
     return " and ".join(told) or FALLBACK.algorithm.value
 
 
-# ---- calls: some of every op, all in bf16 ---------------------------------------------------------------------------
-
-
+# Some calls of every op, all in bf16.
 def calls_on_gpus(algorithm: Algorithm, world_size: int) -> list[SelfTestCall]:
     """Returns the calls that take ``algorithm`` on ``world_size`` GPUs, by name or by choice; there may be none."""
 

@@ -14,8 +14,6 @@ from graphar.numerics.dtypes import TYPE_NAMES
 from graphar.numerics.epilogues.operations import OPERATIONS
 from graphar.numerics.epilogues.syntax import PLACES, Apply, Expression, Name, Node, Number, Operand, parse
 
-# ---- CUDA C++ -------------------------------------------------------------------------------------------------------
-
 
 @dataclass(frozen=True)
 class Generated:
@@ -63,9 +61,6 @@ def _printed(node: Node, whole: Expression) -> str:
         case Apply(operation, of):
             return OPERATIONS[operation][0].format(*(_printed(argument, whole) for argument in of))
     raise AssertionError(node)
-
-
-# ---- torch ----------------------------------------------------------------------------------------------------------
 
 
 Corner = tuple[int, int, int]  # of a panel: its first row and column in the larger tensor, and that tensor's columns

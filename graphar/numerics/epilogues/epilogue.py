@@ -187,9 +187,6 @@ def _text_after_bias(text: str, tensors: tuple[str, ...], scalars: tuple[str, ..
 _traced_text = _constant_to_compilers(trace)
 
 
-# ---- in a call ------------------------------------------------------------------------------------------------------
-
-
 class EpilogueInputs(NamedTuple):
     """One rank's inputs of an epilogue."""
 

@@ -215,9 +215,6 @@ def _windows(numel: int, step: int) -> Iterator[tuple[int, slice]]:
     return ((start, slice(start, min(start + step, numel))) for start in range(0, numel, step))
 
 
-# ---- algorithms with a specification of their own -------------------------------------------------------------------
-
-
 def _by_specification(call: SumCall, specification: Specification, transport: Transport, ranks: OfRanks) -> None:
     x = ranks[0].inputs[0]
     joins, world_size = call.op == "allgather", transport.world_size

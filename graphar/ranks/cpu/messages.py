@@ -62,8 +62,6 @@ class Messages:
         self._gloo = self._pending = None
         self._under_way, self._if_unlike = [], lambda sequence: None  # the latter refers to this object's owner
 
-    # ---- headers ----------------------------------------------------------------------------------------------------
-
     def begin(self, words_hash: bytes, sequence: int, timeout_s: float, if_unlike: Callable[[int], None]) -> None:
         """Begins a call, whose first message brings a header. ``timeout_s`` is the deadline of each of its waits.
 
@@ -119,8 +117,6 @@ class Messages:
             # What began between ranks that agree must end: gloo cannot take back half a message.
             wait([work for peer, work in under_way if peer not in unlike], self._timeout_s)
             self._if_unlike(self._sequence)
-
-    # ---- data -------------------------------------------------------------------------------------------------------
 
     def gather(self, sent: Tensors, lengths: Sequence[int], rooms: Rooms = None) -> Arriving:
         (mine,), gloo = sent, self._gloo

@@ -130,9 +130,6 @@ class CodedSum:
 Reduction = ExactSum | CodedSum  # the arithmetic of one call
 
 
-# ---- codecs ---------------------------------------------------------------------------------------------------------
-
-
 class Coder(Protocol):
     """Encodes and decodes with one codec, on the device of the tensors. Tensors are 1-D and contiguous."""
 
@@ -187,9 +184,6 @@ class TorchCoder:
         for rank, wire in enumerate(wires):
             cpu_codec.decode(wire, self.codec, total, adds=rank > 0)
         return total
-
-
-# ---- exact sums on the CPU ------------------------------------------------------------------------------------------
 
 
 def sum_into(target: torch.Tensor, parts: Tensors) -> None:

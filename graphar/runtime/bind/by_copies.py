@@ -176,9 +176,6 @@ def meetings(engine: Engine, call: Call, algorithm: Algorithm, words: str) -> Ca
     return meet
 
 
-# ---- calls ----------------------------------------------------------------------------------------------------------
-
-
 @dataclass
 class _Rank(Lane):
     """A rank of this process on a stream of the caller's, with the addresses of its tensors in the present call."""
@@ -252,8 +249,6 @@ class ByCopies:
         words = agreement.words_of_launch(call, config, Slice(0))
         self._meet = meetings(engine, call, config.algorithm, words)
 
-    # ---- the plan ---------------------------------------------------------------------------------------------------
-
     def _chunk_of(self, rank: int, at: int) -> _Chunk:
         chunk, ranks, direct = self._slices[at], self._world_size, self._config.direct
         begins, sizes = ([number * self._itemsize for number in numbers] for numbers in (chunk.begin, chunk.count))
@@ -283,8 +278,6 @@ class ByCopies:
         if self._op == "reducescatter":
             return _Chunk(to_owners, arrived)
         return _Chunk(to_owners, arrived, back=to_all(1, _OUT, begins[rank]), keep=from_all(1))
-
-    # ---- calls ------------------------------------------------------------------------------------------------------
 
     def run(self, ranks: Sequence[Operands]) -> None:
         """Enqueues the call on the members' current streams, for the operands of each rank of this process."""

@@ -141,9 +141,7 @@ def one_after_another(plans: Sequence[Plan], cuts: Sequence[Callable[[Operands],
     return Plan(run, plans[0].config, plans[0].reason)
 
 
-# ---- all-gathers of several tensors: a launch for up to four, or without kernels one after another -------------------
-
-
+# All-gathers of several tensors: a launch for up to four, or without kernels one after another.
 def bind_tuple(engine: Engine, call: Call[TensorTuple], ranks: Sequence[Operands]) -> Plan:
     work, first = call.work, ranks[0].inputs[0]
     if engine.why_no_kernel(work.op, first) or not any(work.sizes):
@@ -173,9 +171,6 @@ def _gather_each(engine: Engine, call: Call[TensorTuple], ranks: Sequence[Operan
         parts = Parts(work.op, tuple([size * in_a_row for size in work.sizes]), beside=beside)
         plans.append(engine.plan(Call.of(parts, x, timeout_s=call.timeout_s), [*map(cuts[at], ranks)]))
     return one_after_another(plans, cuts)
-
-
-# ---- sums with residual addition and RMSNorm, in one kernel ----------------------------------------------------------
 
 
 def bind_norm(engine: Engine, call: Call[Norm], ranks: Sequence[Operands]) -> Plan:

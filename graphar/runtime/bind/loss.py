@@ -99,9 +99,6 @@ def sources(device: int, dtypes: Sequence[torch.dtype]) -> list[KernelSource]:
     return [*partials, *results, *map(catalogue.softmax_backward_source, dtypes)]
 
 
-# ---- the forward pass -----------------------------------------------------------------------------------------------
-
-
 # Takes a rank's operands, partials to write or None, and all ranks' partials to read or None. Without partials it
 # computes the results of the only rank.
 Compute = Callable[[Operands, torch.Tensor | None, torch.Tensor | None], None]
@@ -212,9 +209,6 @@ def _cluster(device: int, groups: int) -> int:
 
 def load(source: KernelSource, device: int):
     return launcher.load(source, device, shared_nbytes("entropy_and_top1", LEAVES), source.name)
-
-
-# ---- the backward pass ----------------------------------------------------------------------------------------------
 
 
 def backward(

@@ -73,9 +73,6 @@ def _bind(
     return OwnLaunches(device, arguments, [Launch(load(device, dtype, total_dtype), [arguments], grid)])
 
 
-# ---- gradients ------------------------------------------------------------------------------------------------------
-
-
 def backward(
     of_normed: torch.Tensor,
     of_summed: torch.Tensor | None,

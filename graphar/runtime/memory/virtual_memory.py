@@ -45,9 +45,6 @@ def why_not(device: int) -> Reason | None:
     return None
 
 
-# ---- addresses -------------------------------------------------------------------------------------------------------
-
-
 @dataclass
 class Ranges:
     """Reserved address ranges, of which allocations take parts. A range is given back with its last part."""
@@ -93,9 +90,6 @@ def _aligned(address: int, nbytes: int) -> int:
 
 
 ranges = Ranges()  # of this process
-
-
-# ---- the driver's calls ----------------------------------------------------------------------------------------------
 
 
 @functools.cache
@@ -168,9 +162,6 @@ def _access(device: int):
     access.location = _location(device)
     access.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
     return access
-
-
-# ---- allocations on all ranks ----------------------------------------------------------------------------------------
 
 
 class VirtualBuffer:

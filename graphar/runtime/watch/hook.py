@@ -85,9 +85,7 @@ def _recorded(engine: Ranks, call: Call, operands: Operands, algorithm: str) -> 
     return torch._C._profiler._RecordFunctionFast(f"graphar:{call.op}", (), metadata)  # type: ignore[attr-defined]
 
 
-# ---- NVTX ranges, for Nsight Systems: inside graphar.profile, and everywhere with GRAPHAR_NVTX=1 ---------------------
-
-
+# NVTX ranges, for Nsight Systems: inside graphar.profile, and everywhere with GRAPHAR_NVTX=1.
 def start_nvtx() -> None:
     """Puts each later call of the process into a range, if the environment has GRAPHAR_NVTX=1."""
     if os.environ.get(NVTX_SWITCH) == "1":

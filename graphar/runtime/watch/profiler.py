@@ -151,8 +151,6 @@ def _rank_in_world() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-# ---- traces as files, which Perfetto and chrome://tracing read ----------------------------------------------------
-
 _DEVICE_TRACKS = 1 << 24  # larger than any thread's id
 
 

@@ -101,9 +101,6 @@ def merged(calls: Iterable[CallStats]) -> tuple[CallStats, ...]:
     return tuple(totals.values())
 
 
-# ---- memory ---------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class MemoryUse:
     """Memory of one kind.

@@ -129,8 +129,6 @@ void wake_all(Vector<Fiber*>& fibers) {
   fibers.clear();
 }
 
-// ---- pending stores -------------------------------------------------------------------------------------------------
-
 template <class Word>
 void store_relaxed(Word* address, Word value, void (*as_observed)(volatile Word*, Word, int)) {
   if (as_observed)
@@ -168,8 +166,6 @@ bool has_reached_this_thread(const Store& store) {
   if (store.owner->home != current->home) return false;
   return store.reach == of_block || (store.reach == of_warp && store.owner->thread.x / 32 == current->thread.x / 32);
 }
-
-// ---- switching ------------------------------------------------------------------------------------------------------
 
 void resume(Fiber* fiber) {
   current = fiber;
@@ -236,8 +232,6 @@ void give_up_place(Barrier& barrier) {
   --barrier.members;
   if (barrier.members > 0 && barrier.arrived >= barrier.members) open(barrier);
 }
-
-// ---- launches -------------------------------------------------------------------------------------------------------
 
 void* find_stack() {
   if (free_stacks.empty()) return take(stack_nbytes);
@@ -368,8 +362,6 @@ std::string name_of_shared(const Fiber& fiber, const void* address) {
 
 }  // namespace
 
-// ---- the interface --------------------------------------------------------------------------------------------------
-
 Thread& self() { return *current; }
 const Kernel& launched() { return *current->launch->kernel; }
 uint64_t now_ns() { return first_ns + steps * step_ns; }
@@ -490,8 +482,6 @@ End run(const std::vector<std::vector<Kernel>>& streams, int ranks, unsigned roo
   }
   return endless;
 }
-
-// ---- for the report of a failure ------------------------------------------------------------------------------------
 
 void note(Step::Kind kind, const char* what, const void* address, uint32_t nbytes, uint64_t low, uint64_t high) {
   if (!are_noted || (not_noted.begin <= address && address < not_noted.end)) return;

@@ -73,8 +73,6 @@ class Waiting {
   Waiting(const Waiting&) = delete;
 };
 
-// ---- time and chance ------------------------------------------------------------------------------------------------
-
 uint64_t now_ns();
 uint64_t step_number();
 uint32_t random(uint32_t below);
@@ -84,8 +82,7 @@ void step();
 // The same after a load that may be part of a spin: after many loads in a row, the thread sleeps longer.
 void step_after_load();
 
-// ---- relaxed stores, which become visible late and in any order -----------------------------------------------------
-
+// Relaxed stores, which become visible late and in any order.
 void post(void* address, uint64_t value, uint32_t nbytes);
 // Called for each of these stores, and for each bulk copy to memory.
 inline void (*look_at_store)(const void* address, uint32_t nbytes);
@@ -102,8 +99,6 @@ enum Reach { of_thread, of_warp, of_block };
 void extend_reach(Reach reach);
 // Performs the stores that a release by this thread publishes.
 void make_released_visible();
-
-// ---- barriers, memory, kernels --------------------------------------------------------------------------------------
 
 // The barrier of the block or the warp, and whether any thread voted yes.
 bool block_barrier(bool vote);
@@ -152,8 +147,6 @@ enum End { complete, stuck, endless };
 // something are given up after `patience_ns`, and the time that they may take to notice. Calls `look` between steps.
 End run(const std::vector<std::vector<Kernel>>& streams, int ranks, unsigned room, uint64_t seed, uint64_t patience_ns,
         void (*look)());
-
-// ---- for the report of a failure ------------------------------------------------------------------------------------
 
 // Addresses of accesses that are not noted.
 struct Range {

@@ -59,8 +59,6 @@ class As {
 // Gives this program's threads a view beside the generic one. Called before anything runs.
 bool add_view(View added);
 
-// ---- of the running thread ------------------------------------------------------------------------------------------
-
 Observer view(View which);
 // Makes what the thread has seen through `from` visible to `to`.
 void fence(View from, View to);

@@ -2,14 +2,10 @@
 #pragma once
 #include "device/pack.cuh"
 
-// ---- between the lanes of a warp ------------------------------------------------------------------------------------
-
 inline u32 __reduce_max_sync(u32 lanes, u32 v) {
   for (int mask = 1; mask < 32; mask *= 2) v = max(v, __shfl_xor_sync(lanes, v, mask));
   return v;
 }
-
-// ---- bits -----------------------------------------------------------------------------------------------------------
 
 inline int __popc(u32 v) { return std::popcount(v); }
 inline int __ffs(u32 v) { return v ? std::countr_zero(v) + 1 : 0; }
@@ -21,8 +17,6 @@ inline u32 __byte_perm(u32 a, u32 b, u32 selector) {
 }
 inline u32 choose_bits(u32 mask, u32 a, u32 b) { return (a & mask) | (b & ~mask); }
 inline u32 spread_signs(u32 bytes) { return (bytes >> 7 & 0x01010101) * 0xff; }
-
-// ---- arithmetic -----------------------------------------------------------------------------------------------------
 
 inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 inline float __frcp_rn(float v) { return 1 / v; }

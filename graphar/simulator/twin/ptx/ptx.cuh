@@ -56,8 +56,6 @@ inline T& static_shared() {
   return *static_cast<T*>(simulator::static_shared(&typeid(T), sizeof(T)));
 }
 
-// ---- asynchronous copies, carried out while their thread does something else ----------------------------------------
-
 namespace twin {
 template <class Word>
 inline Word load_as(simulator::Observer observer, const Word* address) {
@@ -109,8 +107,6 @@ inline void after_load() {
 }
 
 inline void (*look_at_poll)() = nullptr;  // called at each poll of a thread that waits for a peer
-
-// ---- barriers, warps, clusters --------------------------------------------------------------------------------------
 
 inline void release(std::atomic<u32>& word, simulator::Reach reach = simulator::of_block) {
   simulator::extend_reach(reach);
@@ -230,8 +226,6 @@ Word __shfl_sync(u32, Word v, int source, int width = 32) {
   return twin::exchange(v, [=](u32 lane) { return lane / width * width + source; });
 }
 
-// ---- loads and stores -----------------------------------------------------------------------------------------------
-
 namespace twin {
 template <class Word>
 inline void note(simulator::Step::Kind kind, const char* what, const Word* address, const Word& v) {
@@ -348,8 +342,6 @@ inline u32 exchange_relaxed_gpu(u32* address, u32 v) {
   return old;
 }
 
-// ---- copies, shared memory ------------------------------------------------------------------------------------------
-
 inline void copy_async(Pack* shared, const Pack* global) {
   auto& me = simulator::self();
   me.copies.push_back(
@@ -371,8 +363,6 @@ inline void wait_for_copies() {
 
 inline Pack* dynamic_shared() { return static_cast<Pack*>(simulator::dynamic_shared()); }
 
-// ---- kernels, time --------------------------------------------------------------------------------------------------
-
 namespace twin {
 // The ends of a rank's kernels and the begins of those after them; two words alternate, as for barriers.
 inline std::atomic<u32> order_of_kernels[8][2];
@@ -392,8 +382,6 @@ inline void wait_for_previous_kernel(u32 = 0) {
 
 inline void release_next_kernel() { simulator::release_next_kernel(); }
 inline u64 global_time_ns() { return simulator::now_ns(); }
-
-// ---- conversions ----------------------------------------------------------------------------------------------------
 
 // An addition on the GPU turns any NaN into this one, while the host's addition keeps a payload. Kernels read the bits
 // of sums only.
