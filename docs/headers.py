@@ -2,7 +2,7 @@
 
 What a header has for such kernels is each type, constant and function with a comment directly above it. The comment of
 a function is its contract: it begins with who may call it, one of CALLERS, and for an access to memory it says order
-and scope. An overload without a comment has that of the one before it, and a member without one that of its type. A
+and scope. An overload without a comment has the comment of the one before it, and a member without one its type's. A
 comment that begins with "Internal" takes its owner off the page.
 """
 
@@ -49,8 +49,8 @@ class Entry:
     """A type, a constant, or a function with its overloads.
 
     Attributes:
-        name: of a member with that of its type, as in C++.
-        signatures: declarations; of a type also those of its members that have no comment of their own.
+        name: a member's begins with its type's, as in C++.
+        signatures: declarations; for a type also its members' that have no comment of their own.
         contract: the comment.
         fields: of a type: the type, the name and the comment of each.
     """

@@ -106,7 +106,7 @@ class _Hook:
         # The future records the current stream's work; a stream that waits for the future waits for that work.
         future = torch.futures.Future(devices=[device] if device.type == "cuda" else None)
         if not self._average.overlap:
-            earlier = self._waiting if bucket.index() else []  # those of a pass that an error ended are dropped
+            earlier = self._waiting if bucket.index() else []  # an error may have ended the pass before
             self._waiting = [*earlier, (future, gradients)]
             while bucket.is_last() and self._waiting:
                 waiting, of_bucket = self._waiting.pop(0)

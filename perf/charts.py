@@ -68,7 +68,7 @@ class Plot:
 
 @dataclass(frozen=True)
 class Mark:
-    """A dot in a row of a chart. ``name`` is that of its series; each series has a colour."""
+    """A dot in a row of a chart. ``name`` is its series'; each series has a colour."""
 
     row: str
     name: str

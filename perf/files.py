@@ -9,7 +9,7 @@ version 3   fused has ``timelines``
 version 4   lossless and training have ``skipped``
 version 5   model has ``generations`` and ``calls``
 version 6   lossless has ``op``, ``entropy``, ``nccl_us`` and ``wrong``
-version 7   fused has no ``timelines``: those of older files are not read
+version 7   fused has no ``timelines``: older files' are not read
 """
 
 from __future__ import annotations

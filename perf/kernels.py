@@ -140,7 +140,7 @@ def _plain_kernels() -> Iterator[KernelSource]:
             variants = [codec.type_name for codec in (_SPARING if can.spares_a_word else _ANY)]
             every = _in_turn(variants, WORLD_SIZES, can.dtypes)
         else:
-            whole = 0 if can.multimem else 1  # the variants of which every dtype comes with every number of ranks
+            whole = 0 if can.multimem else 1  # variants whose every dtype comes with every number of ranks
             of_whole = itertools.product(can.variants[:whole], WORLD_SIZES, can.dtypes)
             of_others = _in_turn(itertools.product(can.variants[whole:], WORLD_SIZES), can.dtypes)
             every = [*of_whole, *((*kind, dtype) for kind, dtype in of_others)]

@@ -71,7 +71,7 @@ class PassRow(Timing):
 
 
 class Trial:
-    """Runs one method, ``calls`` times in a timed launch. ``results`` are those of the last call."""
+    """Runs one method, ``calls`` times in a timed launch. ``results`` are the last call's."""
 
     def __init__(self, name: str, passes: str, calls: int, least_nbytes: int, on_gpu: bool) -> None:
         self.name, self.passes, self.calls, self.least_nbytes, self.on_gpu = name, passes, calls, least_nbytes, on_gpu

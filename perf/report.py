@@ -57,7 +57,7 @@ class Timing:
     """The base class of rows with a time.
 
     A subclass adds ``method``, ``world_size``, ``time_us`` and ``wrong``. ``time_us`` has percentiles of the time of
-    one operation over the repeats, each of which has the time of the slowest rank. ``wrong`` counts the elements that
+    one operation over the repeats. Each has the time of the slowest rank. ``wrong`` counts the elements that
     differ from what the method promises, summed over all ranks. ``what`` describes the case in words, without method
     and number of ranks.
     """
@@ -173,7 +173,7 @@ class Report:
     """The results of one topic.
 
     Class attributes:
-        name: the name of the topic's files: that of its module.
+        name: the name of the topic's files: its module's.
         command: the topic's command of `python -m perf`: its name, if it does not say another.
         order: the topic's position on the page.
         title, help, notes: the topic's title, the help text of its command, and the explanation of columns and methods.

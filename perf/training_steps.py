@@ -1,6 +1,6 @@
 """The common code of `train`, `throughput`, `fsdp` and `slow_links`: training steps, their times and their reports.
 
-A report compares the steps of several methods with those of torch's own collectives, and with steps without any.
+A report compares the steps of several methods with steps of torch's own collectives, and with steps without any.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 #pragma once
 #include "device/pack.cuh"
 
-// Internal: rows of several tensors, each of which begins at a pack of the part: the last pack of a tensor is padded.
+// Internal: rows of several tensors. Each begins at a pack of the part: the last pack of a tensor is padded.
 template <class T>
 struct PartOfTuple {
   const TupleArguments& a;

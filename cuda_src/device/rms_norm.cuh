@@ -29,7 +29,7 @@ struct Nothing {
   DEVICE void operator()(u32, const Pack&) const {}
 };
 
-// T is the type of residual, weight and results. Sum is that of the sums: T, or fp32, so that only r is rounded.
+// T is the type of residual, weight and results. Sum is the type of the sums: T, or fp32, so that only r is rounded.
 template <class T, int C, NormOutput O, class Sum = T>
 struct RmsNorm {
   static constexpr int E = elements_per_pack<T>, W = elements_per_word<T>;

@@ -62,7 +62,7 @@ struct SoftmaxNode {
   }
 };
 
-// Of neighbours, of which `a` has the lower columns.
+// Of neighbours. `a` has the lower columns.
 template <Also also>
 DEVICE SoftmaxNode merge(const SoftmaxNode& a, const SoftmaxNode& b) {
   const bool second = b.m > a.m;

@@ -106,7 +106,7 @@ DEVICE SoftmaxNode get(const LanesOfLeaf* lanes, u32 at) {
   return node;
 }
 
-// A step of one lane: 4 packs, of which the first has the index i, the next i + lanes, ...
+// A step of one lane: 4 packs. The first has the index i, the next i + lanes, ...
 template <class T, Also also, bool scaled, bool aligned>
 struct Step {
   static constexpr int W = Eight<T>::W;
@@ -258,7 +258,7 @@ DEVICE SoftmaxNode merge_lanes(const LanesOfLeaf* lanes) {
     if (also == entropy_and_top1 && node[g].m == all.m) all.top1 = min(all.top1, node[g].top1);
     node[g].template move_to<also>(r);
   }
-  // The halves of all lanes, then those of their sum, and so on.
+  // The halves of all lanes, then the halves of their sum, and so on.
   const auto sum = [&](float SoftmaxNode::* number) {
     for (int half = groups / 2; half > 0; half /= 2)
       for (int g = 0; g < half; ++g) node[g].*number = __fadd_rn(node[g].*number, node[g + half].*number);
@@ -275,7 +275,7 @@ DEVICE SoftmaxNode merge_lanes(const LanesOfLeaf* lanes) {
   return all;
 }
 
-// By a warp: merges `leaves` neighbours, each of which a thread has, as a tree. The first of these threads gets it.
+// By a warp: merges `leaves` neighbours, one of each thread, as a tree. The first of these threads gets it.
 template <Also also>
 DEVICE SoftmaxNode merge_leaves(SoftmaxNode node, u32 leaves) {
 #pragma unroll 1

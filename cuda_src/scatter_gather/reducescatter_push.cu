@@ -9,7 +9,7 @@
 #include "device/epilogue.cuh"
 #include "device/sync/sentinel.cuh"
 
-// Pushes this thread's packs from `first` on, of parts of which some are not whole or aligned, to offsets from `at`.
+// Pushes this thread's packs from `first` on, to offsets from `at`. Some parts are not whole or aligned.
 template <class T, int N>
 __device__ __noinline__ void push_elements_of_parts(const Arguments& a, u32 at, u32 first, u32 stride) {
 #pragma unroll 1

@@ -44,7 +44,7 @@ def add(commands) -> None:
         summary="time a collective at a few sizes here, and check its bits",
         description="Times a collective in this process: between all GPUs, or without them on the CPU. Under torchrun, "
         "between its processes, and other backends beside graphar. It has flags and columns of nccl-tests. The size of "
-        "an all-gather is that of its result. `nox -s perf` in a checkout sets graphar beside its peers.",
+        "an all-gather is its result's. `nox -s perf` in a checkout sets graphar beside its peers.",
         quiet="show no progress",
     )
     add_call(command, DTYPES, count="*", what="one rank's input", ranks="all GPUs")
@@ -65,7 +65,7 @@ def add(commands) -> None:
 
 
 def sizes_of(options: argparse.Namespace, defaults: Sequence[int]) -> list[int]:
-    """Returns the sizes in bytes that the options give, or else those of ``defaults`` that the op allows."""
+    """Returns the sizes in bytes that the options give, or else the ``defaults`` that the op allows."""
     most = MAX_NBYTES[options.op]
     sizes = options.sizes or [nbytes for nbytes in defaults if nbytes <= most]
     if options.stepfactor < 2 or (options.sizes and options.minbytes is not None):

@@ -189,6 +189,6 @@ def _input(rank: int, count: int, values: int, device: torch.device) -> torch.Te
 
 
 def bandwidths(op: str, nbytes: int, world_size: int, time_us: float) -> tuple[float, float]:
-    """Returns algbw and busbw of a call in GB/s, as nccl-tests has them. ``nbytes`` are those of the whole tensor."""
+    """Returns algbw and busbw of a call in GB/s, as nccl-tests has them. ``nbytes`` are the whole tensor's."""
     algbw = nbytes / time_us / 1e3
     return algbw, algbw * _HOPS[op] * (world_size - 1) / world_size

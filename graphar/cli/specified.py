@@ -1,4 +1,4 @@
-"""Calls of ops on the tensors of all ranks, with the results that the specification gives, and those of trials."""
+"""Calls of ops on the tensors of all ranks, with the results that the specification gives, and calls of trials."""
 
 from __future__ import annotations
 

@@ -192,7 +192,7 @@ def _take_bias(graph: Graph, total: Node, op: Op) -> None:
 
 
 def _before(node: Node) -> Node:
-    """Returns the node of which ``node`` is a view, or whose rows ``node`` has in another order."""
+    """Returns the node that ``node`` is a view of, or whose rows ``node`` has in another order."""
     while (before := rows.origin(node)).target in VIEWS:
         node = first(before)
     return before

@@ -69,7 +69,7 @@ class NormedSum(Collective):
             graph.erase_node(node)
 
     def _check_rows(self) -> None:
-        """Raises Refused unless the rows of the norm are those of the reduce-scatter."""
+        """Raises Refused unless the norm has the rows of the reduce-scatter."""
         (*_, total, _), scattered = self.path, self.node.meta["val"]
         shapes = scattered.shape[:-1], total.meta["val"].shape[:-1]
         expect(scattered.ndim >= 2, "the scattered tensor has no rows")

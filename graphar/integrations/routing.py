@@ -106,7 +106,7 @@ class Routing(_OfTorch):
         super().__init__(rank, len(ranks))
         self._rank, self._ranks, self._name = rank, ranks, name
         self._timeout = timeout
-        self._set_timeout_s: float | None = None  # that of set_timeout; None: the communicator's
+        self._set_timeout_s: float | None = None  # by set_timeout; None: the communicator's
         self._torch = TorchGroup(store, rank, ranks, name, timeout)
         self._communicator: Communicator | None = None
         self._reasons: dict[tuple, Reason | None] = {}  # why torch's own group serves an op, by op, dtype and device

@@ -98,5 +98,5 @@ HOOKS = {
 
 
 def _fit(coordinator, whole: torch.Tensor, part: torch.Tensor) -> bool:
-    """Whether ``part`` is one of as many parts of ``whole`` as there are ranks."""
+    """Whether ``part`` is one of the parts of ``whole``, one for each rank."""
     return part.dtype is whole.dtype and part.numel() * coordinator.world_size == whole.numel()

@@ -23,7 +23,7 @@ from graphar.numerics.norms import output_of
 from graphar.ops.linear import linear
 from graphar.ops.matmul_operands import RESULT_DTYPES, check_no_gradient
 
-# Names in checkpoints: first those of compressed-tensors and FBGEMM, then those of DeepSeek, Qwen and transformers.
+# Names in checkpoints: of compressed-tensors and FBGEMM first, then of DeepSeek, Qwen and transformers.
 WEIGHT_SCALES = ("weight_scale", "weight_scale_inv")
 INPUT_SCALES = ("input_scale", "activation_scale")
 FORMATS = ("tensor", "rows", "blocks")
@@ -120,7 +120,7 @@ class MayBeFp8(torch.nn.Module):
         super()._load_from_state_dict(state, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
 
     def _from_checkpoint(self, state_dict: dict, prefix: str) -> dict:
-        """Returns a checkpoint with the layer's scales in fp32, and those of rows as a column."""
+        """Returns a checkpoint with the layer's scales in fp32, and scales of rows as a column."""
         state = dict(state_dict)
         for name in filter(None, (self._weight_scale, self._input_scale)):
             scale, parameter = state.get(prefix + name), getattr(self, name)
@@ -146,7 +146,7 @@ class Fp8Linear(MayBeFp8, torch.nn.Linear):
             in_features / 128]. One number ``input_scale`` or ``activation_scale`` is the scale of all inputs.
         scales: of a weight that is quantised here: "tensor", one scale; "rows", one for each row; "blocks", one for
             each block of 128 x 128.
-        out_dtype: torch.bfloat16 or torch.float16. None: that of the input, or bf16 if the input is fp32 or a pair.
+        out_dtype: torch.bfloat16 or torch.float16. None: the input's dtype, or bf16 if the input is fp32 or a pair.
 
     Shape:
         Input ``(*, in_features)``, or a pair of this in FP8 and scales ``(*, 1)``, ``(*, in_features / 128)`` or one

@@ -1,7 +1,7 @@
 """The linear layers and the loss of a model made tensor-parallel invariant: graphar.nn.make_tp_invariant.
 
 It changes the class of each layer. Weights stay where torch's ``parallelize_module`` or a plan of transformers
-has put them, as DTensors. Hooks of torch's styles give and take DTensors, those of transformers plain tensors.
+has put them, as DTensors. Hooks of torch's styles give and take DTensors, and hooks of transformers plain tensors.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def make_tp_invariant(model: torch.nn.Module, plan: Mapping[str, object] | None 
     a rank's tokens are in :attr:`Layers.left`. With a ``plan`` that names ``RowwiseParallel(output_layouts=Shard(1))``
     a layer sums by a reduce-scatter, and otherwise by an all-reduce.
 
-    Losses: that of a causal language model of transformers becomes :func:`graphar.cross_entropy`. Its plan gathers the
+    Losses: a causal language model's loss in transformers becomes :func:`graphar.cross_entropy`. Its plan gathers the
     logits. With a ``plan`` in which ``lm_head`` is "colwise" they stay divided, and so does their gradient. In a
     program of your own call :func:`graphar.cross_entropy`, or take :class:`graphar.nn.loss_parallel`.
 
@@ -105,7 +105,7 @@ def make_tp_invariant(model: torch.nn.Module, plan: Mapping[str, object] | None 
         if (kind := _NORMS.get(type(module))) and _may_have_own_tokens(module, _style(styles, name)):
             module.__class__ = kind
     for module, kind, style in linears:
-        vars(module).pop("forward", None)  # that of a plan of transformers
+        vars(module).pop("forward", None)  # from a plan of transformers
         module.__class__, module.style = kind, style
     of_transformers: Any = model
     head, loss = (getattr(model, name, None) for name in ("lm_head", "loss_function"))
@@ -227,7 +227,7 @@ class _InvariantNorm(torch.nn.Module):
     _torchs: ClassVar[Callable[..., torch.Tensor]]  # the function of torch
 
     def _of_tokens(self, x: torch.Tensor, plain: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        """Returns the norm of this rank's tokens; ``plain`` is that of torch."""
+        """Returns the norm of this rank's tokens; ``plain`` is torch's."""
         learns = torch.is_grad_enabled() and any(parameter.requires_grad for parameter in self.parameters())
         if not (learns and self._has_whole_rows(x)):
             return plain(x)

@@ -231,7 +231,7 @@ class ColumnParallelLinear(_OfGroup):
         tp_invariant: multiply by :func:`graphar.linear`: output and gradients have the same bits on 1, 2, 4 and 8
             ranks. Without torch.distributed the layer has a single rank.
         sequence_dim: the dimension of tokens, for sequence parallelism: each rank has its part of the input's tokens,
-            which :func:`graphar.fused_allgather_matmul` gathers. The gradients of weight and bias are those of all
+            which :func:`graphar.fused_allgather_matmul` gathers. The gradients of weight and bias count all
             tokens. None: every rank has all tokens.
         out_dtype: for a weight in FP8, torch.bfloat16 or torch.float16. None: as in :class:`Fp8Linear`.
 

@@ -1,4 +1,4 @@
-"""Losses of models over a divided vocabulary: in place of those of transformers, and of torch's loss_parallel."""
+"""Losses of models over a divided vocabulary: in place of transformers' losses, and of torch's loss_parallel."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Sequence parallelism of graphar.nn: layers between which each rank has its part of the tokens.
 
 A weight's gradient sums over all tokens. Parts of a [batch, sequence, features] input interleave with the batch, so
-tokens are joined along the sequence again before they are summed: the order is that of one rank.
+tokens are joined along the sequence again before they are summed: the order is as on one rank.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Tokens(NamedTuple):
     axis: int  # of the tokens, counted from the first
 
     def joined(self, x: torch.Tensor, lengths: Sequence[int] | None = None) -> torch.Tensor:
-        """Returns the tokens of all ranks. ``lengths`` are those of the ranks' parts; None: all have this rank's."""
+        """Returns the tokens of all ranks. ``lengths`` are the ranks' lengths; None: all have this rank's."""
         return self._of_all(ALLGATHER, x.shape[self.axis], lengths, x=x.contiguous(), axis=self.axis)
 
     def gathered_product(self, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, partition: str):
@@ -101,7 +101,7 @@ class _Parallel(torch.autograd.Function):
 
 
 class _OfOwnTokens(torch.autograd.Function):
-    """A ``function(x, *parameters)`` of this rank's tokens, whose gradients are those of one rank with all.
+    """A ``function(x, *parameters)`` of this rank's tokens, with the gradients of one rank that has all tokens.
 
     ``function`` is one of each token alone, as norms are. The backward pass gathers ``x`` and the result's gradient,
     and differentiates ``function`` of all tokens on every rank. So whatever order torch sums in, it is the order of one

@@ -26,7 +26,7 @@ STEP = 16  # columns that a wgmma instruction multiplies
 def product(a: torch.Tensor, w: torch.Tensor, step: int = STEP) -> torch.Tensor:
     """Returns ``a @ w.T`` in fp32, added in the order of K, ``step`` columns at a time: [M, N].
 
-    An element begins as zero. The products of ``step`` columns, those of one instruction, are added to each other, from
+    An element begins as zero. The products of ``step`` columns, as one instruction takes, are added to each other, from
     zero and in order. Their sum is added to the element. Each product and each sum is rounded to nearest in fp32. So
     the bits of an element depend on its row of ``a`` [M, K] and its row of ``w`` [N, K] alone. torch's matmul on the
     CPU does not promise that: its order depends on the shape.

@@ -1,6 +1,6 @@
 """The gradients of residual addition and RMSNorm, in torch.
 
-:func:`specification` is that of cuda_src/norm/residual_rmsnorm_backward.cu: every torch operation is rounded to
+:func:`specification` specifies cuda_src/norm/residual_rmsnorm_backward.cu: every torch operation is rounded to
 nearest. It also serves devices without kernels.
 """
 
@@ -70,7 +70,7 @@ def weight_partial(of_normed: torch.Tensor, summed: torch.Tensor, eps: float, wo
 
     All rows are cut into 8 leaves, and the rows of a leaf are added in groups. The sum of all ranks' partials as a
     tree has the same bits for 1, 2, 4 and 8 ranks. :func:`specification` has others, since its groups are of all rows.
-    ``of_normed`` and ``summed`` are those of :func:`specification`, with the rank's rows: [rows / world_size, columns].
+    ``of_normed`` and ``summed`` are as in :func:`specification`, with the rank's rows: [rows / world_size, columns].
     """
     leaf_tree.check_rows("weight_partial", len(summed), world_size)
     r = summed.float()

@@ -92,7 +92,7 @@ def specification(
 
 
 def inverse_rms(rows: torch.Tensor, itemsize: int, eps: float) -> torch.Tensor:
-    """Returns 1 / sqrt(mean square + eps) of each fp32 row: [..., 1]. ``itemsize`` is that of the kernel's tensors."""
+    """Returns 1 / sqrt(mean square + eps) of each fp32 row: [..., 1]. ``itemsize`` is the kernel's tensors'."""
     mean = mean_in_slots(rows * rows, itemsize)
     return torch.ones_like(mean) / nearest_sqrt(mean + fp32(eps))
 

@@ -122,11 +122,11 @@ def log(s: Tensor) -> Tensor:
 
 
 def merge(a: Node, b: Node) -> Node:
-    """Returns the node of two neighbours, of which ``a`` has the lower columns."""
+    """Returns the node of two neighbours. ``a`` has the lower columns."""
     b_is_larger, equal = b.m > a.m, a.m == b.m
 
     def ordered(of_a: Tensor, of_b: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the numbers of the node with the lower maximum, and those of the other."""
+        """Returns the numbers of the node with the lower maximum, and then the other's."""
         return torch.where(b_is_larger, of_a, of_b), torch.where(b_is_larger, of_b, of_a)
 
     (low_m, high_m), (low_s, high_s) = ordered(a.m, b.m), ordered(a.s, b.s)
@@ -345,8 +345,8 @@ def gradient(
     The gradient of padding and of ignored rows is +0.
 
     Args:
-        logits, target, first: those of :func:`partial`.
-        state: that of :func:`finish`.
+        logits, target, first: as :func:`partial` takes them.
+        state: as :func:`finish` returns it.
         upstream: fp32, [rows] for a result [rows], otherwise one element.
         out: like ``logits``, which are contiguous.
     """

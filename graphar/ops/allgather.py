@@ -171,7 +171,7 @@ class _GatherOfTuple(Op):
 
 
 def _lists(xs, arguments: Arguments) -> list[Sequence[torch.Tensor]]:
-    """Returns a list for each tensor of the tuple, with those of this process's ranks."""
+    """Returns a list for each tensor of the tuple: the tensors of this process's ranks."""
     each = len(arguments.more) // len(xs)
     return [xs, *[arguments.more[at::each] for at in range(each)]]
 

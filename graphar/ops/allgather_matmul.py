@@ -77,7 +77,7 @@ def fused_allgather_matmul(
     """Returns ``allgather(a) @ w.T + bias``: the product of the rows of all ranks with this rank's weight.
 
     It is a column-parallel layer whose input is divided between ranks by rows, as in sequence parallelism. A rank
-    multiplies its own rows while those of the other ranks arrive. ``graphar.reference.fused_allgather_matmul`` is the
+    multiplies its own rows while the other ranks' rows arrive. ``graphar.reference.fused_allgather_matmul`` is the
     specification, except that the order in which a product is accumulated depends on the device.
 
     Ranks are processes if ``a`` is a tensor, and the devices of this process if ``a`` is a list. Collective: every rank

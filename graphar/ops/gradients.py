@@ -99,7 +99,7 @@ class _WithoutDerivative(torch.autograd.Function):
 
 
 def of_operands(ctx, gradients: Tensors, a: Tensors, w: Tensors) -> tuple[list, list]:
-    """Returns the gradients of each rank's ``a`` and ``w`` from those of its sum, or part of it; None if not needed."""
+    """Returns each rank's gradients of ``a`` and ``w`` from the gradient of its sum, or part; None if not needed."""
     partition, needs_a, needs_w = ctx.arguments.partition, ctx.needs["a"], ctx.needs["w"]
     if "sizes" not in ctx.where:
         # Processes compute the same loss, and each has its gradient. In a list the ranks' gradients add up.

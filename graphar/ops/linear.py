@@ -38,11 +38,11 @@ def linear(
 
     With a ``group`` it is a column-parallel layer: each rank has features of its own. The forward pass sends nothing.
 
-    With scales the product is that of ``graphar.reference.scaled_linear``, and there are no gradients. Without, it is
+    With scales the product is ``graphar.reference.scaled_linear``'s, and there are no gradients. Without, it is
     differentiable. The gradient of ``a`` is a sum over the features of the whole layer. They are cut into 8 leaves of
     equal length, which are added in fp32 as a binary tree and rounded once. With a ``group`` this is a
     :func:`graphar.fused_matmul_allreduce` with ``partition="tp_invariant"``, which assumes that all ranks have the same
-    ``a``. The gradient of ``w`` is added in the order of rows, and that of ``bias`` as a tree of 8 leaves of rows.
+    ``a``. The gradient of ``w`` is added in the order of rows, and the gradient of ``bias`` as a tree of 8 leaves.
 
     Args:
         a: [..., K], equal on all ranks: bf16, fp16 or, on a CPU, fp32. With scales torch.float8_e4m3fn.
@@ -137,7 +137,7 @@ def _backward(ctx, dy):
 
 
 # ``leaves`` divide K, as in product/multiply.py. The rows of ``w`` are divided between the ranks of
-# ``communicator``; an empty string: they are not divided. The scales are those of operands in e4m3.
+# ``communicator``; an empty string: they are not divided. The scales are of operands in e4m3.
 define(
     "linear(Tensor a, Tensor w, Tensor? bias, int leaves=1, ScalarType? out_dtype=None, str communicator='', "
     "Tensor? a_scale=None, Tensor? w_scale=None) -> Tensor",

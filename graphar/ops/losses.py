@@ -47,7 +47,7 @@ def cross_entropy(
 ) -> T:
     """Returns the cross-entropy loss of logits whose columns, the vocabulary, are divided between ranks.
 
-    Loss and gradients have the same bits on 1, 2, 4 and 8 ranks, and those of a row for every number of rows.
+    Loss and gradients have the same bits on 1, 2, 4 and 8 ranks, and a row's for every number of rows.
     ``graphar.reference.cross_entropy`` is the specification. A process without a group is the only rank.
 
     Logits are read once, in fp32 inside, and ranks exchange three or four numbers a row. The backward pass reads them

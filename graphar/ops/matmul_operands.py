@@ -26,7 +26,7 @@ PARTITIONS = ("auto", "tiles", "none", "split_m", "split_n", BATCH_INVARIANT)
 def check(
     op: str, a, w, bias, scales: tuple = (None, None, None), partition: object = "auto", rows_differ: bool = False
 ) -> dict[str, Any]:
-    """Raises TypeError or ValueError unless one rank's operands fit together, or lists with those of each rank.
+    """Raises TypeError or ValueError unless one rank's operands fit together, or lists with each rank's.
 
     ``scales`` are a_scale, w_scale and out_dtype, as users give them. With scales, returns ``scales`` and
     ``scaled_dtype`` as schemas have them. Ranks may differ in K only; if ``rows_differ``, in the rows of ``a`` and of
@@ -138,7 +138,7 @@ def multiplied(op: Op, a, w, arguments: Arguments) -> dict[str, Any]:
 
 
 def rows_of_ranks(op: Op, engine: Engine, a, arguments: Arguments) -> tuple[int, ...]:
-    """Returns how many rows of matrices each rank has: those of its part, or those that it adds of an all-reduce."""
+    """Returns how many rows of matrices each rank has: its part's, or as many as it adds of an all-reduce."""
     if op.takes("sizes"):
         in_one = a[0].shape[1:-1].numel()
         return tuple([size * in_one for size in arguments.sizes])
@@ -157,7 +157,7 @@ def added(
 ) -> dict[str, Any]:
     """Returns the arguments in a schema of what is added to products of this shape: a bias, or an epilogue with it.
 
-    ``dtype`` is that of products with scales. ``whole`` is as options.epilogue_option takes it.
+    ``dtype`` is the dtype of products with scales. ``whole`` is as options.epilogue_option takes it.
     """
     in_list = isinstance(a, (list, tuple))
     if epilogue is None:

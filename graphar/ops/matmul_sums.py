@@ -69,7 +69,7 @@ def fused_matmul_allreduce(
         group: a process group, 1-D DeviceMesh or Communicator. None: the default group; for a list, of its devices.
         out: a tensor for the result, which shares no memory with the operands. Not differentiable.
         a_scale: fp32 scales of ``a`` in torch.float8_e4m3fn, with any strides: of rows [..., 1], or one number; of
-            blocks of 128 columns [..., ceil(K / 128)]. For a list a list. Products are those of
+            blocks of 128 columns [..., ceil(K / 128)]. For a list a list. Products are as by
             ``graphar.reference.scaled_linear``, whatever the number of rows; there are no gradients. None: no scales.
         w_scale: fp32 scales of ``w`` in torch.float8_e4m3fn, of the same format: of rows [N, 1], [1, N], or one number;
             of blocks of 128 x 128 [ceil(N / 128), ceil(K / 128)]. For a list a list.
@@ -129,7 +129,7 @@ def fused_matmul_reducescatter(
 ) -> T:
     """Returns this rank's rows of the sum over all ranks of ``a @ w.T``, plus ``bias``.
 
-    The bits are those of :func:`fused_matmul_allreduce`, split along the first dimension as by torch.tensor_split:
+    The bits are as of :func:`fused_matmul_allreduce`, split along the first dimension as by torch.tensor_split:
     lengths differ by at most one, and earlier ranks have the longer parts. The specification is
     ``graphar.reference.fused_matmul_reducescatter``, except for the order in which a product is accumulated.
     Ranks are processes if ``a`` is a tensor, and the devices of this process if ``a`` is a list. Collective: every rank
@@ -158,7 +158,7 @@ def fused_matmul_reducescatter(
             tensors. Not with a codec, and not for fp64.
         group: a process group, 1-D DeviceMesh or Communicator. None: the default group; for a list, of its devices.
         a_scale: fp32 scales of ``a`` in torch.float8_e4m3fn, with any strides: of rows [..., 1], or one number; of
-            blocks of 128 columns [..., ceil(K / 128)]. For a list a list. Products are those of
+            blocks of 128 columns [..., ceil(K / 128)]. For a list a list. Products are as by
             ``graphar.reference.scaled_linear``, whatever the number of rows; there are no gradients. None: no scales.
         w_scale: fp32 scales of ``w`` in torch.float8_e4m3fn, of the same format: of rows [N, 1], [1, N], or one number;
             of blocks of 128 x 128 [ceil(N / 128), ceil(K / 128)]. For a list a list.

@@ -179,7 +179,7 @@ def fused_matmul_allreduce_residual_rmsnorm(
             once. The results and the gradients have the same bits on 1, 2, 4 and 8 ranks of equal K.
         group: a process group, 1-D DeviceMesh or Communicator. None: the default group; for a list, of its devices.
         a_scale: fp32 scales of ``a``, with any strides: of rows [..., 1], or one number; of blocks of 128 columns
-            [..., ceil(K / 128)]. For a list a list. Products are those of ``graphar.reference.scaled_linear``, rounded
+            [..., ceil(K / 128)]. For a list a list. Products are as by ``graphar.reference.scaled_linear``, rounded
             to the dtype of ``residual``, without gradients. None: no scales.
         w_scale: fp32 scales of ``w`` in torch.float8_e4m3fn, of the same format: of rows [N, 1], [1, N], or one number;
             of blocks of 128 x 128 [ceil(N / 128), ceil(K / 128)]. For a list a list.
@@ -245,7 +245,7 @@ def fused_matmul_reducescatter_residual_rmsnorm(
             once. The results and the gradients have the same bits on 1, 2, 4 and 8 ranks of equal K.
         group: a process group, 1-D DeviceMesh or Communicator. None: the default group; for a list, of its devices.
         a_scale: fp32 scales of ``a``, with any strides: of rows [..., 1], or one number; of blocks of 128 columns
-            [..., ceil(K / 128)]. For a list a list. Products are those of ``graphar.reference.scaled_linear``, rounded
+            [..., ceil(K / 128)]. For a list a list. Products are as by ``graphar.reference.scaled_linear``, rounded
             to the dtype of ``residual``, without gradients. None: no scales.
         w_scale: fp32 scales of ``w`` in torch.float8_e4m3fn, of the same format: of rows [N, 1], [1, N], or one number;
             of blocks of 128 x 128 [ceil(N / 128), ceil(K / 128)]. For a list a list.
@@ -419,7 +419,7 @@ MATMUL_SCATTERED_NORM = _MatmulNorms(_MATMUL_SCATTER, *options.IN_PARTS, *_MATMU
 def _of_rows_and_weights(ctx, saved: Sequence, gradients: Sequence, is_invariant: bool = False) -> tuple[list, list]:
     """Returns the gradients of each rank's rows before the norm, and of its weight; None for a weight that needs none.
 
-    ``gradients`` are those of normed rows and of the rows, rank by rank. None: zeros. If each rank norms its part of
+    ``gradients`` are of normed rows and of the rows, rank by rank. None: zeros. If each rank norms its part of
     the rows, the weights' gradients cover these rows only, unless a call of processes is to be invariant.
     """
     *_, weights, summed = saved

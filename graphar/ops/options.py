@@ -28,7 +28,7 @@ class Arguments:
     """The arguments of a call after its tensors. An op has those that it names, which are in its schema.
 
     Here are all of them, each with its value if it is not used. To read one that the op does not have raises
-    AttributeError. Those of losses are numerics.softmax.Terms.
+    AttributeError. Losses have numerics.softmax.Terms.
     """
 
     communicator: str = ""

@@ -91,7 +91,7 @@ def with_length(x: torch.Tensor, axis: int, length: int, dtype: torch.dtype | No
 def check(op: str, engine: Engine, arguments: Arguments, lengths: list[int], whole: bool = False) -> None:
     """Raises ValueError if a call was made for another rank or other ranks, or its sizes do not fit the tensors.
 
-    ``lengths`` are those of this process's tensors, which have its ranks' parts, or all parts if they are ``whole``.
+    ``lengths`` are of this process's tensors, which have its ranks' parts, or all parts if they are ``whole``.
     """
     # The public functions ensure this, but compiled graphs and torch.ops do not. Kernels compute addresses from it.
     check_place(op, engine, arguments.rank, len(arguments.sizes))

@@ -36,7 +36,7 @@ library = torch.library.Library("graphar", "DEF")
 ops_by_name: dict[str, Op] = {}
 when_traced: list[Callable[[], None]] = []  # functions to call when an op is given tensors without data
 
-Lists = list[list[torch.Tensor]]  # of each of an op's tensors, those of this process's ranks
+Lists = list[list[torch.Tensor]]  # for each of an op's tensors, one of each of this process's ranks
 _WHERE = ("communicator", "rank", "axis", "sizes", "timeout_s")
 
 # Looked up once: each look-up in a module costs a call 30 ns.
@@ -96,10 +96,10 @@ class Op:
     # that overwrites them with its rounding errors. None: the op takes no residuals.
     with_residuals: Callable[..., Arguments] | None = None
     # Returns the gradients of the tensors, as lists, and a dict with the gradients of other arguments by name:
-    # backward(ctx, gradients, saved, tensors). ``gradients`` are those of the results, rank by rank. ``saved`` has a
+    # backward(ctx, gradients, saved, tensors). ``gradients`` are of the results, rank by rank. ``saved`` has a
     # list of the ranks' tensors for each name in ``tensors``, of None if they are not needed, and one for
-    # ``saved_result``; ``tensors`` are those of the epilogue. ``ctx.arguments`` has the arguments without tensors,
-    # ``ctx.where`` those of them that say which ranks have which parts, and ``ctx.needs`` what needs a gradient.
+    # ``saved_result``; ``tensors`` are the epilogue's. ``ctx.arguments`` has the arguments without tensors,
+    # ``ctx.where`` the ones that say which ranks have which parts, and ``ctx.needs`` what needs a gradient.
     backward: Callable[..., tuple] | None = None
     needed: tuple[str, ...] | None = None  # the names of the tensors that the backward pass needs; None: all
     # Which result of each rank the backward pass needs, from 0. The gradient of an unused one is then None, not zeros.

@@ -56,7 +56,7 @@ except (AttributeError, TypeError):
 def repeated(op: str, group: Group, tensors: tuple, options: tuple, epilogue: object = None, out: Any = None) -> Any:
     """Returns the result of a call that repeats an earlier one; None, if there is none that it can repeat.
 
-    ``tensors`` are those of one rank in the order of the work's operands, without those of the epilogue. ``options`` is
+    ``tensors`` are one rank's in the order of the work's operands, without the epilogue's. ``options`` is
     everything else that the call depends on, apart from ``out`` and the epilogue, as the user gave it. Each number has
     its type beside it: True equals 1, and an option may allow only one of the two.
     """

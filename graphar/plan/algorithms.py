@@ -121,7 +121,7 @@ _BEFORE_DIGEST = "@"  # in the value of an algorithm from outside the package, b
 
 
 def is_from_outside(name: object) -> bool:
-    """Whether a name is that of an algorithm from outside the package, loaded or not."""
+    """Whether a name belongs to an algorithm from outside the package, loaded or not."""
     return isinstance(name, str) and _BEFORE_DIGEST in name
 
 

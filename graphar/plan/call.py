@@ -55,7 +55,7 @@ class Call(NamedTuple, Generic[W]):
 
     @property
     def feeds_back(self) -> bool:
-        """Whether the second input has the codec's rounding errors of earlier calls, and gets those of this call."""
+        """Whether the second input has the codec's rounding errors of earlier calls, and gets this call's."""
         return bool(self.wire and self.wire.feedback)
 
 

@@ -93,7 +93,7 @@ def choose_matmul(policy: MatmulPolicy, m: int, n: int, k: int, sms: int, panels
 
 
 def fills_wave(m: int, n: int, sms: int) -> bool:
-    """Returns whether a result [m, n] has at least as many tiles of 128 x 128 as there are SMs."""
+    """Returns whether a result [m, n] has a tile of 128 x 128 for each SM, or more."""
     return -(-m // WAVE_TILE) * -(-n // WAVE_TILE) >= sms
 
 
@@ -189,7 +189,7 @@ def best_tile(kind: Kind[MatmulTile], shape: Shape, cost: TileCost, chip: Chip |
     """Returns the tile of a kind that is estimated to multiply a shape fastest.
 
     A kernel that sends or gathers shares a chip with the kernels of other communicators; a plain matmul has its own
-    SMs. The costs are those of 16-bit operands. In e4m3 adding the sums of blocks is not counted: over 72 shapes the
+    SMs. The costs are for 16-bit operands. In e4m3 adding the sums of blocks is not counted: over 72 shapes the
     chosen tile takes 1.01 times as long as the fastest (H100).
     """
     tiles = [tile for tile in kind.tiles if shape.layout in tile.layouts]
@@ -216,7 +216,7 @@ def _is_useful(tile: MatmulTile, shape: Shape, sms: Sms) -> bool:
 
 
 def _alone(cost: TileCost, tile: MatmulTile, shape: Shape, sms: Sms) -> tuple[float, float]:
-    """Returns the estimated clocks of a plain matmul for 64 of K, and those of the busiest SM alone.
+    """Returns the estimated clocks of a plain matmul for 64 of K, and the clocks of the busiest SM alone.
 
     The weight comes from memory. That limits matmuls with few rows whether their leaves are split or not.
     """

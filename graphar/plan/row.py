@@ -55,7 +55,7 @@ class Row:
     # The single architecture that has the kernel's instructions; None if later ones have them too.
     only_arch: str | None = None
     multimem: bool = False  # whether the NVSwitch adds, by multimem instructions, in an unspecified order
-    # A specification of the result, if it differs from the op's; None: the op's specification, or that of multimem.
+    # A specification of the result, if it differs from the op's; None: the op's specification, or multimem's.
     specification: Specification | None = None
     max_threads: int = MAX_THREADS  # the most threads of a block, by the kernel's launch bounds
     # The most threads of a block that takes half an SM at most; 0 if every block may take a whole one.
@@ -82,7 +82,7 @@ class Row:
     # A function from a table's policies, world size and bytes to whether it is faster than the algorithms after it.
     suits: Callable[[Policies, int, int], bool] = lambda policies, world_size, nbytes: True
 
-    # Its grid: a policy's, or that of a table's entry with as many blocks as have work.
+    # Its grid: a policy's, or a table entry's with as many blocks as have work.
     policy_grid: PolicyGrid | None = None  # None: an entry of a tuning table has the grid
     # A function from world size and bytes to the largest grid that it has without an entry.
     default_grid: Callable[[int, int], Grid] = lambda world_size, nbytes: Grid(128, 256)

@@ -206,7 +206,7 @@ def _of_any_sizes(call: Call, facts: Facts, asked: Algorithm | None) -> Choice:
         raise UnsupportedError(
             f"{call.op}: {call.algorithm} cannot serve this call: no rank knows all sizes; {general.value} does"
         )
-    # The grid is that of the largest parts.
+    # The grid suits the largest parts.
     config = tables.by_entries(table.parts[call.op], facts.world_size, sys.maxsize, general)
     return Choice(config, f"{'asked for, shaped ' if asked else ''}by table {table.name!r} for parts of any size")
 
@@ -310,7 +310,7 @@ def needed_kernels(
     symmetric: bool = False,
     trees: bool = False,
 ) -> Iterator[Kernel]:
-    """Yields every kernel that calls of ``ops`` may need, apart from those of matmuls.
+    """Yields every kernel that calls of ``ops`` may need, apart from kernels of matmuls.
 
     ``ops`` are names in PREPARED, and algorithms from outside the package; UnsupportedError if such an algorithm has no
     kernel for these ranks. Tensors have at most ``max_nbytes`` (None: any size). Calls may have one of ``codecs`` or of

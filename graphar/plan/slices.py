@@ -31,9 +31,9 @@ class Slice:
 def slices(
     algorithm: Algorithm, world_size: int, counts: Sequence[int], itemsize: int, columns: int = 1
 ) -> list[Slice]:
-    """Returns the launches of a call; ``columns`` are those of its norm.
+    """Returns the launches of a call; ``columns`` are its norm's.
 
-    ``counts`` are the elements of each rank's part, not all zero; for an op without parts, those of the tensor.
+    ``counts`` are the elements of each rank's part, not all zero; for an op without parts, the tensor's.
     """
     row = algorithm.row
     if len(counts) == 1:

@@ -123,7 +123,7 @@ def by_entries(entries: Sequence[dict], world_size: int, nbytes: int, algorithm:
 
 
 def loaded(entries: Sequence[dict]) -> list[dict]:
-    """Returns the entries without those of algorithms from outside the package that this process has not loaded."""
+    """Returns the entries, but for algorithms from outside the package that this process has not loaded."""
     return [entry for entry in entries if is_loaded(entry["algorithm"])]
 
 

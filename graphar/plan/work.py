@@ -72,7 +72,7 @@ class Sum(NamedTuple):
     epilogue: Pointwise | None = None
     shape: tuple[int, ...] = ()  # of the user's tensor, if the ranks must have the same
     order: str = "rank"  # in which the ranks' elements are added: "rank", or "tree" for a binary tree of fp32
-    out_dtype: torch.dtype | None = None  # the dtype of the result; None: that of the tensor
+    out_dtype: torch.dtype | None = None  # the dtype of the result; None: the tensor's
     beside: str = ""  # what every rank does beside it, in words, or an empty string
 
     op = "allreduce"
@@ -103,7 +103,7 @@ class Parts(NamedTuple):
     beside: str = ""  # what every rank does beside it, in words, or an empty string
     row: tuple[int, ...] = ()  # the shape of the user's tensor without the axis, if the ranks must have the same
     order: str = "rank"  # of a reduce-scatter, in which the ranks' elements are added: "rank" or "tree"
-    out_dtype: torch.dtype | None = None  # the dtype of the result; None: that of the tensor
+    out_dtype: torch.dtype | None = None  # the dtype of the result; None: the tensor's
 
     unit = "elements"
     options = property(_options)
@@ -132,7 +132,7 @@ class Norm(NamedTuple):
     weight_offset: float = 0.0  # is added to the weight
     row: tuple[int, ...] = ()  # the shape of the user's tensor without its first dimension, if ranks must have the same
     order: str = "rank"  # in which the ranks' elements are added: "rank", or "tree" for a binary tree of fp32
-    out_dtype: torch.dtype | None = None  # the dtype of residual, weight and results; None: that of the tensor
+    out_dtype: torch.dtype | None = None  # the dtype of residual, weight and results; None: the tensor's
     beside: str = ""  # what every rank does beside it, in words, or an empty string
 
     unit = "elements"
@@ -262,7 +262,7 @@ class Factors(NamedTuple):
     # registers for the sums of one block of 64 rows only, and adds them while nothing is multiplied: 74 us for
     # 64 x 8192 x 14336 between two H200s, and 34 with scales of rows.
     most_skinny_rows: int | None = None
-    clustered: float | None = None  # the cost of clusters of a matmul alone, as TileCost has it; None: that of 16 bits
+    clustered: float | None = None  # the cost of clusters of a matmul alone, as TileCost has it; None: as with 16 bits
 
     def __str__(self) -> str:
         return self.template

@@ -132,7 +132,7 @@ class Fused(ABC):
         unwanted = (mine.a.new_empty(0),)  # in place of gathered rows: its address is null
 
         def launch(inputs, outputs, numbers, _=None) -> None:
-            # Each launch is given the address of the gathered rows, but bound to those of the results after them.
+            # Each launch is given the address of the gathered rows, but bound to the addresses of later results.
             key = tuple([x.data_ptr() for x in (*inputs[:addressed], outputs[0], *outputs[2:])])
             bound = launches.get(key)
             if bound is None:
@@ -183,7 +183,7 @@ class Fused(ABC):
 
 
 def _grid(tile: MatmulTile, matrices: Matrices, piece: Slice, chip: Chip) -> Grid:
-    """Returns the grid of a kernel with a block for each tile, as far as there is room."""
+    """Returns the grid of a kernel with a block for each tile, up to the room on the chip."""
     tiles = matmuls.tiles_of_clusters(tile, piece.count, matrices.out.columns)
     blocks = min(chip.shared_blocks(cluster=tile.cluster), tiles * tile.cluster)
     return Grid(blocks, tile.threads, tile.shared_nbytes, overlaps=False, cluster=tile.cluster)

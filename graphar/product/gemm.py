@@ -51,14 +51,14 @@ def matmul(
     """Returns ``a @ w.T + bias``, accumulated in fp32 in the order of K and rounded once; on torch's current stream.
 
     With several ``leaves`` K is cut into as many, of equal length, multiples of 64 columns. They are added in fp32 as a
-    binary tree: a node of :mod:`graphar.numerics.leaf_tree`. With scales of e4m3 operands the order is that of
+    binary tree: a node of :mod:`graphar.numerics.leaf_tree`. With scales of e4m3 operands the order is as in
     :func:`graphar.numerics.fp8_products.scaled_linear`. The caller has checked that dtypes, devices and shapes fit.
 
     Args:
         w: with contiguous rows, as in ``torch.nn.Linear``, or columns, as a transpose has them. With scales its rows.
         sms: how many SMs to take; None: all.
         tile: None: the tile with the least estimated time. With a ``tail_split`` two kernels are launched.
-        out_dtype: 16 bits, or torch.float32 for a sum that is not rounded and has no bias. None: that of ``a``, or
+        out_dtype: 16 bits, or torch.float32 for a sum that is not rounded and has no bias. None: the dtype of ``a``, or
             bf16 with scales.
         a_scale, w_scale: of e4m3 operands, the scales as users give them: of rows, or of blocks of 128 x 128.
 

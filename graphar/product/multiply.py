@@ -148,7 +148,7 @@ def multiply(a: torch.Tensor, w: torch.Tensor, out: torch.Tensor, bias: torch.Te
 class Own(Multiply):
     """Makes steps of 16-bit operands. Elsewhere torch multiplies."""
 
-    cost: TileCost  # by which it chooses tiles: that of the engine's table
+    cost: TileCost  # by which it chooses tiles: the engine's table has it
     is_invariant: bool = False  # whether the bits of a row may not depend on the number of rows: torch never multiplies
     reason: str = ""
 

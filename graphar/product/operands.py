@@ -136,5 +136,5 @@ def flat(x: torch.Tensor) -> torch.Tensor:
 
 
 def flat_scale(scale: torch.Tensor) -> torch.Tensor:
-    """Returns the scale of an ``a`` of more dimensions as that of a matrix."""
+    """Returns the scale of an ``a`` of more dimensions as a matrix's."""
     return flat(scale) if scale.ndim > 2 else scale

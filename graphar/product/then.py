@@ -37,7 +37,7 @@ class Then:
     """Multiplies on every rank, and then sums the products over the ranks, or also norms the sums.
 
     A product is cut into the panels of its partition. They are multiplied in order, and a call of its own sums each. A
-    bias that is not in the epilogue is added to the sum by torch. The call's algorithm and blocks are those of sums
+    bias that is not in the epilogue is added to the sum by torch. The call's algorithm and blocks are for sums
     beside a multiplication; None: the tuning table's number of blocks. A reduce-scatter ignores the algorithm.
     """
 
@@ -219,7 +219,7 @@ def after(
 ) -> Plan:
     """Returns a plan that runs ``plan``, and then ``work`` on each rank's results, which it takes last.
 
-    ``inner`` takes a rank's inputs and outputs, and returns those of ``plan``.
+    ``inner`` takes a rank's inputs and outputs, and returns ``plan``'s.
     """
 
     def run(ranks: Sequence[Operands]) -> None:

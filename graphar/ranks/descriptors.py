@@ -26,7 +26,7 @@ _CREDENTIALS = struct.Struct("3i")  # process, user and group
 
 
 class Channel:
-    """Sockets between this process and those of the other ranks of a group.
+    """Sockets between this process and the processes of the other ranks of a group.
 
     Making it binds a socket in :func:`directory`, whose path is ``address``; OSError, which says what to do, if that
     fails. Every rank then tells the others its address, calls :meth:`connect`, and meets them before it sends anything.
@@ -95,7 +95,7 @@ class Channel:
     def receive(self, exchange: int, count: int) -> dict[int, list[int]]:
         """Returns the ``count`` descriptors that each other rank has sent in an exchange, by rank.
 
-        Those of earlier exchanges, which failed, are closed. The caller closes the others.
+        Descriptors of earlier exchanges, which failed, are closed. The caller closes the others.
         """
         received: dict[int, list[int]] = {}
         try:

@@ -163,7 +163,7 @@ class Hierarchy:
         """Returns the function of a call on this rank's operands; ``timeout_s`` is the deadline of each wait.
 
         It writes what graphar.reference.hierarchical_allreduce or hierarchical_reducescatter gives this rank.
-        ``coder`` has the codec across hosts; that of a reduce-scatter rounds to nearest.
+        ``coder`` has the codec across hosts; in a reduce-scatter it rounds to nearest.
         """
         inside, across = (Group(group, timeout_s) for group in self._groups)
         compute: Callable[..., None] = {"allreduce": self._allreduce, "reducescatter": self._reducescatter}[call.op]

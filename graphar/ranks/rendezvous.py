@@ -104,7 +104,7 @@ class StoreRendezvous:
             return self.exchange_at_once(what, payload, limit_s)
 
     def exchange_at_once(self, what: str, payload: bytes, timeout_s: float) -> list[bytes]:
-        """As :meth:`exchange`, for ranks of which each is known to come to this meeting, or to none."""
+        """As :meth:`exchange`, for ranks that are each known to come to this meeting, or to none."""
         meeting, self._meetings = self._meetings, self._meetings + 1
         if meeting > 1:  # all ranks came to the last meeting, so they have read the one before
             self._delete(self._key(meeting - 2, self.rank))

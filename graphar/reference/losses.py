@@ -15,7 +15,7 @@ from graphar.numerics.softmax import Terms
 class Specified(NamedTuple):
     """What every rank gets, and the gradient of each rank's logits."""
 
-    results: tuple[torch.Tensor, ...]  # those of softmax.finish, in the shape of the target
+    results: tuple[torch.Tensor, ...]  # what softmax.finish returns, in the shape of the target
     gradients: list[torch.Tensor]
 
 

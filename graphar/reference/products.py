@@ -77,7 +77,7 @@ def fused_matmul_allreduce(
 
     Additions are in fp32, in rank order. Both roundings are to the dtype of the result.
 
-    With ``codec`` the sum is that of :func:`quantized_allreduce`, for each partition on its own, in their order. The
+    With ``codec`` :func:`quantized_allreduce` computes the sum, for each partition on its own, in their order. The
     partition changes no bit without a codec.
 
     With ``tp_invariant`` the result has the same bits for 1, 2, 4 and 8 ranks. K over all ranks is cut into 8 leaves of
@@ -101,7 +101,7 @@ def fused_matmul_allreduce(
             function without arguments. Not with a codec.
         tp_invariant: whether leaves are added as a tree: bf16, fp16 or fp32, without a codec.
         a_scale: fp32 scales of ``a`` in torch.float8_e4m3fn, one tensor per rank: of rows [..., 1], or one number; of
-            blocks [..., ceil(K / 128)]. Each product is then that of :func:`scaled_linear`. None: no scales.
+            blocks [..., ceil(K / 128)]. :func:`scaled_linear` then computes each product. None: no scales.
         w_scale: fp32 scales of ``w``, one tensor per rank: of rows [N, 1], [1, N], or one number; of blocks
             [ceil(N / 128), ceil(K / 128)].
         out_dtype: with scales, the dtype of products and result, torch.bfloat16 or torch.float16. None: torch.bfloat16.
@@ -157,7 +157,7 @@ def fused_matmul_allreduce_residual_rmsnorm(
         weight_offset: added to the weight.
         tp_invariant: whether leaves are added as a tree, as in :func:`fused_matmul_allreduce`. Not with scales.
         a_scale: fp32 scales of ``a`` in torch.float8_e4m3fn, one tensor per rank: of rows [..., 1], or one number; of
-            blocks [..., ceil(K / 128)]. Each product is then that of :func:`scaled_linear`. None: no scales.
+            blocks [..., ceil(K / 128)]. :func:`scaled_linear` then computes each product. None: no scales.
         w_scale: fp32 scales of ``w``, one tensor per rank: of rows [N, 1], [1, N], or one number; of blocks
             [ceil(N / 128), ceil(K / 128)].
     """
@@ -188,7 +188,7 @@ def fused_allgather_matmul(
             tensors, an expression, or a function without arguments.
         tp_invariant: whether products are added in the order of K. Not with scales.
         a_scale: fp32 scales of ``a`` in torch.float8_e4m3fn, one tensor per rank: of rows [M_r, ..., 1], or one number;
-            of blocks [M_r, ..., ceil(K / 128)]. The product is then that of :func:`scaled_linear`. None: no scales.
+            of blocks [M_r, ..., ceil(K / 128)]. :func:`scaled_linear` then computes the product. None: no scales.
         w_scale: the rank's fp32 scales of ``w``: of rows [N, 1], [1, N], or one number; of blocks
             [ceil(N / 128), ceil(K / 128)].
         out_dtype: with scales, the dtype of the result, torch.bfloat16 or torch.float16. None: torch.bfloat16.
@@ -228,8 +228,8 @@ def fused_matmul_reducescatter(
 ) -> list[torch.Tensor]:
     """Returns what each rank receives: its rows of the sum of ``a[r] @ w[r].T`` over all ranks r, plus the bias.
 
-    The result is that of :func:`fused_matmul_allreduce`, split along the first dimension as torch.tensor_split does.
-    With ``codec`` the sum is that of :func:`quantized_reducescatter`, for each partition on its own, in their order.
+    The result of :func:`fused_matmul_allreduce` is split along the first dimension as torch.tensor_split does.
+    With ``codec`` :func:`quantized_reducescatter` computes the sum, for each partition on its own, in their order.
 
     Args:
         a: one tensor per rank, in rank order: [..., K], of at least two dimensions. Shapes may differ in K only.
@@ -244,7 +244,7 @@ def fused_matmul_reducescatter(
             tensors are lists with one per rank, an expression, or a function without arguments. Not with a codec.
         tp_invariant: whether leaves are added as a tree, as in :func:`fused_matmul_allreduce`.
         a_scale: fp32 scales of ``a`` in torch.float8_e4m3fn, one tensor per rank: of rows [..., 1], or one number; of
-            blocks [..., ceil(K / 128)]. Each product is then that of :func:`scaled_linear`. None: no scales.
+            blocks [..., ceil(K / 128)]. :func:`scaled_linear` then computes each product. None: no scales.
         w_scale: fp32 scales of ``w``, one tensor per rank: of rows [N, 1], [1, N], or one number; of blocks
             [ceil(N / 128), ceil(K / 128)].
         out_dtype: with scales, the dtype of products and result, torch.bfloat16 or torch.float16. None: torch.bfloat16.
@@ -296,7 +296,7 @@ def fused_matmul_reducescatter_residual_rmsnorm(
         weight_offset: added to the weight.
         tp_invariant: whether leaves are added as a tree. Not with scales.
         a_scale: fp32 scales of ``a`` in torch.float8_e4m3fn, one tensor per rank: of rows [..., 1], or one number; of
-            blocks [..., ceil(K / 128)]. Each product is then that of :func:`scaled_linear`. None: no scales.
+            blocks [..., ceil(K / 128)]. :func:`scaled_linear` then computes each product. None: no scales.
         w_scale: fp32 scales of ``w``, one tensor per rank: of rows [N, 1], [1, N], or one number; of blocks
             [ceil(N / 128), ceil(K / 128)].
     """

@@ -19,7 +19,7 @@ from graphar.plan.work import MAX_TENSORS, Exchange, Norm, TensorTuple
 Tensors = tuple[torch.Tensor, ...]
 Put = Callable[..., None]  # takes the parts of a rank's operands, and writes all but two addresses into the arguments
 
-KEPT_CALLS = 16  # the last calls of which a rank keeps what it called
+KEPT_CALLS = 16  # a rank keeps what it called in so many last calls
 _U32, _U64, _F32 = ctypes.c_uint32, ctypes.c_uint64, ctypes.c_float
 
 
@@ -50,7 +50,7 @@ class EpilogueArguments(ctypes.Structure):
         ("scalar", _F32 * MAX_ARGUMENTS),
         *_of(_U64, "columns", "skipped", "first_row", "first_col", "pitch"),
     ]
-    _corner: object = ()  # that of the last call; an empty tuple before the first
+    _corner: object = ()  # of the last call; an empty tuple before the first
 
     def put(self, inputs: Tensors, outputs: Tensors, numbers: tuple[float, ...], corner: Corner | None) -> None:
         """Writes what one rank's operands have for the epilogue. ``columns`` must be set already."""
@@ -84,7 +84,7 @@ class Arguments(ctypes.Structure):
     def bind(self, call: Call, part: Slice, fingerprint: Callable[[str], int]) -> Put | None:
         """Writes what launches of a slice of a call have in common, and returns what writes the tensors of one.
 
-        ``fingerprint`` returns that of words on which ranks must agree.
+        ``fingerprint`` returns the fingerprint of words on which ranks must agree.
         """
         if call.feeds_back:
             return self.put_errors
@@ -167,7 +167,7 @@ class NormArguments(Arguments):
     def put(self, inputs: Tensors, outputs: Tensors, numbers: tuple[float, ...], corner: Corner | None) -> None:
         """Writes the addresses of one rank's tensors: (x, residual, weight[, scale]) and (normed, summed[, scales]).
 
-        Those of x and normed are ``input`` and ``output``, which the launch writes.
+        The launch writes the addresses of x and normed, ``input`` and ``output``.
         """
         self.residual, self.weight, self.summed = inputs[1].data_ptr(), inputs[2].data_ptr(), outputs[1].data_ptr()
         self.scale = inputs[3].data_ptr() if len(inputs) > 3 else 0

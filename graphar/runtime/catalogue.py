@@ -56,7 +56,7 @@ def kernel_source(
     """Returns the kernel of one of KERNELS or NORM_KERNELS for tensors of ``dtype``; BYTE: it only moves data.
 
     ``variant`` is one of the algorithm's variants, the ``type_name`` of a codec, or the template arguments of a norm's
-    work; None: the first variant. ``order`` is that of the sum and the type of its result, as in "TreeOrder, bf16".
+    work; None: the first variant. ``order`` is the sum's order and its result's type, as in "TreeOrder, bf16".
     """
     can = algorithm.row
     variant = variant or can.variants[0]

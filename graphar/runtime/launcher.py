@@ -98,7 +98,7 @@ class Grid:
 
 
 def early_grid(device: int, blocks: int, threads: int, shared_nbytes: int = 0, cluster: int = 1) -> Grid:
-    """Returns the grid of a kernel without communication of which two blocks fit on an SM."""
+    """Returns the grid of a kernel without communication. Two of its blocks fit on an SM."""
     overlaps = can_overlap(device) and chip(device).may_overlap(blocks, halves=True)
     return Grid(blocks, threads, shared_nbytes, overlaps, cluster)
 

@@ -225,7 +225,7 @@ def stats(group: Group = None) -> Stats:
 
     Returns:
         The calls and bytes by op and algorithm, fallbacks with their reasons, plans, launches and waits. Calls that
-        name a group are counted apart from those of a Communicator that was made from the group. They include calls of
+        name a group are counted apart from calls of a Communicator that was made from the group. They include calls of
         torch.distributed with a group of the backend "graphar", also where NCCL or gloo served them.
 
     Raises:

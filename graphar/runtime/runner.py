@@ -75,7 +75,7 @@ class Runner:
     """The ranks of this process, their kernels and their failures.
 
     ``chip`` has the properties that the GPUs of all ranks share. ``regions`` is the memory of each prepared algorithm:
-    its counters, and then its scratch. That of the multimem algorithms comes from ``multicast_memory``. If that is
+    its counters, and then its scratch. Multimem algorithms' regions come from ``multicast_memory``. If that is
     None, in tests, it comes from ``memory``, and their kernels use ordinary accesses in place of multimem instructions.
     """
 

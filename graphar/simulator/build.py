@@ -33,7 +33,7 @@ FLAGS = ("-std=c++20", "-ffp-contract=off", "-fno-strict-aliasing", *WARNINGS)
 FLAGS += ("-mf16c",) if platform.machine() == "x86_64" else ()  # converts halves by an instruction, not by a call
 UNOBSERVED = ("-std=c++20", "-O2", *WARNINGS)
 # -Og compiles in two thirds of the time of -O1, and runs take a fifth longer. With ThreadSanitizer it has the views of
-# a thread (sources/views.hpp) pass things to one another on its stack, which look like races. Numbers of lines, which
+# a thread (sources/views.hpp) pass values to one another on its stack, which look like races. Numbers of lines, which
 # sanitizers report, take a fifth of a compilation.
 SANITIZERS = {
     "plain": ("-Og",),
@@ -41,7 +41,7 @@ SANITIZERS = {
     "address": ("-Og", "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"),
 }
 LIBRARIES = {"plain": (), "thread": ("libtsan",), "address": ("libasan", "libubsan")}
-# Functions of ThreadSanitizer that give way to those of sources/views.cpp.
+# Functions of ThreadSanitizer that sources/views.cpp replaces.
 _WRAPPED = ("21MmapOrDieOnFatalErrorEmPKc", "15internal_memsetEPvim")
 FOLDER = "simulator"  # of the kernel cache
 KEPT_S = 30 * 24 * 3600  # how long an output is kept after its last use
@@ -82,7 +82,7 @@ def build(
 ) -> Path:
     """Returns the program that runs ``sources``, kernels of one file. A case names a kernel by its index in them.
 
-    ``folder`` has more files beside those of cuda_src, which ``sources`` and files may name. CompileError if one does
+    ``folder`` has files besides cuda_src's, which ``sources`` and files may name. CompileError if one does
     not compile; UnsupportedError without g++ 12 or newer, or the sanitizer's library.
     """
     check_libraries(LIBRARIES[sanitizer])

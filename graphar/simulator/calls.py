@@ -40,7 +40,7 @@ ALGORITHMS = kernels_that(lambda row: row.op in _SPECIFICATIONS and not row.take
 def small(part_nbytes: int, parts: int) -> Sizes:
     """Returns sizes of scratch that a tensor fills, so that slots are used again and chunks are many.
 
-    The tensor has ``parts`` parts, of which the largest has ``part_nbytes``.
+    The tensor has ``parts`` parts. The largest has ``part_nbytes``.
     """
     nbytes = -(-part_nbytes * parts // PACK_NBYTES) * PACK_NBYTES
     return Sizes(
@@ -106,7 +106,7 @@ def find(name: str | Algorithm) -> Subject:
 
 
 def _specification_of(row: Row) -> Specification:
-    """Returns an algorithm's own specification, which one from outside may have, or that of its op."""
+    """Returns an algorithm's own specification, which one from outside may have, or its op's."""
     specification = row.specification
     if specification is None:
         return _SPECIFICATIONS[row.op]
@@ -119,7 +119,7 @@ def _specification_of(row: Row) -> Specification:
 
 
 def first_epoch(seed: int) -> int:
-    """Returns how many calls were made before those of a simulation; the epochs of every third seed wrap."""
+    """Returns how many calls were made before a simulation; the epochs of every third seed wrap."""
     return FIRST_EPOCHS[seed % len(FIRST_EPOCHS)]
 
 
@@ -165,7 +165,7 @@ def _draw_call(
     shape = Config(subject.algorithm, min(blocks, row.max_blocks), threads, chunk)
     if row.op == "allreduce":
         counts = (numel,)
-    elif row.op == "reducescatter" and row.specification:  # it gets no counts: those of torch.tensor_split
+    elif row.op == "reducescatter" and row.specification:  # it gets no counts, and splits as torch.tensor_split
         counts = tuple(split(world_size * numel - choices.randrange(world_size), world_size))
     else:
         counts = _draw_counts(world_size, numel, choices)
@@ -205,7 +205,7 @@ def arguments_of(work: Exchange) -> bytes:
 
 
 def _draw_counts(world_size: int, numel: int, choices: random.Random) -> tuple[int, ...]:
-    """Returns the elements of each rank's part: equal ones, or others of which the largest has ``numel``."""
+    """Returns the elements of each rank's part: equal ones, or others. The largest has ``numel``."""
     if choices.random() < 0.4:
         return (numel,) * world_size
     counts = [choices.choice([0, 1, numel, choices.randint(0, numel)]) for _ in range(world_size)]

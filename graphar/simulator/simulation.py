@@ -76,7 +76,7 @@ class Call:
     columns: int = 1  # of the tensor, if the call has an epilogue
     cluster: int = 1  # the blocks of each
     waits: bool = True  # whether the kernel waits for its predecessor, which still writes the input; False is a mistake
-    skipped: int = 0  # elements of every rank's part before those of this call, if it has an epilogue
+    skipped: int = 0  # elements of every rank's part before this call's, if it has an epilogue
     fingerprints: tuple[int, ...] = ()  # of what each rank calls; empty: alike
     places: int = 1  # of a GPU's room that a block takes
     next_blocks: int = 0  # of a kernel that is launched early behind it, waits for it, and takes as many places a block
@@ -114,10 +114,10 @@ class Simulation:
     epoch: int = 0  # calls made before
     busy: bool = False  # whether other calls already run when the first call begins
     aborted: bool = False  # whether a call of another algorithm has given up before
-    suspended: bool = False  # whether the communicator is: counters are those of a guard, and scratch is only read
+    suspended: bool = False  # whether the communicator is: counters are a guard's, and scratch is only read
     room: int = 1 << 20  # places for blocks on each GPU. Blocks that find none wait until others have ended.
-    # Of the same ranks, each of which makes the calls. A rank launches them in an order of its own, rotated by its
-    # number. The outcomes are those of the first one's ranks, then of the next one's.
+    # Of the same ranks. Each makes the calls. A rank launches them in an order of its own, rotated by its
+    # number. The outcomes are of the first one's ranks, then of the next one's.
     communicators: int = 1
 
     def run(self, calls: Sequence[Call]) -> list[Outcome]:

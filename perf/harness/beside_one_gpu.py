@@ -1,6 +1,6 @@
 """Gathers and reduce-scatters between ranks of this process that share its GPU, each with its memory and stream.
 
-The ranks are those of `perf latency`: kernels of several processes would take turns on the GPU. A communicator launches
+The ranks are as in `perf latency`: kernels of several processes would take turns on the GPU. A communicator launches
 the kernels of its ranks one after another on the current stream. Here each rank launches on its own stream.
 """
 

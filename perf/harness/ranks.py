@@ -244,7 +244,7 @@ def timed_in_turn(
     """Times the trials that can be launched on every rank, in turn. Collective.
 
     Returns these trials, each with its launch and its times by repeat in microseconds, and messages for the others. A
-    time is that of the slowest rank, divided by ``iterations``.
+    time is the slowest rank's, divided by ``iterations``.
 
     Args:
         trials: pairs of a name and a trial. ``make_launch`` of a trial is called before the next pair is made. Its

@@ -175,7 +175,7 @@ def _fit_skinny(case: Case, whole: Chip, amount: int | None) -> Fitted:
 def operands(case: Case, amount: int) -> list[Operands]:
     """Returns each rank's random inputs, and results that hold no earlier result."""
     made = [_inputs(case, amount, rank) for rank in range(case.world_size)]
-    if case.op == ALLREDUCE_NORM:  # residual and weight are those of all ranks
+    if case.op == ALLREDUCE_NORM:  # residual and weight are equal on all ranks
         made = [(inputs[0], *made[0][1:]) for inputs in made]
     if case.op == REDUCESCATTER_NORM:
         made = [(*inputs[:2], made[0][2]) for inputs in made]
@@ -251,7 +251,7 @@ def factors(mine: Operands) -> tuple[Tensor, Tensor]:
 def count_wrong(case: Case, ranks: Sequence[Operands], right: Sequence[tuple[Tensor, ...]]) -> int:
     """Returns how many elements of all results have other bits than the specification's.
 
-    A product's bits depend on the order of K, so those of a matmul are compared with rank 0's, and with an error bound.
+    A product's bits depend on the order of K, so a matmul's are compared with rank 0's, and with an error bound.
     """
     pairs = [
         pair for mine, of_rank in zip(ranks, right, strict=True) for pair in zip(mine.outputs, of_rank, strict=True)

@@ -51,8 +51,8 @@ class GatheredLayer(Layer):
 class GatheredPlan(FusedPlan):
     """The layers to measure with one number of ranks.
 
-    ``rows`` are gathered rows, rounded down to a multiple of the number of ranks. ``columns`` are those of the whole
-    layers, of which a rank's share is rounded down to a multiple of _ALIGNMENT. ``features`` is one number.
+    ``rows`` are gathered rows, rounded down to a multiple of the number of ranks. ``columns`` are the whole
+    layers'. A rank's share is rounded down to a multiple of _ALIGNMENT. ``features`` is one number.
     """
 
     def layers(self) -> Iterator[GatheredLayer]:

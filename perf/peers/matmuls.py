@@ -71,7 +71,7 @@ class Layer:
         return a, w.mul_(self.k**-0.5)
 
     def whole(self, device: torch.device) -> Iterator[Tensor]:
-        """Yields the activations and the weight of the whole layer: those of all ranks, side by side."""
+        """Yields the activations and the weight of the whole layer: all ranks' parts, side by side."""
         for parts in zip(*(self.operands(rank, device) for rank in range(self.world_size)), strict=True):
             yield torch.cat(parts, 1)
 

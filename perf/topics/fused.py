@@ -74,7 +74,7 @@ OF_INVARIANT = {"auto": ("graphar",), "torch": (f"{peers.AFTER}nccl", f"{peers.A
 
 
 def of_invariant(rows: Mapping[str, FusionRow], over: Sequence[str]) -> float | None:
-    """Returns the time of "tp_invariant" / that of the first method of ``over`` that was measured."""
+    """Returns the time of "tp_invariant" / the time of the first method of ``over`` that was measured."""
     return ratio(rows.get(peers.TP_INVARIANT), next((rows[name] for name in over if name in rows), None))
 
 

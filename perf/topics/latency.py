@@ -317,7 +317,7 @@ def case_words(row: LatencyRow) -> str:
 
 
 def befores(rows: Sequence[LatencyRow]) -> dict[str, float]:
-    """Returns the time / that of the last committed report, by call."""
+    """Returns the time / the last committed report's, by call."""
     return {case_words(row): row.of_before for row in rows if row.of_before}
 
 
@@ -333,7 +333,7 @@ def others(rows: Sequence[LatencyRow]) -> dict[str, dict[str, float]]:
 
 
 def comparison(other: str, ratios: dict[str, float]) -> str:
-    """Returns a sentence on times divided by those of another run or checkout; an empty string without ratios."""
+    """Returns a sentence on times divided by another run's or checkout's; an empty string without ratios."""
     if not ratios:
         return ""
     slower = {case: value for case, value in ratios.items() if value > NOISE}

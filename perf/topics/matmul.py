@@ -143,7 +143,7 @@ class Matmul(products.Products):
         return super().line(row) + (", taken" if row.is_taken else "") + (", auto" if row.is_auto else "")
 
     def grouped(self) -> dict[str, dict[products.Shape, products.Case]]:
-        """Returns all cases, and those of at least one wave if there are others."""
+        """Returns all cases, and the cases of at least one wave if there are others."""
         cases = self.cases()
         waves = {shape: case for shape, case in cases.items() if has_wave(case)}
         return {"": cases} | ({f" of {WAVE}": waves} if len(waves) < len(cases) else {})

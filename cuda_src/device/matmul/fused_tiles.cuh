@@ -9,7 +9,7 @@
 //
 //   mbarrier            one phase                 arrivals of a phase           who waits
 //   call_known          the call                  1: thread 0                   first warpgroup
-//   of each consumer, beside those of the ring (9) and of Turns:
+//   of each consumer, beside the ring's (9) and the mbarriers of Turns:
 //     staged[box]       its warpgroup tile        4: its warps                  its sender, one thread
 //     sent              its warpgroup tile        1: its sender                 itself, before it stages the next
 //     arrived           one in its rank's rows    1: its sender                 itself, before it adds partial tiles

@@ -12,7 +12,7 @@
 //       warp of the peer acquires the flags of a tile's rows, and after a barrier arrives at an mbarrier. The producer
 //       waits for that, and fences before the copy engine reads the rows (5). A rank's own rows were written before the
 //       kernel began, so one fence at the start is enough for their tiles.
-//     - Scales. A unit's scales are stored before its flag is set, by the same warp. A consumer loads those of a tile
+//     - Scales. A unit's scales are stored before its flag is set, by the same warp. A consumer loads a tile's scales
 //       after it has waited for the tile's first place, which is filled after the producer has waited for the rows.
 //       They are stored and loaded by threads, so no fence stands between them.
 //     - Reuse. Flags are compared with the value of the call, so nothing resets them. Before its first store a warp
@@ -101,7 +101,7 @@ class GatheredRows {
   }
 
  private:
-  static constexpr u32 counts = 32;  // a line, of which two words are used
+  static constexpr u32 counts = 32;  // a line; two of its words are used
   static constexpr u32 of_pack = sizeof(Pack) / sizeof(typename T::Storage);
 
   // 0 is a flag that was never set.

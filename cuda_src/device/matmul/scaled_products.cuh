@@ -3,7 +3,7 @@
 //   a place of the ring: 128 of K   --4 wgmma, from zero--> the sums of a block   --add in fp32--> totals
 //
 // The accumulator of 8-bit products keeps about 14 bits, so the totals are added outside of the tensor core, while the
-// products of the next block run if registers hold the sums of two, or else those of the other consumer.
+// next block's products run if registers hold the sums of two, or else the other consumer's products.
 // A skinny matmul swaps its operands: a row of its sums is a row of W, and a column of them is a row of A.
 #pragma once
 #include "device/matmul/pipeline.cuh"
@@ -31,7 +31,7 @@ DEVICE u32 first_row_of_warp(u32 row, u32 index) {
   return row + 64 * Tile::warpgroup(index) + threadIdx.x / 32 % 4 * 16;
 }
 
-// The scales of the columns of a tile's sums, of which each lane keeps every 32nd.
+// The scales of the columns of a tile's sums. Each lane keeps every 32nd.
 template <class Tile>
 struct ColumnScales {
   float of_lane[(Tile::columns + 31) / 32];
@@ -72,7 +72,7 @@ struct ScalesOfTile {
 struct RowScales : Scaled {
   __device__ static u32 of_row(u32) { return 1; }  // of A, where K is given
 
-  // Those of a tile, whose sums have the given first row and column.
+  // The scales of a tile, whose sums have the given first row and column.
   template <class Tile>
   struct OfTile : ScalesOfTile {
     static constexpr bool overlaps = Tile::columns <= 128;  // whether registers hold the sums of two blocks
@@ -115,7 +115,7 @@ struct ScalesOfBlocks : ScalesOfTile {
   // Columns of a tile that surely share a scale: tiles begin at multiples of their columns.
   static constexpr u32 width = Tile::columns % block_rows == 0 ? block_rows : 64, count = Tile::columns / width;
   const float* next;     // this lane's scale of the next block to load
-  u64 stride;            // from there to that of the block after it
+  u64 stride;            // from there to the scale of the block after it
   u32 left;              // blocks that are not loaded yet
   float loaded[2] = {};  // of an even block, and of an odd one
   float of[2][count];    // of the block that was taken last: what multiplies its sums
@@ -274,7 +274,7 @@ struct ScaledProducts {
  private:
   __device__ u32 blocks() const { return (a.k + Multiplier::depth - 1) / Multiplier::depth; }
 
-  // Adds a block once its products are complete, while those of the block that was queued after it run.
+  // Adds a block once its products are complete, while the products of the block queued after it run.
   DEVICE void add_all_but_last(Block& it, OfTile& scales, int odd, Sums& totals) const {
     scales.take_block(odd);
     wait_for_all_but_last_products(it.sums);

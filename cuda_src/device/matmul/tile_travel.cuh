@@ -54,7 +54,7 @@ struct AsElements {
     }
   }
 
-  // Rounds the sums and adds those of all ranks, box by box.
+  // Rounds the sums and adds all ranks' sums, box by box.
   template <int N, class Tile>
   __device__ static void add_partials(const MatmulArguments& m, const Arguments& a, const WarpgroupTile& tile,
                                       float (&sums)[Tile::columns / 2]) {

@@ -38,7 +38,7 @@ DEVICE u32 fma_bf16x2(u32 a, u32 b, u32 c) {
   return v;
 }
 
-// The bits of `a` where `mask` has ones, else those of `b`: one instruction, where an expression became two.
+// The bits of `a` where `mask` has ones, else the bits of `b`: one instruction, where an expression became two.
 DEVICE u32 choose_bits(u32 mask, u32 a, u32 b) {
   u32 v;
   asm("lop3.b32 %0, %1, %2, %3, 0xca;" : "=r"(v) : "r"(mask), "r"(a), "r"(b));

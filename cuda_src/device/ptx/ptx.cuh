@@ -18,7 +18,7 @@ struct alignas(4 * Count) Words {
 // 16 bytes: the unit of every transfer.
 using Pack = Words<4>;
 
-// 16 bytes that move as two accesses of 8, none of which is ever torn.
+// 16 bytes that move as two accesses of 8. Neither is ever torn.
 struct alignas(16) Pair {
   u64 half[2];
 };
@@ -187,7 +187,7 @@ DEVICE T& static_shared() {
 // By all threads of a warp: tells the compiler that all threads of the warp have the same value.
 DEVICE u32 same_in_warp(u32 v) { return __shfl_sync(0xffffffff, v, 0); }
 
-// By all threads of a warp: the same value, of which the compiler no longer knows how it was computed.
+// By all threads of a warp: the same value. The compiler no longer knows how it was computed.
 DEVICE u32 held(u32 v) { return __shfl_sync(0xffffffff, v, threadIdx.x % 32); }
 
 // By all threads of a warp: true in one of them. From sm_90 on. The compiler then knows that a single thread continues.

@@ -1,4 +1,4 @@
-// How the kernels of a rank follow one another, and leave room for those of another communicator.
+// How the kernels of a rank follow one another, and leave room for another communicator's kernels.
 #pragma once
 #include "device/arguments.cuh"
 
@@ -91,8 +91,8 @@ DEVICE void wait_for_previous_kernel(const Arguments& a, Values&... values) {
 //     - Whole SMs, in clusters or not, release no other kernel while they wait for ranks. Another communicator's
 //       kernels of half SMs go on beside them and end. With g = 2 the second of two kernels without clusters has a free
 //       SM, and so has the one without beside one in clusters. Where all communicators' kernels wait for whole SMs,
-//       those of half SMs before them end first.
-//     - Clusters of halves are those of norms (rms_norm.cuh). They find room beside kernels of half SMs, but none on a
+//       kernels of half SMs before them end first.
+//     - Clusters of halves are of norms (rms_norm.cuh). They find room beside kernels of half SMs, but none on a
 //       single free SM, whatever its registers (H200). So it is the kernel of whole SMs that goes on beside such a
 //       norm, which is alone of its communicator until it waits for no rank.
-//     - With g > 2 the numbers are those of Chip.shared_blocks and Chip.most_communicators.
+//     - With g > 2 Chip.shared_blocks and Chip.most_communicators have the numbers.

@@ -1,6 +1,6 @@
 // The record of why a kernel gave up, which the host reads, and what ranks tell each other of their calls.
 //
-// Ranks that call different things with one algorithm would sum or copy what does not belong together. Where flags
+// Ranks whose calls of one algorithm differ would sum or copy what does not belong together. Where flags
 // announce the data, they carry the fingerprint of the call, compared before any data is read: (25) in signal_pad.cuh,
 // and flagged.cuh. Elsewhere each rank tells all ranks its fingerprint, and at every eighth call its last block
 // compares what they told of the last calls; the host compares the calls after that (compare_last_calls in
@@ -19,7 +19,7 @@
 constexpr u32 timed_out = 1;
 // Two calls of a rank that overlap (22).
 constexpr u32 overlapped = 2;
-// Ranks that call different things: `expected` is this rank's fingerprint, and `seen` the peer's.
+// Ranks whose calls differ: `expected` is this rank's fingerprint, and `seen` the peer's.
 constexpr u32 disagreed = 3;
 
 // Internal: makes later calls of this algorithm send nothing.

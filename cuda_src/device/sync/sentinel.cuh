@@ -24,7 +24,7 @@
 constexpr u32 not_yet = 0xffffffffu;
 
 // By any thread: the pack, or half pack, at offset `at` of the scratch on the rank that comes `hop` after this one.
-// Offsets count what is there: one pack is two half packs.
+// Offsets count elements of type P: one pack is two half packs.
 template <class P = Pack>
 DEVICE P* slot(const Arguments& a, int hop, u32 at) {
   return reinterpret_cast<P*>(a.ring[hop]) + at;

@@ -30,7 +30,7 @@ DEVICE Pack* after_signal_pad(const Arguments& a, int rank) { return after_signa
 //      - A flag that has reached a step of this call is of this call or the next one, since by (13) no peer is further
 //        ahead. The parity tells which. A flag of the next call tells nothing about this one, but its sender has ended
 //        this one. There it awaited flags of this rank, which carried this call, and found them alike.
-//      - `first_step` is the last step of an earlier call, of which the parity tells nothing. So it is not compared.
+//      - `first_step` is the last step of an earlier call. Its parity tells nothing, so it is not compared.
 //      - Every rank awaits a flag of each other rank in each call, and sends its own first. So each rank is told.
 
 // (13) Who hears from a peer's call hears after all that came before this call on the peer. By (1) the peer's earlier
@@ -43,7 +43,7 @@ DEVICE Pack* after_signal_pad(const Arguments& a, int rank) { return after_signa
 //        that are loaded from L2: (3) and (19).
 
 // (20) Slots are read with plain loads, which may hit in the SM's L1 cache, while peers' stores reach only the L2 cache
-//      of the slot's GPU. A slot holds other data in each use, and yet no load returns those of an earlier use.
+//      of the slot's GPU. A slot holds other data in each use, and yet no load returns data of an earlier use.
 //      - PTX promises it for every weak load that (2) orders behind the stores, whatever caches lie between.
 //      - The acquire load of system scope keeps that promise: once it has loaded the flag it invalidates the L1 cache
 //        of its SM (CCTL.IVALL in machine code). The threads that read the slot are of the same block, so of the same
@@ -164,7 +164,7 @@ class RowSignals {
   const u32 row_, base_;
 };
 
-// Those of a block.
+// The signals of a block.
 using Signals = RowSignals<false>;
 
 // Internal: by one warp of block 0, in a kernel that writes to peers before it hears from them: tells them, in row 0,

@@ -8,7 +8,7 @@ import graphar
 
 MAX_NBYTES = 1 << 20
 COLUMNS = 1024  # as `columns` in allreduce_row_max.cu
-INTEGERS = {2: torch.int16, 4: torch.int32}  # whose order is that of magnitudes, and has NaN last
+INTEGERS = {2: torch.int16, 4: torch.int32}  # in the order of magnitudes, with NaN last
 
 
 def sums_and_row_max(tensors):

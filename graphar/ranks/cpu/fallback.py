@@ -25,7 +25,7 @@ from graphar.ranks.cpu.reduction import Coder, Reduction, Tensors, reduction_of
 from graphar.ranks.cpu.transport import InProcess, Transport, bytes_of, pipelined
 
 _CHUNK_NUMEL = 256 << 10  # of a shard with a codec, whose encoder takes some hundred bytes an element on GPUs
-_SHARD_UNIT = 64  # elements: exact shards begin where those of other dtypes would, in lines of a cache
+_SHARD_UNIT = 64  # elements: exact shards begin where shards of other dtypes would, in lines of a cache
 
 OfRanks = Sequence[Operands]  # the operands of this process's ranks
 Run = Callable[[OfRanks], None]
@@ -62,7 +62,7 @@ def alone(call: Call) -> Run:
 
 
 def feeding_back(call: SumCall, run: Run) -> Run:
-    """Returns ``run``, which leaves rounding errors in its inputs, for a call that adds those of earlier calls to them.
+    """Returns ``run``, which leaves rounding errors in its inputs, for a call that adds earlier calls' errors to them.
 
     They are replaced once ``run`` has ended: a call that fails leaves them as they were.
     """

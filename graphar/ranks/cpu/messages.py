@@ -35,7 +35,7 @@ _KEPT_VIEWS = 64
 
 
 class Messages:
-    """The transport of one communicator over gloo. ``name`` tells its messages from those of other communicators."""
+    """The transport of one communicator over gloo. ``name`` tells its messages from other communicators'."""
 
     small_nbytes, chunk_nbytes = SMALL_NBYTES, 64 << 20
     two_shot_nbytes = 8 << 20  # a communicator keeps memory for this rank's shards of two chunks of each other rank

@@ -30,9 +30,9 @@ _SEED_NBYTES = 16  # with padding: what follows is aligned for kernels
 def reduction_of(
     call: Call[Sum | Parts], calls: Iterator[int], tells_seed: bool, coder: Coder | None = None
 ) -> Callable[[], Reduction]:
-    """Returns a function that begins a call, and returns its reduction. The arguments are those of fallback.bind.
+    """Returns a function that begins a call, and returns its reduction. The arguments are as in fallback.bind.
 
-    With ``tells_seed`` ranks send the seed of stochastic rounding, since all encode the sum with that of rank 0.
+    With ``tells_seed`` ranks send the seed of stochastic rounding, since all encode the sum with the seed of rank 0.
     """
     work, codec = call.work, call.wire
     known = work._replace(codec="") if codec else work._replace(epilogue=None, order="rank", out_dtype=None)
@@ -55,7 +55,7 @@ class ExactSum:
 
     @property
     def is_own(self) -> bool:
-        """Whether a rank's sum depends on operands of its own besides what is summed."""
+        """Whether a rank's sum depends on operands of its own besides the tensors."""
         return self.work.epilogue is not None
 
     def encode(self, part: torch.Tensor, rank: int, first: int) -> torch.Tensor:

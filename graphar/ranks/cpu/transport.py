@@ -47,10 +47,10 @@ class Transport(Protocol):
     two_shot_nbytes: int  # the most bytes of a rank in a chunk
 
     @property
-    def ranks(self) -> Sequence[int]: ...  # those of this process
+    def ranks(self) -> Sequence[int]: ...  # of this process
 
     def gather(self, sent: Tensors, lengths: Sequence[int], rooms: Rooms = None) -> Arriving:
-        """Begins an all-gather: each rank of this process sends a tensor, and receives those of all ranks.
+        """Begins an all-gather: each rank of this process sends a tensor, and receives all ranks' tensors.
 
         ``lengths`` are the elements that each rank sends. What comes is read only, and stays until the next call.
         """

@@ -371,7 +371,7 @@ class ByCopies:
             state.ends.append(state.copy(state.moves(keep), _KEPT))
 
     def _add(self, state: _Rank, chunk: Slice, arrived: Sequence[tuple[int, int]]) -> None:
-        """Adds this rank's own part of a chunk and those of its peers, in rank order."""
+        """Adds this rank's own part of a chunk and its peers' parts, in rank order."""
         launch, arguments = self._sums[state.rank]
         own = chunk.begin[state.rank]
         to = chunk.offset if self._op == "reducescatter" else own

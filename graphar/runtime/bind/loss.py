@@ -91,7 +91,7 @@ def _serves(x: torch.Tensor) -> bool:
 
 
 def sources(device: int, dtypes: Sequence[torch.dtype]) -> list[KernelSource]:
-    """Returns the kernels that losses and log-probabilities may take on a GPU, and those of their gradients."""
+    """Returns the kernels of losses, log-probabilities and their gradients on a GPU."""
     spreads = (False, True) if launcher.chip(device).has_clusters else (False,)
     kinds = itertools.product(FORMS, spreads, dtypes)
     partials = [catalogue.softmax_partials_source(dtype, *form, spread) for form, spread, dtype in kinds]
@@ -137,7 +137,7 @@ def bind(engine: Engine, call: Call[Loss], ranks: Sequence[Operands]) -> Plan:
 
 
 def _room(work: Loss, operands: Operands, ranks: int) -> Operands:
-    """Returns tensors for one rank's partials, and for those of all ranks."""
+    """Returns tensors for one rank's partials, and for all ranks' partials."""
     partials = operands.inputs[0].new_empty((work.rows, work.terms.width), dtype=torch.float32)
     return Operands((partials,), (partials.new_empty(ranks, *partials.shape),))
 

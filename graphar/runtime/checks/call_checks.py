@@ -73,7 +73,7 @@ def check_axis(op: str, x: torch.Tensor, axis: object, name: str = "axis") -> in
 
 
 def check_sizes(op: str, sizes: object, world_size: int, rank: int, length: int, name: str = "x") -> list[int]:
-    """Returns the length of each rank's part, of which ``name`` has ``length``; raises TypeError or ValueError."""
+    """Returns the length of each rank's part, if ``name`` has ``length`` in all; raises TypeError or ValueError."""
     if not isinstance(sizes, Sequence) or not all(isinstance(size, (int, torch.SymInt)) for size in sizes):
         raise TypeError(f"{op}: sizes must be a sequence of ints, got {sizes!r}")
     if len(sizes) != world_size:

@@ -52,7 +52,7 @@ class SharedBuffer:
         return ctypes.string_at(handle.getPtr(), driver.CU_IPC_HANDLE_SIZE)
 
     def open(self, handles: Sequence[bytes], process: int, why_stays: Reason) -> None:
-        """Maps the peers' memory; ``handles`` are those of all processes, of which this one is number ``process``."""
+        """Maps the peers' memory; ``handles`` are of all processes; this one has number ``process``."""
         for rank, raw in enumerate(handles):
             if rank == process:
                 self.pointers += self._owned
@@ -84,7 +84,7 @@ Buffer: TypeAlias = VirtualBuffer | SharedBuffer
 
 
 class PeerMemory:
-    """Allocates memory that every rank can write to; ``devices`` are those of this process's ranks, by rank."""
+    """Allocates memory that every rank can write to; ``devices`` has this process's, by rank."""
 
     why_stays: Reason | None = None  # why its memory cannot be given back while its addresses stay
     _channel: Channel | None = None  # to the processes of the other ranks

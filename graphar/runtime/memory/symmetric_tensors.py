@@ -21,7 +21,7 @@ _SHARES = 2  # a tensor gets at most this part of a pool: two gathers of a model
 
 
 class SymmetricTensors:
-    """The symmetric tensors of one communicator; ``devices`` are those of this process's ranks, in rank order."""
+    """The symmetric tensors of one communicator; ``devices`` are of this process's ranks, in rank order."""
 
     def __init__(self, devices: dict[int, int], memory: PeerMemory) -> None:
         self._devices, self._memory = devices, memory

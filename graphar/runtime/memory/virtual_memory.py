@@ -1,7 +1,7 @@
 """Addresses that outlive their memory: CUDA's virtual memory management, and allocations that other processes can map.
 
 An address range is reserved once. Physical memory is mapped there, unmapped, and other memory is mapped there later:
-kernels whose arguments hold the addresses, such as those of captured graphs, stay valid.
+kernels whose arguments hold the addresses, as in captured graphs, stay valid.
 
 Allocations lie side by side in a few large ranges, in whole pages of the largest size, so that few entries of a GPU's
 translation buffers serve all ranks' memory.
@@ -47,7 +47,7 @@ def why_not(device: int) -> Reason | None:
 
 @dataclass
 class Ranges:
-    """Reserved address ranges, of which allocations take parts. A range is given back with its last part."""
+    """Reserved address ranges. Allocations take parts of them. A range is given back with its last part."""
 
     taken: dict[tuple[int, int], dict[int, int]] = field(default_factory=dict)  # by range: the sizes of parts by begin
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -94,7 +94,7 @@ ranges = Ranges()  # of this process
 
 @functools.cache
 def granularity(device: int) -> int:
-    """Returns the bytes of which every allocation and every mapping is a multiple: what the driver recommends."""
+    """Returns the unit in bytes of all allocations and mappings, which the driver recommends."""
     best = driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_RECOMMENDED
     return max(int(call(driver.cuMemGetAllocationGranularity, _properties(device), best)), PAGE_NBYTES)
 
@@ -223,7 +223,7 @@ class VirtualBuffer:
             del self._mapped[pointer]
 
     def unmap(self) -> None:
-        """Does nothing: memory is freed with its last mapping, so ranks need not unmap that of their peers before."""
+        """Does nothing: memory is freed with its last mapping, so ranks need not unmap their peers' memory before."""
 
     def free(self) -> None:
         """Gives all memory and the addresses back. Peers that have this process's memory mapped keep it."""

@@ -24,7 +24,7 @@ from graphar.ranks.rendezvous import Ranks
 # Takes the engine, a call and its operands; returns the context in which the call is made.
 Sink = Callable[[Any, Call, Sequence[Operands]], AbstractContextManager[object]]
 
-sinks: list[Sink] = []  # of the calls of all engines; the context of a later sink encloses those of earlier sinks
+sinks: list[Sink] = []  # of the calls of all engines; the context of a later sink encloses earlier sinks' contexts
 when_changed: list[Callable[[], None]] = []  # called when the sinks change
 NVTX_SWITCH = "GRAPHAR_NVTX"
 

@@ -255,7 +255,7 @@ inline Word load_word(const Word* address) {
   return __atomic_load_n(address, __ATOMIC_RELAXED);
 }
 
-// The accesses that a relaxed one is made of, none of which is ever torn: words, or halves of 8 bytes.
+// The accesses that a relaxed one is made of: words, or halves of 8 bytes. None is ever torn.
 template <class V>
 using Part = std::conditional_t<requires(V v) { v.word; }, u32, u64>;
 
