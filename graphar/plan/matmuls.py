@@ -58,7 +58,7 @@ def is_skinny(work: Product, world_size: int) -> bool:
 
 def fused_algorithm(table: Table, work: Product, world_size: int) -> Algorithm:
     """Returns the algorithm of a product of 16-bit elements in one kernel, summed or with gathered rows."""
-    takers, skinny = with_kernels(work.summing_op), is_skinny(work, world_size)
+    skinny, takers = is_skinny(work, world_size), with_kernels(work.summing_op)
     fitting = [taker for taker in takers if taker.row.is_skinny == skinny] or takers  # not every op has skinny kernels
     return next(taker for taker in fitting if taker.row.suits(table, world_size, work.sent_nbytes))
 

@@ -133,8 +133,8 @@ class ByTorch(Multiply):
 def multiply(a: torch.Tensor, w: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None = None) -> None:
     """Writes ``a @ w.T + bias`` into ``out``, which may be in fp32: then it is not rounded, and there is no bias."""
     if not a.is_cuda:
-        rounded = out.dtype == a.dtype
-        out.copy_(reference.linear(a, w, bias) if rounded else reference.unrounded_product(a, w))
+        is_wide = out.dtype != a.dtype
+        out.copy_(reference.unrounded_product(a, w) if is_wide else reference.linear(a, w, bias))
     elif out.dtype != a.dtype:
         with torch.autocast("cuda", enabled=False):  # it would multiply in another dtype
             out.copy_(torch.mm(a, w.t(), out_dtype=out.dtype))

@@ -127,10 +127,10 @@ class Engine:
             announced = self.runner.announced(agreement.words(call)) if self.runner else contextlib.nullcontext()
             with self.keeping_failure(call.op), announced:
                 plan = binders[type(call.work)](self, call, ranks)
-            plan = self.plans.keep(call, plan)
             if not self._has_said:
                 self._has_said = True
                 self._say_how_calls_are_made(plan)
+            plan = self.plans.keep(call, plan)
         return plan
 
     def _say_how_calls_are_made(self, first: Plan) -> None:

@@ -167,7 +167,8 @@ def meetings(engine: Engine, call: Call, algorithm: Algorithm, words: str) -> Ca
 
     def plan_of(more: str) -> Plan:
         work = Parts("allgather", (1,) * engine.world_size, beside=f"a meeting of {words}{more}")
-        return plans.keep(more, engine.plan(Call.of(work, ranks[0].inputs[0], **how), ranks))
+        plan = engine.plan(Call.of(work, ranks[0].inputs[0], **how), ranks)
+        return plans.keep(more, plan)
 
     def meet(more: str = "") -> None:
         (plans.get(more) or plan_of(more)).run(ranks)
