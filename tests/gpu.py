@@ -112,7 +112,8 @@ class Ranks:
         self.communicator.engine.multimem_stand_in = True
 
     def place(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return [part.to(f"cuda:{rank}") for rank, part in enumerate(parts)]
+        """Copies of the parts, each on its rank's GPU: a call that writes its input leaves the parts as they are."""
+        return [part.to(f"cuda:{rank}", copy=True) for rank, part in enumerate(parts)]
 
     def reduce(self, xs: list[torch.Tensor], algorithm: str) -> list[torch.Tensor]:
         poison([x.nbytes for x in xs])
