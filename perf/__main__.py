@@ -93,9 +93,6 @@ def make_pages(folder: Path) -> int:
     return pages.made(lambda: f"{build.write(folder)}\nindex: {build.write_index(folder.parent)}")
 
 
-# ---- without a command ----------------------------------------------------------------------------------------------
-
-
 def run_all(options: argparse.Namespace, block: dict[str, object], folder: Path) -> int:
     """Runs all topics one after another. If one fails, the others still run.
 
@@ -130,9 +127,6 @@ def quick(argv: Sequence[str], gpu_count: int) -> list[str]:
     at = next(at for at, word in enumerate(argv) if word in known)
     before, after = ([word for word in words if word != "--quick"] for words in (argv[:at], argv[at + 1 :]))
     return [*before, argv[at], *known[argv[at]].arguments.of(gpu_count >= 2, True), *after]
-
-
-# ---- the command line -----------------------------------------------------------------------------------------------
 
 
 def reproduce(argv: Sequence[str]) -> str:

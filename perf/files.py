@@ -58,9 +58,6 @@ def read(path: Path) -> dict[str, object]:
     return content
 
 
-# ---- dataclasses and JSON -------------------------------------------------------------------------------------------
-
-
 def to_json(value: object) -> object:
     """Returns a value as JSON types. A dataclass becomes an object of its fields and its properties in ``derived``."""
     if isinstance(value, Codec):

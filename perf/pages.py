@@ -74,9 +74,6 @@ def to_pages(markdown: str) -> str:
     return re.sub(r"\]\(((?:[\w.-]+/)*)(\w+)\.md\)", to_page, markdown)
 
 
-# ---- a folder -------------------------------------------------------------------------------------------------------
-
-
 def write(folder: Path) -> Path:
     """Writes the files of :func:`texts` into the folder. Returns the path of index.html."""
     return _write(folder, texts(folder))
@@ -176,9 +173,6 @@ def summary(reports: Sequence[StoredReport]) -> str:
     if not_measured := missing(reports):
         parts += ["## Not measured", bullets(not_measured)]
     return markdown_of(parts)
-
-
-# ---- all folders ---------------------------------------------------------------------------------------------------
 
 
 def folders_of(reports: Path) -> list[Path]:

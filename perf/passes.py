@@ -184,8 +184,6 @@ def reason_of_process(error: ProcessException) -> str:
     return line[0] if line else str(error).strip().splitlines()[-1]
 
 
-# ---- the report -----------------------------------------------------------------------------------------------------
-
 Cases = dict[tuple[str, ...], dict[str, PassRow]]  # by the shape in words, and by method
 
 

@@ -202,8 +202,7 @@ class Products(Report):
     subject: ClassVar[str]
     has_spread: ClassVar[bool] = True
 
-    # ---- measurement: a topic overrides these ----
-
+    # Measurement: a topic overrides these.
     @classmethod
     def operands(cls, shape: Shape, device: torch.device) -> ProductOperands:
         return bf16_operands(shape, device)

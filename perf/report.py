@@ -205,8 +205,7 @@ class Report:
             cls.title, cls.help, cls.notes = words_of(cls)
             _REGISTERED[cls.name] = cls
 
-    # ---- measurement: a topic overrides these ----
-
+    # Measurement: a topic overrides these.
     @classmethod
     def add_options(cls, parser: argparse.ArgumentParser) -> None:
         """Adds the topic's options to the command line."""
@@ -232,8 +231,7 @@ class Report:
         where = f"{plural(row.world_size, 'rank'):>7} {', '.join(row.what):<40}"
         return f"{where} {row.method:>26} {row.median:>10.2f} us {row.wrong:>6} wrong"
 
-    # ---- content of the report: a topic overrides these ----
-
+    # Content of the report: a topic overrides these.
     def verified(self) -> Sequence[Timing]:
         """Returns the rows whose results were verified."""
         return self.rows
@@ -283,8 +281,6 @@ class Report:
     def timed(self) -> Sequence[Timing]:
         """Returns the times to compare with another run, if they have a spread."""
         return self.rows
-
-    # ---- common to all topics ----
 
     def loss_of_auto(self) -> str:
         """Returns the largest loss of "auto" and its case as text; an empty string without variants."""

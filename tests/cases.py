@@ -145,8 +145,6 @@ def left_after_scatter(x: torch.Tensor, codec: Codec, noise: Noise, counts: Sequ
     return torch.cat(left)
 
 
-# ---- layouts --------------------------------------------------------------------------------------------------------
-
 LAYOUTS = ("contiguous", "misaligned", "transposed", "every_other")
 
 

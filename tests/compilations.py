@@ -173,8 +173,6 @@ def taken() -> list[tuple[KernelSource, str]]:
     return cases
 
 
-# ---- the kernels that tuning tables name ----
-
 FEW_RANKS = 4  # up to which kernels are compiled for all dtypes; at more ranks for the first one
 _LIKELIEST = (*range(2, FEW_RANKS + 1), WORLD_SIZES[-1])  # the number of ranks of kernels that have registers to spare
 

@@ -70,8 +70,6 @@ class FakeDriver:
         self.succeeding -= 1
         return self.succeeding == -1
 
-    # ---- devices -----------------------------------------------------------------------------------------------------
-
     def cuDeviceGet(self, index):
         return OK, index
 
@@ -80,8 +78,6 @@ class FakeDriver:
 
     def cuDevicePrimaryCtxRetain(self, device):
         return OK, device
-
-    # ---- memory ------------------------------------------------------------------------------------------------------
 
     def cuMemGetAllocationGranularity(self, properties, flags):
         return OK, self.granule_nbytes

@@ -211,8 +211,6 @@ class Ranks:
         self._leave_streams()
         return graph
 
-    # ---- the communicator's device memory ---------------------------------------------------------------------------
-
     def _region(self, algorithm: str):
         runner = self.communicator.engine.runner
         return runner.regions.get(Algorithm(algorithm)) if runner else None

@@ -93,9 +93,6 @@ def write(budget: Mapping[str, Costs]) -> None:
     FILE.write_text(f'{{\n{head}  "kernels": {{\n{lines}\n  }}\n}}\n')
 
 
-# ---- compiling ----
-
-
 def libraries(version: str) -> Path:
     """The folder of NVRTC's libraries of a version: the installed ones, or those that pip brings once."""
     if importlib.metadata.version(PACKAGE) == version:
@@ -138,9 +135,6 @@ def _cost(source: KernelSource) -> Cost:
     cubin = compile_kept(source, ARCH)
     needs, of = resources(cubin.image, cubin.symbol), code(cubin.image)
     return Cost(of.instructions, needs.registers, of.spilled_nbytes, needs.stack_nbytes)
-
-
-# ---- comparing ----
 
 
 def exceeding(found: Costs, budget: Costs) -> list[str]:

@@ -35,9 +35,6 @@ def weights(dtype=torch.bfloat16):
     return up.to(dtype), down.to(dtype)
 
 
-# ---- models, written for torch.distributed --------------------------------------------------------------------------
-
-
 class MLP:
     """A tensor-parallel MLP as it is written for dist.all_reduce."""
 

@@ -161,9 +161,6 @@ def memory_now(device: torch.device) -> Memory:
     return Memory(pages * os.sysconf("SC_PAGESIZE"), on_device)
 
 
-# ---- the whole ------------------------------------------------------------------------------------------------------
-
-
 def growth(memory: Sequence[Memory]) -> str:
     """Which memory grew since 10 % of the calls were made; an empty string if none did."""
     _, early, late = memory

@@ -41,9 +41,6 @@ class Call:
     out: str | None = None
 
 
-# ---- what to call ---------------------------------------------------------------------------------------------------
-
-
 def lengths(most: int) -> st.SearchStrategy[int]:
     """Numbers of elements: any, and often those around a pack, a line and a block's share."""
     return st.integers(0, most) | st.sampled_from([n for n in (0, 1, 7, 8, 9, 63, 65, 8191, 8193) if n <= most])
@@ -86,9 +83,6 @@ def _some_kernel(algorithms: list[str], dtype: torch.dtype) -> bool:
 
 def _serves(algorithm: str, world_size: int, numel: int, dtype: torch.dtype) -> bool:
     return world_size > 1 and dtype in KERNEL_DTYPES and fits(algorithm, world_size, numel, dtype)
-
-
-# ---- how ------------------------------------------------------------------------------------------------------------
 
 
 def make_and_check(call: Call, communicator: graphar.Communicator) -> None:

@@ -49,9 +49,6 @@ def new_process(new_interpreter):
     return json.loads(new_interpreter(IMPORT).stdout)
 
 
-# ---- names ----------------------------------------------------------------------------------------------------------
-
-
 PUBLIC_MODULES = ("ddp", "fsdp", "nn", "reference", "simulator")
 
 
@@ -123,9 +120,6 @@ def test_every_public_object_is_documented(name, one):
     assert not written.startswith(f"{name}("), f"{name} has only the docstring that dataclass makes"
 
 
-# ---- what print shows -----------------------------------------------------------------------------------------------
-
-
 def test_an_epilogue_shows_its_expression_and_its_arguments():
     epilogue = graphar.Epilogue("v * scale + bias[col]", bias=torch.ones(4), scale=0.5)
 
@@ -160,9 +154,6 @@ def test_a_layer_shows_its_features_and_ranks(world_of_one, layer):
     assert repr(made) == f"{layer}(in_features=8, out_features=4, bias=False, ranks=1)"
 
 
-# ---- errors ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", OWN_ERRORS)
 def test_an_own_error_is_a_graphar_error(name):
     assert getattr(graphar, name).__mro__[1:3] == (graphar.GrapharError, RuntimeError)
@@ -188,9 +179,6 @@ def test_an_error_travels_between_processes_whole(error):
     copy = pickle.loads(pickle.dumps(error))
 
     assert (type(copy), str(copy), vars(copy)) == (type(error), str(error), vars(error))
-
-
-# ---- import and availability ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.promise("`import graphar` starts no CUDA and adds less than a second to torch's import.")
@@ -249,9 +237,6 @@ def test_two_gpus_with_peer_access_suffice(machine):
     machine(2, (8, 0))
 
     assert graphar.is_available()
-
-
-# ---- the shape of the project ---------------------------------------------------------------------------------------
 
 
 def sources(*folders, suffixes=(".py", ".cu", ".cuh")):

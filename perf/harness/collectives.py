@@ -105,9 +105,6 @@ def windows_of(op: str, x: Tensor, result: Tensor, ranks: Ranks) -> Iterator[tup
                 yield result.flatten()[window], reference.allreduce(parts), parts
 
 
-# ---- calls -----------------------------------------------------------------------------------------------------------
-
-
 def call_backend(op: str, x: Tensor) -> Tensor:
     """Returns the result of torch.distributed's op. An all-reduce is in place."""
     if op == "allreduce":

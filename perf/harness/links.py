@@ -112,7 +112,7 @@ def _ratio(part: float, whole: float) -> float | None:
     return part / whole if whole else None
 
 
-# ---- the ceiling: every rank pushes to all peers at once, by torch's own kernels -------------------------------------
+# The ceiling: every rank pushes to all peers at once, by torch's own kernels.
 #
 #   rank r:   x ----> slot r of rank r+1, r+2, ... r-1
 #
@@ -197,8 +197,6 @@ def push_as_list(x: Tensor, slots: Sequence[Tensor]) -> None:
     for _ in range(ROUNDS):
         torch._foreach_copy_(slots, [x] * len(slots))
 
-
-# ---- traffic of a timed graph, counted in a separate replay because reading the counters takes long -----------------
 
 METHODS = ("graphar", "nccl", "symm_two_shot")
 MIN_NBYTES = 16 * MB  # at smaller sizes the counters' resolution and other messages would distort the figures

@@ -280,9 +280,6 @@ def first_line(error: Exception) -> str:
     return next(iter(str(error).splitlines()), "") or type(error).__name__
 
 
-# ---- processes -------------------------------------------------------------------------------------------------------
-
-
 def run(processes: int, work: Callable[[int, int], Iterator[T]]) -> Iterator[T]:
     """Runs ``work(rank, port)`` in a process for each rank, and yields the first rank's results.
 

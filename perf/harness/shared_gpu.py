@@ -169,9 +169,6 @@ def _fit_skinny(case: Case, whole: Chip, amount: int | None) -> Fitted:
     return Fitted(share, Config(Algorithm.MATMUL_ONE_SHOT if one_shot else Algorithm.MATMUL_TWO_SHOT, 0, 0), amount)
 
 
-# ---- operands and results -------------------------------------------------------------------------------------------
-
-
 def operands(case: Case, amount: int) -> list[Operands]:
     """Returns each rank's random inputs, and results that hold no earlier result."""
     made = [_inputs(case, amount, rank) for rank in range(case.world_size)]
@@ -268,9 +265,6 @@ def _apart(pairs: Sequence[tuple[Tensor, Tensor]]) -> int:
     return sum(int((a.view(kinds[a.itemsize]) != b.view(kinds[b.itemsize])).sum()) for a, b in pairs)
 
 
-# ---- launching ------------------------------------------------------------------------------------------------------
-
-
 class Ranks:
     """The ranks of one number of ranks, on cuda:0, without a communicator."""
 
@@ -358,9 +352,6 @@ class Bench:
             overwrite(of_rank.outputs)
         self.time_us()
         return count_wrong(self._case, self._operands, self._right)
-
-
-# ---- requests -------------------------------------------------------------------------------------------------------
 
 
 class Server:

@@ -98,8 +98,6 @@ class Case:
         return 15 if self.phase == DECODE else 7
 
 
-# ---- the model ------------------------------------------------------------------------------------------------------
-
 THETA = 500_000.0  # RoPE's base frequency in Llama 3
 
 # (a, row-parallel weight, residual, norm weight) -> (norm(total), total)
@@ -266,8 +264,6 @@ def compiled(function: Callable, dynamic: bool | None = None) -> Callable:
     config.compile_threads = 1  # starting a pool of processes takes longer than compiling one function
     return torch.compile(function, dynamic=dynamic, options={"deterministic": True})
 
-
-# ---- weights and caches ---------------------------------------------------------------------------------------------
 
 # A layer's tensors. A tensor's position in this tuple is part of its seed.
 NAMES = ("query", "key", "value", "out", "gate", "up", "down", "attention_norm", "mlp_norm", "keys", "values")

@@ -79,9 +79,6 @@ class GenerationRow(BenchRow):
         return self.tokens / self.median * 1e6
 
 
-# ---- on a rank ------------------------------------------------------------------------------------------------------
-
-
 def run_rank(plan: GenerationPlan, rank: int, port: int) -> Iterator[GenerationRow | str]:
     ranks = ranks_of.join(rank, plan.world_size, plan.device, port)
     ranks.warm_up()
@@ -223,8 +220,6 @@ def default_group(group: dist.ProcessGroup) -> Iterator[None]:
     finally:
         c10d._update_default_pg(earlier)
 
-
-# ---- the report --------------------------------------------------------------------------------------------------
 
 NOTES = text_beside(__name__)
 

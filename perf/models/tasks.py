@@ -56,9 +56,6 @@ class Task:
     learning_rate: float
 
 
-# ---- digits ---------------------------------------------------------------------------------------------------------
-
-
 def load_digits() -> Data:
     from sklearn.datasets import load_digits
 
@@ -91,9 +88,6 @@ def residual_network(widths: tuple[int, int] = (32, 64)) -> nn.Module:
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(widths[1], 10))
 
 
-# ---- animals --------------------------------------------------------------------------------------------------------
-
-
 def load_animals() -> Data:
     """Reads the package's two files, which are arrays in pickles, without unpickling them."""
     (package,) = importlib.util.find_spec("animal_mnist").submodule_search_locations
@@ -119,8 +113,6 @@ def convolutional_network() -> nn.Module:
         layers += [nn.Conv2d(channels, wider, 3, stride, 1, bias=False), nn.BatchNorm2d(wider), nn.ReLU()]
     return nn.Sequential(*layers, nn.Flatten(), nn.Linear(64 * 16, 10))
 
-
-# ---- bytes ----------------------------------------------------------------------------------------------------------
 
 CONTEXT, SHORT = 64, 32  # the context lengths in bytes
 TRAIN_NBYTES, TEST_NBYTES = 1 << 20, 1 << 17

@@ -283,8 +283,6 @@ def members(rows: Iterable[Row], key: Key) -> list[Row]:
     return [row for row in rows if key.has(row) and row.nbytes in SIZES]
 
 
-# ---- tables ---------------------------------------------------------------------------------------------------------
-
 # For "graphar", whose algorithm "auto" chooses: whether another method has a fixed algorithm or grid.
 IS_VARIANT = {"graphar": lambda name: name.startswith("graphar:") and name != "graphar:two_shot_lossless"}
 

@@ -75,9 +75,6 @@ class BesidePlan:
     repeats: int
 
 
-# ---- on a rank ------------------------------------------------------------------------------------------------------
-
-
 class Collectives:
     """The calls of one op and size on this rank."""
 
@@ -218,9 +215,6 @@ def beside(
     base = statistics.median(alone)
     medians = {method: [*map(statistics.median, zip(*times, strict=True))] for method, times in turns.items()}
     return {method: (beside_ms / base, call_ms) for method, (beside_ms, call_ms) in medians.items()}
-
-
-# ---- the topic ------------------------------------------------------------------------------------------------------
 
 
 @dataclass

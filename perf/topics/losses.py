@@ -69,9 +69,6 @@ def least_nbytes(passes: str, shape: Shape) -> int:
     return rows * columns // ranks * ITEMSIZE * (1 if passes == FORWARD else 3)
 
 
-# ---- methods --------------------------------------------------------------------------------------------------------
-
-
 class Own:
     """graphar's kernels on the first of several ranks. The other ranks are assumed to have the same partials."""
 
@@ -139,9 +136,6 @@ def make_method(name: str, x: Tensor, target: Tensor, shape: Shape) -> Callable[
     return Peer(compiled(in_fp32) if name == COMPILED else functional.cross_entropy, x, target)
 
 
-# ---- what is right --------------------------------------------------------------------------------------------------
-
-
 def some_rows(rows: int, device: str) -> Tensor:
     count = min(rows, VERIFIED_ROWS)
     return torch.arange(count, device=device) * rows // count
@@ -190,9 +184,6 @@ def wrong_of_peer(x: Tensor, target: Tensor, results: tuple[Tensor, ...]) -> int
         limit += gradient.abs() + torch.finfo(torch.bfloat16).tiny
         wrong += count_far((results[1][chosen],), (gradient / len(x),), [ROUNDINGS * half * limit / len(x)])
     return wrong
-
-
-# ---- the measurement ------------------------------------------------------------------------------------------------
 
 
 class Trial(passes.Trial):

@@ -165,9 +165,6 @@ class ThroughputPlan:
     budget_s: float | None
 
 
-# ---- on a rank ------------------------------------------------------------------------------------------------------
-
-
 def run_rank(plan: ThroughputPlan, rank: int, port: int) -> Iterator[ThroughputRow | str]:
     ranks = ranks_of.join(rank, plan.world_size, plan.device, port)
     codecs = [reduction.seeded for reduction in reductions(dist.get_backend()) if reduction.codec]
@@ -293,9 +290,6 @@ def average(model: nn.Module, *, flattened: bool) -> None:
     torch._foreach_copy_(gradients, means)
 
 
-# ---- the topic ------------------------------------------------------------------------------------------------------
-
-
 @dataclass
 class Throughput(training_steps.TrainingReport):
     rows: list[ThroughputRow] = field(default_factory=list)
@@ -339,8 +333,6 @@ class Throughput(training_steps.TrainingReport):
             f"{row.model:>20} {row.way!s:>10}: {row.throughput:>10,.0f} {row.unit}/s, {row.step_ms:.2f} ms a step,"
             f" loss {row.loss:.3f} after {row.steps} steps"
         )
-
-    # ---- the report --------------------------------------------------------------------------------------------------
 
     def where(self, row: ThroughputRow) -> str:
         return f"{row.model} {row.way}"

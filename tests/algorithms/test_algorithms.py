@@ -58,9 +58,6 @@ def test_a_kernel_has_under_a_hundred_lines(name):
     assert len((FOLDER / "algorithms" / f"{name}.cu").read_text().splitlines()) < 100
 
 
-# ---- on the CPU ------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_a_ring_adds_each_shard_from_its_own_rank_on_and_rounds_every_partial_sum(ranks, dtype):
@@ -122,9 +119,6 @@ def test_both_files_have_rows_of_as_many_columns():
     (columns,) = re.findall(r"columns = (\d+);", (FOLDER / "algorithms" / "allreduce_row_max.cu").read_text())
 
     assert load("allreduce_row_max")["COLUMNS"] == int(columns)
-
-
-# ---- in the simulator ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.host

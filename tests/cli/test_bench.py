@@ -48,9 +48,6 @@ def check_rows(found, world_size, op, in_place):
             assert one["busbw"] == pytest.approx(one["algbw"] * hops * (world_size - 1) / world_size)
 
 
-# ---- in one process -------------------------------------------------------------------------------------------------
-
-
 @NO_GPUS
 @pytest.mark.parametrize(
     ("op", "arguments", "nbytes"),
@@ -106,9 +103,6 @@ def test_every_op_and_dtype_is_timed_on_gpus(op, dtype):
     assert [row["nbytes"] for row in found["rows"]] == [2 * KB, 3 * MB // 2]
     assert all(1 < row["out_of_place"]["time_us"] < 1000 for row in found["rows"])
     check_rows(found, 2, op.split()[0], {"graphar": (True, op.startswith("allreduce"))})
-
-
-# ---- between processes ----------------------------------------------------------------------------------------------
 
 
 def of_rank(rank, world_size, *arguments):
@@ -172,9 +166,6 @@ def test_torchrun_times_between_its_processes():
     found = json.loads(done.stdout)
     assert (found["world_size"], found["op"], found["device"]) == (2, "allreduce", "CPU")
     assert [row["nbytes"] for row in found["rows"]] == [1024, 1024, 4096, 4096]
-
-
-# ---- the table ------------------------------------------------------------------------------------------------------
 
 
 def test_the_table_has_the_columns_of_nccl_tests():

@@ -23,9 +23,6 @@ ROOT = Path(__file__).parents[2]
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without GPUs")
 
 
-# ---- the command ----------------------------------------------------------------------------------------------------
-
-
 DOCTOR = """
 import contextlib, io, json, sys
 from graphar.cli.main import main
@@ -144,9 +141,6 @@ def test_quietly_problems_alone_are_told(monkeypatch, capsys):
     printed = capsys.readouterr().out
     assert "is on fire" in printed
     assert [well for well in ("cuda:1", "Software", "torch", "Self-test", "problem found") if well in printed] == []
-
-
-# ---- sections -------------------------------------------------------------------------------------------------------
 
 
 def test_a_section_that_raises_is_a_problem_of_its_own():

@@ -43,9 +43,6 @@ def own_cache(tmp_path, monkeypatch):
     return tmp_path / "cache"
 
 
-# ---- GPUs -----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("gpus", "name", "status", "words"),
     [
@@ -145,9 +142,6 @@ def test_multicast_is_off_with_the_reason(monkeypatch):
     )
 
 
-# ---- software -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("version", "status"), [("2.10.1", PROBLEM), ("2.11.0+cu130", OK)])
 def test_a_version_that_is_too_old_is_a_problem_with_the_command_that_mends_it(monkeypatch, version, status):
     monkeypatch.setattr(sections.metadata, "version", lambda name: version if name == "torch" else "13.1")
@@ -192,9 +186,6 @@ def test_variables_of_graphar_are_listed_and_one_that_it_does_not_read_is_a_prob
         "NCCL_NVLS_ENABLE": (OK, '""'),
     }
     assert "GRAPHAR_CACHE_DIR" in said["GRAPHAR_CACHEDIR"].advice
-
-
-# ---- what processes share, cache and table --------------------------------------------------------------------------
 
 
 def test_shared_memory_or_a_place_for_temporary_files_that_is_not_there_is_a_problem(monkeypatch, tmp_path):

@@ -22,9 +22,6 @@ def tell(algorithm):
     return said
 
 
-# ---- results --------------------------------------------------------------------------------------------------------
-
-
 @no_gpu
 def test_the_cpu_gives_the_specifications_bits_in_every_op():
     said = tell(Algorithm.FALLBACK)
@@ -74,9 +71,6 @@ def test_what_an_algorithm_raises_is_told(monkeypatch, error, status):
 
     assert said.status == status
     assert str(error) in said.found
-
-
-# ---- which algorithm ran; ranks on the CPU stand in for GPUs --------------------------------------------------------
 
 
 @pytest.fixture
@@ -174,9 +168,6 @@ def test_what_cannot_run_here_is_noted_with_the_reason(gpus, monkeypatch, algori
     said = tell(algorithm)
 
     assert (said.status, said.found) == (NOTE, f"not here: {reason}")
-
-
-# ---- on GPUs --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.gpu

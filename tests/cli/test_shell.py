@@ -20,9 +20,6 @@ ROOT = Path(__file__).parents[2]
 NO_GPUS = pytest.mark.skipif(torch.cuda.is_available(), reason="with GPUs it measures those")
 
 
-# ---- explain --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_explain_names_what_auto_takes_and_its_measured_time(world_size, capsys):
     table = find_table("NVIDIA H200")
@@ -183,8 +180,6 @@ def test_quietly_explain_says_nothing_but_the_answers(capsys):
 
     assert [line.split()[:2] for line in capsys.readouterr().out.splitlines()] == [["64", "KB"], ["64", "MB"]]
 
-
-# ---- all commands ---------------------------------------------------------------------------------------------------
 
 COMMANDS = ("doctor", "bench", "explain", "tune", "simulate", "trace")
 

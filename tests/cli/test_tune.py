@@ -285,9 +285,6 @@ def test_a_file_that_holds_no_table_is_left_alone(three_gpus, tmp_path, capsys):
     assert "notes.json holds no tuning table" in capsys.readouterr().err
 
 
-# ---- on GPUs --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.gpu
 def test_two_gpus_are_tuned_and_calls_go_by_it(user_folder, capsys):
     assert command.main(["tune", "--world-size", "2", "--max-nbytes", "64K", "--only", "rows", "parts", "norm"]) == 0

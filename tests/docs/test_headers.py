@@ -59,9 +59,6 @@ def digest() -> str:
     return hashlib.sha256("\n".join(without_version).encode()).hexdigest()[:16]
 
 
-# ---- contracts ------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("header", PUBLIC)
 def test_every_public_function_says_who_may_call_it_and_in_what_order_and_scope_it_accesses_memory(header):
     shown = headers.shown(header)
@@ -97,9 +94,6 @@ def test_every_function_of_a_header_is_read(header):
     assert read == text.count("__device__ ") + text.count("DEVICE ")
 
 
-# ---- the version ----------------------------------------------------------------------------------------------------
-
-
 def test_what_the_headers_declare_changes_only_with_their_version():
     known = INTERFACES.get(int(headers.interface_version()))
 
@@ -124,9 +118,6 @@ def test_signatures_change_the_hash_and_comments_and_private_members_do_not(tmp_
     path.write_text(path.read_text().replace(old, new))
 
     assert (digest() != before) is changes
-
-
-# ---- the page -------------------------------------------------------------------------------------------------------
 
 
 def test_the_page_has_every_public_header_and_every_field_of_the_arguments():

@@ -22,9 +22,6 @@ from tests.pages import PAGES, ROOT
 KB, MB, GB = 1 << 10, 1 << 20, 1 << 30
 
 
-# ---- tables ---------------------------------------------------------------------------------------------------------
-
-
 def cells(line: str) -> list[str]:
     return [cell.strip() for cell in line.strip().strip("|").split("|")]
 
@@ -64,9 +61,6 @@ def test_the_page_of_performance_has_the_tables_of_several_reports():
     assert len(reports) > 4
 
 
-# ---- figures --------------------------------------------------------------------------------------------------------
-
-
 def test_every_figure_of_a_page_exists_and_each_is_shown():
     shown = {name for page in PAGES for name in re.findall(r"<!-- figure: ([\w-]+) -->", page.read_text())}
 
@@ -87,8 +81,6 @@ def test_the_readmes_figure_is_what_its_command_draws():
 
     assert stale == [], "run `python -m perf.figures`"
 
-
-# ---- prose ----------------------------------------------------------------------------------------------------------
 
 NUMBER = r"(?<![\w.])-?\d+(?:\.\d+)?(?![\w.]\d)"
 MEASURED = re.compile(

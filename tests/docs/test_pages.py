@@ -51,9 +51,6 @@ def test_every_public_name_says_what_it_is():
     assert [name for name, thing in found.items() if not (thing.__doc__ or "").strip()] == []
 
 
-# ---- pages ----------------------------------------------------------------------------------------------------------
-
-
 def in_navigation() -> set[str]:
     nav = re.search(r"^nav:\n(.*?)\n\n", MKDOCS.read_text(), re.MULTILINE | re.DOTALL)[1]
     return set(re.findall(r"[\w/]+\.md", nav))
@@ -82,9 +79,6 @@ def test_a_page_has_one_title(page):
     text = re.sub(r"^ *```.*?^ *```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
 
     assert len(re.findall(r"^# \S", text, re.MULTILINE)) == 1
-
-
-# ---- what pages list ------------------------------------------------------------------------------------------------
 
 
 def headings_of_api() -> set[str]:

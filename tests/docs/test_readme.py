@@ -37,9 +37,6 @@ def test_every_link_leads_somewhere():
     assert [one for one in targets if not one.startswith("http") and not (ROOT / one).exists()] == []
 
 
-# ---- functions and options ------------------------------------------------------------------------------------------
-
-
 def calls_of(page):
     """The calls in a page's table of functions."""
     rows = [row for row in rows_of(page.splitlines()) if "a call" in row]
@@ -84,9 +81,6 @@ def test_the_matrix_of_ops_and_options_is_that_of_the_signatures():
     }
 
 
-# ---- memory ---------------------------------------------------------------------------------------------------------
-
-
 def test_the_memory_of_every_kernel_that_auto_takes_is_told():
     body = tables.memory().splitlines()
     told = {row["algorithm"].strip("`"): (row["4 GPUs"], row["largest tensor, 4 GPUs"]) for row in rows_of(body)}
@@ -98,9 +92,6 @@ def test_the_memory_of_every_kernel_that_auto_takes_is_told():
     }
     assert told["two_shot_push"] == ("256 MB", "64 MB")
     assert "<!-- generated: memory -->" in (ROOT / "docs" / "pages" / "semantics.md").read_text()
-
-
-# ---- promises -------------------------------------------------------------------------------------------------------
 
 
 def test_every_promise_has_tests_and_every_mark_is_a_promise():
@@ -116,9 +107,6 @@ def test_the_page_of_promises_names_the_tests_of_all_of_them_in_order():
 
     assert [row["promise"] for row in rows] == tables.promises_of_page()
     assert all("::test_" in row["tests, in `tests/`"] for row in rows)
-
-
-# ---- reports --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("path", TABLES, ids=lambda path: path.stem)

@@ -127,9 +127,6 @@ def of_matmul(report):
     return [entry for entry in report.entries if entry.rewrite == "matmul"]
 
 
-# ---- what models write ----------------------------------------------------------------------------------------------
-
-
 def gathered(x, dim=0):
     """The tensors of all ranks, joined along a dimension, as torch.distributed's functional collectives write it."""
     whole = torch_ops.wait_tensor(torch_ops.all_gather_into_tensor(x, RANKS, "0"))

@@ -29,9 +29,6 @@ def fused_in(graph):
     return fused
 
 
-# ---- graphs ---------------------------------------------------------------------------------------------------------
-
-
 FORMS = {
     "a linear layer": (lambda a, w: functional.linear(gathered(a), w), {}),
     "a product": (lambda a, w: gathered(a) @ w.t(), {}),
@@ -241,9 +238,6 @@ def test_the_tuning_table_says_from_how_many_rows_on(make_pass, monkeypatch, fro
     assert [entry.why_left for entry in of_matmul(compile_pass.report)] == [
         "" if fused else "not known to be faster as one op"
     ]
-
-
-# ---- models, forward and backward -----------------------------------------------------------------------------------
 
 
 LAYOUTS = {  # the shape of a rank's tokens, of which there are None, and their dimension

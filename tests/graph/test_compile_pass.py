@@ -22,9 +22,6 @@ def inductor():
     return importlib.import_module("torch._inductor.config")
 
 
-# ---- graphs ---------------------------------------------------------------------------------------------------------
-
-
 def drawn(op, *args, shape=(8, 6), **kinds):
     """x -> op -> wait_tensor -> relu."""
     drawing = Drawing(*shape, **kinds)
@@ -140,8 +137,6 @@ def test_a_models_own_calls_of_graphar_are_kept_in_their_order_too(make_pass):
     assert given(second) == sums.SUM.read((drawing.x, *sums.SUM.arguments(codec="int8", after=[first])))
 
 
-# ---- what is left ---------------------------------------------------------------------------------------------------
-
 all_reduce = torch_ops.all_reduce
 
 
@@ -241,9 +236,6 @@ def test_a_report_without_graphs_or_collectives_says_what_to_do(make_pass):
     assert "torch.compile traces no call with async_op=True" in second
 
 
-# ---- Inductor's cache -----------------------------------------------------------------------------------------------
-
-
 def test_the_key_of_the_cache_changes_with_options_and_places_and_with_nothing_else(make_pass):
     def key(**how):
         found = make_pass(**how).uuid()
@@ -266,9 +258,6 @@ def test_the_key_of_the_cache_knows_the_groups(make_pass):
     dist.new_group([0, 1])
 
     assert compile_pass.uuid() != before
-
-
-# ---- in and out of Inductor -----------------------------------------------------------------------------------------
 
 
 @pytest.fixture

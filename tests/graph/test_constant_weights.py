@@ -78,9 +78,6 @@ def test_nothing_is_constant_in_a_graph_of_which_torch_tells_nothing(make_pass):
     assert [given(node)["constant_weight"] for node in graph.nodes if op_of(node.target)] == [False]
 
 
-# ---- in Inductor ----------------------------------------------------------------------------------------------------
-
-
 @on_ranks(2, timeout_s=180)
 def test_inductor_tells_parameters_from_other_inputs(rank, world_size):
     """Which weights of a model are constant, first for inference: those of a layer, and one that is an argument."""

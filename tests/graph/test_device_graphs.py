@@ -121,9 +121,6 @@ def test_every_op_can_be_traced():
     assert same_bits(fx.symbolic_trace(step)(*given), step(*given)) == 0
 
 
-# ---- on GPUs --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.gpu
 def test_a_traced_graph_is_captured_on_all_devices(ranks):
     class InPlace(torch.nn.Module):

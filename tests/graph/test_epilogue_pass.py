@@ -29,8 +29,6 @@ def epilogue_of(drawing) -> str:
     return given(node)["epilogue"]
 
 
-# ---- graphs ---------------------------------------------------------------------------------------------------------
-
 TAKEN = {
     "relu": (lambda v: v.relu(), "relu(v)"),
     "numbers": (lambda v: (v * 2 + 1) / 3 - 0.5, "((((v * 2.0) + 1.0) / 3.0) - 0.5)"),
@@ -135,9 +133,6 @@ def test_a_residual_and_a_norm_stay_a_norm(make_pass):
     assert drawing.calls()[0] is ops.allreduce_residual_rmsnorm.default
 
 
-# ---- what is left ---------------------------------------------------------------------------------------------------
-
-
 def with_the_sum(total):
     return total.relu(), total
 
@@ -198,8 +193,6 @@ def test_what_is_not_asked_for_or_turned_off_is_an_all_reduce_and_the_report_say
     assert epilogue_of(drawing) == ""
     assert ("no epilogue: turned off" in str(compile_pass.report)) == bool(how)
 
-
-# ---- on ranks -------------------------------------------------------------------------------------------------------
 
 TOKENS = (6, 10, 12)
 

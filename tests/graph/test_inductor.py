@@ -101,9 +101,6 @@ def test_torch_compile_takes_its_modes_beside_the_pass(rank, world_size):
         assert copy.deepcopy(compile_pass) is compile_pass
 
 
-# ---- on GPUs --------------------------------------------------------------------------------------------------------
-
-
 def of_sum(parts, rank):
     def model(x):
         y = torch.relu(x) * 2

@@ -172,9 +172,6 @@ def test_few_rows_become_one_op_where_that_is_faster(make_pass, options, functio
     assert entry.why_left == ("" if fused else "not known to be faster as one op")
 
 
-# ---- batch-invariant ------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("rows", [1, 8, 100, 3000])
 @pytest.mark.parametrize(("options", "function", "_"), FEW_ROWS.values(), ids=FEW_ROWS)
 def test_a_batch_invariant_matmul_is_fused_at_every_size(make_pass, options, function, _, rows):
@@ -198,9 +195,6 @@ def test_a_product_with_a_bias_of_its_own_is_no_matmul_of_the_report(make_pass, 
 
     assert torch.ops.aten.addmm.default in calls
     assert of_matmul(compile_pass.report) == []
-
-
-# ---- bits -----------------------------------------------------------------------------------------------------------
 
 
 MODELS = {"all-reduce": MLP, "reduce-scatter": SequenceParallelMLP}
@@ -228,8 +222,6 @@ def test_a_compiled_model_has_the_bits_that_it_has_without(results_of, name):
         assert {entry.why_left for entry in entries} == {""}
         assert isinstance(entries[-1].shape[0], str)  # a graph for any number of tokens
 
-
-# ---- on GPUs --------------------------------------------------------------------------------------------------------
 
 WIDE, INNER = 8192, 512
 PAYING, LEFT_APART = (8, 1024), 256  # rows, between two ranks

@@ -17,9 +17,6 @@ torch_ops, ops, aten = torch.ops._c10d_functional, torch.ops.graphar, torch.ops.
 COLUMNS, TOKENS = 64, (5, 9, 12)
 
 
-# ---- norms as models write them -------------------------------------------------------------------------------------
-
-
 OFFSETS = {"torch's": 0.0, "Llama's": 0.0, "Gemma's": 1.0}
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 COMPILED = {"torch's": torch.bfloat16, "Llama's": torch.float32, "Gemma's": torch.bfloat16}
@@ -34,9 +31,6 @@ def traced_parts(function, part=None, columns=COLUMNS, **kinds):
     """Traces a function of the summed x [8, columns], of this rank's residual of shape ``part``, and of a weight."""
     part = part or (2, columns)
     return Traced(function, (2 * RANKS, columns), part, part[-1:], **kinds)
-
-
-# ---- graphs ---------------------------------------------------------------------------------------------------------
 
 
 PARTS = {"rank": 0, "sizes": [2] * RANKS}
@@ -136,9 +130,6 @@ def test_a_norm_after_a_call_that_it_does_not_need_is_tied_to_it(make_pass):
     assert given(fused)["after"] == [first]
 
 
-# ---- reduce-scatters -------------------------------------------------------------------------------------------------
-
-
 def test_a_scattered_sum_that_is_seen_in_another_shape_has_its_residual_and_results_reshaped(make_pass):
     def layer(x, y, w):
         residual = y + scattered(x).view(1, 2, -1)
@@ -149,9 +140,6 @@ def test_a_scattered_sum_that_is_seen_in_another_shape_has_its_residual_and_resu
     (fused,) = [node for node in graph.nodes if node.target is norms.SCATTERED_NORM.one]
     assert given(fused)["residual"].meta["val"].shape == (2, COLUMNS)
     assert [one.meta["val"].shape for one in graph.output_node().args[0]] == [(1, 2, COLUMNS)] * 2
-
-
-# ---- what is left ---------------------------------------------------------------------------------------------------
 
 
 def with_use_of(total):
@@ -257,9 +245,6 @@ def test_a_weight_that_a_rounded_sum_makes_is_that_weight(make_pass):
     fused = next(node for node in graph.nodes if node.target is ops.allreduce_residual_rmsnorm.default)
     assert fused.args[2].target is aten.add.Tensor
     assert given(fused)["weight_offset"] == 0.0
-
-
-# ---- on ranks -------------------------------------------------------------------------------------------------------
 
 
 def run_layer(rank, name, dtype):

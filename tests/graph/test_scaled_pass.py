@@ -62,9 +62,6 @@ def left_because(compile_pass, drawing):
     return entry.why_left
 
 
-# ---- what is fused --------------------------------------------------------------------------------------------------
-
-
 def of_stored_blocks(a, w, a_scale, w_scale):
     return torchs(a, w, a_scale, w_scale.t())  # as checkpoints store them
 
@@ -170,9 +167,6 @@ def test_a_batch_invariant_pass_fuses_products_with_scales_at_every_size(make_pa
     assert [entry.why_left for entry in of_matmul(compile_pass.report)] == [""]
 
 
-# ---- behind an all-gather -------------------------------------------------------------------------------------------
-
-
 def traced_gather(function, *more, of_a=(ROWS, 1), of_w=(1, COLUMNS), kinds=(), rows=(ROWS,)):
     """Traces a function of this rank's rows a, w [COLUMNS, K], their scales, and ``more``."""
     kinds = [FP8, FP8, FP32, FP32, *kinds]
@@ -242,9 +236,6 @@ def test_scales_that_are_used_before_the_rows_are_gathered_keep_a_gather_of_thei
 
     gather, fused = [node for node in graph.nodes if op_of(node.target)]
     assert (gather.target, fused.target) == (ops.allgather.default, ops.fused_allgather_matmul.default)
-
-
-# ---- what is left ---------------------------------------------------------------------------------------------------
 
 
 def with_bias(*tensors):
@@ -320,8 +311,6 @@ def test_a_tensor_parallel_invariant_pass_leaves_them_and_calls_them_breaks(make
     ]
     assert not compile_pass.report.is_tp_invariant
 
-
-# ---- bits -----------------------------------------------------------------------------------------------------------
 
 TOKENS = (6, 8, 10)
 
@@ -412,8 +401,6 @@ def test_a_compiled_layer_has_the_bits_of_the_fused_op_and_about_the_values_of_t
             assert same_bits(mine, expected) == 0
             torch.testing.assert_close(mine, theirs, rtol=0.02, atol=0.02)
 
-
-# ---- on GPUs --------------------------------------------------------------------------------------------------------
 
 WIDE, INNER = 8192, 512
 PAYING = (8, 1024)  # rows, between two ranks

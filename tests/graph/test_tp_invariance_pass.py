@@ -39,8 +39,6 @@ def matmuls_of_torch(graph):
     return [node for node in graph.nodes if node.target in (aten.mm.default, aten.addmm.default)]
 
 
-# ---- graphs ---------------------------------------------------------------------------------------------------------
-
 BIAS, SAME, PARTS = (COLUMNS,), (ROWS, COLUMNS), (ROWS // RANKS, COLUMNS)
 SUM, SCATTER, BIASED = ops.fused_matmul_allreduce, ops.fused_matmul_reducescatter, {"bias": ["arg2_1"]}
 NORM, SCATTERED_NORM = ops.fused_matmul_allreduce_residual_rmsnorm, ops.fused_matmul_reducescatter_residual_rmsnorm
@@ -177,9 +175,6 @@ def test_a_sum_over_the_rows_of_this_rank_is_left_although_they_are_gathered_and
 
     assert [node.target for node in graph.nodes].count(aten.sum.dim_IntList) == 1
     assert ["tokens of this rank alone" in one.why for one in compile_pass.report.breaks] == [True]
-
-
-# ---- the report -----------------------------------------------------------------------------------------------------
 
 
 def reduced(x, reduction):
@@ -325,9 +320,6 @@ def test_without_the_option_there_is_no_word_about_invariance(make_pass):
 
 def test_before_any_graph_nothing_is_known_to_be_invariant(make_pass):
     assert not make_pass(tp_invariant=True).report.is_tp_invariant
-
-
-# ---- options --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

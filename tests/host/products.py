@@ -65,9 +65,6 @@ GATHERED_TILES = (
 SKINNY_TILES = (SkinnyTile(8, 2), SkinnyTile(16, 3, cluster=2), SkinnyTile(64, 2, cluster=2))
 
 
-# ---- operands -------------------------------------------------------------------------------------------------------
-
-
 class Integers:
     """Operands, and scales that are powers of two, whose product is exact in whatever order it is added."""
 
@@ -169,9 +166,6 @@ def packed(own: Operands, m: int, layout: str = "by_rows", *, with_bias=False, *
     header = torch.tensor([m, n, k, with_bias, *(sizes.get(name, 0) for name in names), *words, 0])
     matrices = own.a, own.w if layout == "by_rows" else own.w.t(), own.bias.view(1, n)
     return torch.cat([one.view(torch.uint8) for one in (header, *map(aligned_rows, matrices), *in_memory)])
-
-
-# ---- kernels, and their calls ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -287,8 +281,6 @@ class Products:
         choices = random.Random(f"{self.algorithm} {self.world_size} {seed}")
         drawn = self.draw(choices, self.calls, seed * self.calls)
         return differences(drawn, self.run([replace(call, **of_call) for call in drawn.calls], seed, mutation))
-
-    # ---- sizes, operands and results of a call
 
     def _draw_call(self, choices: random.Random, number: int) -> tuple[Call, list[torch.Tensor]]:
         kind, generator = self.fitting[number], torch.Generator().manual_seed(choices.getrandbits(32))

@@ -158,8 +158,6 @@ def test_a_rank_that_does_not_come_is_not_said_to_call_anything():
     assert (odd.kind, odd.sequence, odd.peer) == (TIMED_OUT, 1, 0)
 
 
-# ---- mistakes that must be noticed ----------------------------------------------------------------------------------
-
 AGREEMENT, PAD = "device/sync/record.cuh", "device/sync/signal_pad.cuh"
 TELL = "->called[a.rank][epoch % kept_calls]"
 LOOK = "if (found_difference("

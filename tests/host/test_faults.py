@@ -60,8 +60,6 @@ def test_a_late_rank_is_waited_for_as_long_as_the_deadline_says(algorithm, share
     assert kind or differences(drawn, outcomes) == []
 
 
-# ---- after a failure, and beside another call -----------------------------------------------------------------------
-
 LATE, SEED = 1, 1
 every_kernel = pytest.mark.parametrize("algorithm", EVERY_KERNEL)
 

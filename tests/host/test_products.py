@@ -54,8 +54,7 @@ from tests.host.products import (
 
 ONE_SHOT, TWO_SHOT = Algorithm.MATMUL_ONE_SHOT, Algorithm.MATMUL_TWO_SHOT
 
-# ---- kernels: small tiles, with the fewest stages that are possible, and with one more -------------------------------
-
+# Small tiles, with the fewest stages that are possible, and with one more.
 TILES = (
     MatmulTile(64, 64, 2),
     MatmulTile(64, 128, 3, cluster=2),
@@ -106,8 +105,6 @@ def of_one_rank(tile: MatmulTile) -> tuple[Kind, ...]:
     found += [Kind(tile, result=FP32)] if tile.leaves == 1 else []
     return (*found, *([Kind(tile, result=FP16)] if tile in (TILES[0], SPLIT_TILES[0]) else []))
 
-
-# ---- of one rank ----------------------------------------------------------------------------------------------------
 
 SEEDS = {"plain": 6, "thread": 1, "address": 2}
 # Of which the sample has for each tile one. Without a sanitizer, random data of the same kinds and sizes show whatever
@@ -187,8 +184,6 @@ def test_a_kernel_without_its_wait_for_the_one_before_is_noticed(kind):
     assert any(Products(None, (kind,), calls=1).faults(seed, waits=False) for seed in range(4))
 
 
-# ---- a grid that computes a part of the tiles -----------------------------------------------------------------------
-
 OF_TWO_GRIDS = [[[True, True, True], [True, False, False]], [[False, False, False], [False, True, True]]]
 
 
@@ -231,8 +226,6 @@ known(Mutation(*one) for one in MISTAKES_OF_GRIDS.values())
 def test_a_grid_that_computes_other_tiles_is_noticed(mistake):
     assert tiles_of_two_grids(LEAF_TILES[0], Mutation(*MISTAKES_OF_GRIDS[mistake])) != OF_TWO_GRIDS
 
-
-# ---- of several ranks: calls in a row give the specification's bits -------------------------------------------------
 
 SUMMED = (SCATTER, REDUCE)
 CODED = kinds_of([tile for tile in SUMMED_TILES if tile.columns <= 128])
@@ -334,9 +327,6 @@ def test_random_gathered_rows_with_scales_have_the_bits_of_the_specification():
     expect_no_faults(Products(GATHER, OF_GATHERED, 3, data=RandomData, calls=6), 1)
 
 
-# ---- an epilogue, and weights that are called constant --------------------------------------------------------------
-
-
 @pytest.mark.host
 @every_summed
 @pytest.mark.parametrize(
@@ -373,8 +363,6 @@ def test_a_weight_that_the_kernel_before_writes_is_read_stale_if_it_is_called_co
 
     assert any(notices(functools.partial(stale.faults, seed)) for seed in range(4))
 
-
-# ---- negative controls ----------------------------------------------------------------------------------------------
 
 # Calls in a row and seeds until a mistake is noticed: calls of one rank alone leave nothing to later ones.
 ALONE, OF_RANKS = (1, 30), (4, 24)

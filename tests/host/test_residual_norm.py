@@ -92,8 +92,6 @@ def test_a_row_that_begins_where_one_of_narrower_sums_would_is_noticed():
     assert any(wrong_elements("plain", seed, NARROWER, wide=True) for seed in range(8))
 
 
-# ---- gradients ------------------------------------------------------------------------------------------------------
-
 GROUPS = 6
 NUMBERS = (1e-5, 1.0)
 STAGINGS = ((1, 3), (2, 2), (4, 1))  # packs of a thread, and rows in shared memory

@@ -53,8 +53,6 @@ def test_tiles_in_other_blocks_on_each_rank_need_more_room():
     assert any(found)  # a rank has given up
 
 
-# ---- several communicators ------------------------------------------------------------------------------------------
-
 SMS, WORLD_SIZE, SHORT_NS = 4, 3, 200_000_000
 
 

@@ -18,8 +18,6 @@ from tests.processes import on_ranks, run_ranks
 
 BACKEND = "cpu:graphar"
 
-# ---- the backend's name ---------------------------------------------------------------------------------------------
-
 
 @pytest.fixture
 def port():
@@ -129,9 +127,6 @@ def call_alike_in_debug_mode(rank, world_size):
 
 def test_torchs_debug_mode_lets_calls_pass_that_match():
     assert run_ranks(call_alike_in_debug_mode, 3, backend=BACKEND) == [["", "x", "xx"], None, None]
-
-
-# ---- groups that are split, groups that end, and ranks that do not come ---------------------------------------------
 
 
 @pytest.mark.skipif(torch.__version__ < "2.15", reason="torch before 2.15 splits no group of CPU tensors")

@@ -37,9 +37,6 @@ print(json.dumps([answers, sorted(Recorder.names & {"graphar", "sglang", "vllm"}
 """
 
 
-# ---- asked for or not -----------------------------------------------------------------------------------------------
-
-
 def test_without_its_variable_or_with_a_0_a_plugin_imports_nothing_of_the_program(new_interpreter):
     done = new_interpreter(LOOKED_FOR, {"PATH": ""})
 
@@ -105,9 +102,6 @@ def test_sglang_is_given_a_hook_around_each_method(monkeypatch):
     assert (f"{of_class}.all_reduce", sglang.all_reduce, "around") in given
 
 
-# ---- the group's communicator ---------------------------------------------------------------------------------------
-
-
 GROUP = SimpleNamespace(size=lambda: 2)
 
 
@@ -149,9 +143,6 @@ def test_a_group_that_no_kernel_reaches_stays_the_programs(monkeypatch):
     with pytest.warns(RuntimeWarning, match="does not serve a tensor-parallel group: no peer access"):
         assert tensor_parallel.communicator_of("tp", ("tp",), GROUP, torch.device("cuda", 0)) is None
     assert recorded.done[-1] == "closed"
-
-
-# ---- vLLM's communicator --------------------------------------------------------------------------------------------
 
 
 class OwnCommunicator:
@@ -245,9 +236,6 @@ def test_other_groups_dtypes_and_uneven_parts_go_to_vllms_own(rank, world_size):
 @on_ranks(1)
 def test_a_group_of_one_rank_stays_the_programs(rank, world_size):
     assert (Mixed(dist.group.WORLD, "tp:0").graphar, coordinator_of("tp:0").graphar) == (None, None)
-
-
-# ---- SGLang's coordinator -------------------------------------------------------------------------------------------
 
 
 def own_init(coordinator, name: str) -> None:

@@ -56,8 +56,6 @@ class Machine:
         ]
         self._concerns = [[*map(self._concerned, thread.program), 0] for thread in threads]
 
-    # ---- what explore asks ----------------------------------------------------------------------------------------
-
     def start(self) -> State:
         counts = {one.word for thread in self.threads for one in thread.program if isinstance(one, COUNTING)}
         memory = tuple(self._initial.get(word, 0 if word in counts else do.NOT_YET) for word in self._memory.words)
@@ -109,8 +107,6 @@ class Machine:
             for i, thread in zip(state.at, self.threads, strict=True)
             if i < len(thread.program)
         ]
-
-    # ---- operations -----------------------------------------------------------------------------------------------
 
     def _compile(self, t: int, i: int, operation) -> Step:
         """What a thread's operation does to a state."""
@@ -205,8 +201,6 @@ class Machine:
 
         return step
 
-    # ---- ends before the end --------------------------------------------------------------------------------------
-
     def _may_give_up(self, s: State, t: int) -> bool:
         match self.threads[t].program[s.at[t]]:
             case do.Wait(deadline=True) | do.Read(deadline=True):
@@ -232,8 +226,6 @@ class Machine:
 
     def _die(self, s: State) -> State:
         return s._replace(at=moved(s.at, self._ends_of(self.dies)))
-
-    # ---- what makes a difference -------------------------------------------------------------------------------------
 
     def _concerned(self, operation) -> int:
         """A bit for each word whose value affects an operation, or whose overwriting does."""

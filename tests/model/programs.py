@@ -86,9 +86,6 @@ class Read:
         return f"reads {', '.join(self.expected)} in {', '.join(map(word_name, self.words))}"
 
 
-# ---- inside a block, where nothing arrives late ---------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Put:
     """Stores data to shared memory, where they may be overwritten unread."""

@@ -11,8 +11,6 @@ from tests.cases import same_bits
 from tests.parallel_models import MLP, TOKENS, Gradients, SequenceParallelMLP, backward, compiled, tokens, unsharded_mlp
 from tests.processes import run_ranks
 
-# ---- on every rank --------------------------------------------------------------------------------------------------
-
 
 def run_mlp(rank, world_size):
     compile_pass = graphar.compile_pass()
@@ -100,9 +98,6 @@ def ranks(request):
 @pytest.fixture
 def two_ranks():
     return results_of(2)
-
-
-# ---- what is promised -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.promise("Models under `graphar.enable()` and layers of `graphar.nn` have the bits of eager calls.")

@@ -106,9 +106,6 @@ def none_of_torch():
         yield
 
 
-# ---- with two ranks, whose sums have one order ----------------------------------------------------------------------
-
-
 def asynchronous(model: nn.Module) -> None:
     fsdp.set_collectives(model)
     model._set_unshard_async_op(True)
@@ -193,9 +190,6 @@ def test_a_checkpoint_of_either_is_continued_by_the_other_to_the_bit(rank, world
     assert found == [True, True]
 
 
-# ---- with more ranks ------------------------------------------------------------------------------------------------
-
-
 @on_ranks(4)
 def test_replicas_of_a_sharded_model_have_the_bits_of_torchs_own_collectives(rank, world_size):
     """Two replicas of two shards: bits of torch's own, and of a communicator of the shard's ranks."""
@@ -240,9 +234,6 @@ def test_with_a_codec_gradients_are_rounded_and_parameters_are_not(rank, world_s
     assert all(0 < error < 0.05 for error in errors)
 
 
-# ---- the gather alone -----------------------------------------------------------------------------------------------
-
-
 @on_ranks(3)
 def test_a_gather_moves_any_dtype_and_its_input_may_be_a_part_of_its_output(rank, world_size):
     found = {}
@@ -273,9 +264,6 @@ def test_a_gather_moves_any_dtype_and_its_input_may_be_a_part_of_its_output(rank
 def test_tensors_that_do_not_fit_are_refused(world_of_one, out, x, message):
     with pytest.raises(ValueError, match=f"^AllGather: {message}"):
         fsdp.AllGather()(out, x, world_of_one)
-
-
-# ---- how many blocks ------------------------------------------------------------------------------------------------
 
 
 def blocks_of_calls(engine: Engine, **options) -> list[int | None]:
@@ -344,9 +332,6 @@ def test_a_group_of_as_many_other_ranks_is_refused():
 def test_a_number_of_blocks_is_positive(blocks):
     with pytest.raises(ValueError, match=r"^AllGather: blocks must be a positive int or None, got"):
         fsdp.AllGather(blocks=blocks)
-
-
-# ---- what is refused ------------------------------------------------------------------------------------------------
 
 
 def test_a_model_without_fully_shard_is_refused():

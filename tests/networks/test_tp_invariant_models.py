@@ -15,8 +15,6 @@ from tests.processes import run_ranks
 
 PLAN = {"up": "colwise", "down": "rowwise"}
 
-# ---- models ---------------------------------------------------------------------------------------------------------
-
 
 class MLP(torch.nn.Module):
     """Two layers with biases, a residual and a norm."""
@@ -207,8 +205,6 @@ def test_without_the_option_they_have_other_bits(ranks):
         assert sum(same_bits(*pair) > 0 for pair in zip(found, expected, strict=True)) > len(expected) / 2
 
 
-# ---- tokens divided between ranks -----------------------------------------------------------------------------------
-
 SEQUENCE = 24
 
 
@@ -250,9 +246,6 @@ def test_with_divided_tokens_only_the_norms_gradient_has_other_bits_and_the_repo
         assert "the gradient of a norm's weight" in report.breaks[0].why
 
 
-# ---- Inductor -------------------------------------------------------------------------------------------------------
-
-
 def run_inductor(rank, ranks):
     model = in_dtensors(torch.bfloat16, rank, ranks) if ranks > 1 else made_invariant(torch.bfloat16, rank, ranks)
     with torch._inductor.config.patch(compile_threads=1), graphar.enable(tp_invariant=True) as compile_pass:
@@ -270,9 +263,6 @@ def test_inductor_gives_compiled_models_the_bits_of_one_rank():
         assert report.is_tp_invariant
         assert alone.is_tp_invariant
         assert report.graphs == alone.graphs == 2
-
-
-# ---- on GPUs --------------------------------------------------------------------------------------------------------
 
 
 def run_compiled_on_gpus(rank, ranks):

@@ -61,9 +61,6 @@ def expected_rewrites():
     return [*["norm"] * 2 * LAYERS, "allreduce", "allgather"]
 
 
-# ---- what the pass does ---------------------------------------------------------------------------------------------
-
-
 def compiled_twice(model, compile_pass, logits):
     """A model that is traced once, and run with and without the pass. Each call appends both logits to ``logits``."""
 
@@ -133,9 +130,6 @@ def test_every_collective_is_rewritten_and_the_report_says_to_what():
         assert sums_only.left == fused.left == []
 
 
-# ---- the same bits on every number of ranks -------------------------------------------------------------------------
-
-
 def run_invariant(rank, world_size):
     """Logits and gradients of a model that is trained, and the report. One rank has the model whole."""
     from graphar.nn import make_tp_invariant
@@ -163,9 +157,6 @@ def test_a_plan_that_is_compiled_to_be_invariant_trains_with_the_bits_of_the_who
         assert [same_bits(*pair) for pair in zip(found, expected, strict=True)] == [0] * len(expected)
         assert report.is_tp_invariant
         assert {one.module for one in report.breaks} == {"model.layers.0.self_attn"}
-
-
-# ---- in Inductor ----------------------------------------------------------------------------------------------------
 
 
 def run_in_graphs(rank, world_size):

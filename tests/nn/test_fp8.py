@@ -42,9 +42,6 @@ def product(layer, rows, scales):
     return graphar.reference.scaled_linear(rows, layer.weight, scales, weight_scale(layer), layer.bias)
 
 
-# ---- whole layers ---------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("scales", "shape"), [("tensor", (1, 1)), ("rows", (200, 1)), ("blocks", (2, 2))])
 def test_a_weight_is_quantised_to_near_values_with_as_many_scales_as_asked(scales, shape):
     whole = linear(200)
@@ -127,9 +124,6 @@ def test_gradients_are_refused(group_of, layer, name):
 
     with pytest.raises(ValueError, match=rf"no gradients, but {name} requires one; use torch.no"):
         made(x)
-
-
-# ---- layers of checkpoints ------------------------------------------------------------------------------------------
 
 
 def of_transformers(scales):
@@ -241,9 +235,6 @@ def test_what_ranks_cannot_do_with_products_in_fp8_is_refused(group_of, layer, s
         parallel(nn.Fp8Linear(linear()), tp_invariant=True)
     with pytest.raises(ValueError, match=r"out_dtype is for weights in torch.float8_e4m3fn$"):
         parallel(linear(), out_dtype=BF16)
-
-
-# ---- layers between ranks -------------------------------------------------------------------------------------------
 
 
 class MLP(torch.nn.Module):

@@ -64,9 +64,6 @@ def partial_product(rank, world_size, device, count=TOKENS):
     return functional.linear(torch.relu(hidden), model.down.weight.chunk(world_size, 1)[rank]).detach()
 
 
-# ---- layers ---------------------------------------------------------------------------------------------------------
-
-
 def layered(model, group=None, **of_rows):
     from graphar import nn
 
@@ -133,9 +130,6 @@ def test_a_constant_weight_is_multiplied_by_the_fused_op_in_inference(group_of, 
     assert called == [{"group": None}] * constant_weight
 
 
-# ---- checkpoints ----------------------------------------------------------------------------------------------------
-
-
 def other_model():
     """A model with the weights of another seed, on every rank the same."""
     model = MLP()
@@ -179,9 +173,6 @@ def test_a_checkpoint_of_another_size_is_torchs_own_error(rank, world_size):
             layered(MLP()).load_state_dict(MLP().state_dict() | {name: torch.ones(size)})
         told.append(f"size mismatch for {name}: " in str(refusal.value))
     assert told == [True] * 3
-
-
-# ---- plans ----------------------------------------------------------------------------------------------------------
 
 
 def planned(world_size, model, styles, **output):
@@ -275,9 +266,6 @@ def outputs(request):
     return run_ranks(run_bits, world_size, device, backend=backend, timeout_s=180)
 
 
-# ---- what is promised -----------------------------------------------------------------------------------------------
-
-
 def assert_close(mine, theirs):
     for one, other in zip(mine, theirs, strict=True):
         torch.testing.assert_close(one, other)
@@ -310,9 +298,6 @@ def test_what_cannot_be_sharded_evenly_goes_torchs_way(outputs):
 def test_an_embedding_goes_torchs_way(ranks):
     for mine, expected in (rank["embedding"] for rank in ranks):
         assert same_bits(mine, expected) == 0
-
-
-# ---- errors ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -69,9 +69,6 @@ def in_parts(found, rank, ranks, axis):
     return [part(*pair, rank, ranks) for pair in zip(found, axes, strict=True)]
 
 
-# ---- layers ---------------------------------------------------------------------------------------------------------
-
-
 def layers_on_ranks(rank, ranks, tp_invariant):
     """What each rank gets, by dtype and dimension of tokens."""
     found = {}
@@ -145,8 +142,6 @@ def whole(x):
 def differing(found, expected):
     return [same_bits(*pair) for pair in zip(found, expected, strict=True)]
 
-
-# ---- norms ----------------------------------------------------------------------------------------------------------
 
 NORMS = (torch.nn.RMSNorm, torch.nn.LayerNorm)
 

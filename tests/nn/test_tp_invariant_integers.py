@@ -95,9 +95,6 @@ def test_every_dtype_has_these_integers_and_no_two_rows_or_columns_are_alike():
             assert len(rows.unique(dim=0)) == len(rows), name
 
 
-# ---- a model --------------------------------------------------------------------------------------------------------
-
-
 def plan():
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel

@@ -53,9 +53,6 @@ def coded(x: torch.Tensor, one: Codec, noise: Noise = NOISE) -> torch.Tensor:
     return decode(encode(x, one, noise), one)[: x.numel()]
 
 
-# ---- names and costs ------------------------------------------------------------------------------------------------
-
-
 def test_what_an_element_costs_is_what_is_documented():
     """The module's docstring and the page have a row for each name, whose last number is the bits of an element."""
     rows = r"^(?:\| `\")?(fp8_e4m3|int\d+)\b.* (\d+\.\d+)(?: \|)?$"
@@ -94,9 +91,6 @@ def test_a_kernel_is_named_after_its_codec():
     source = kernel_source(Algorithm.QUANTIZED_TWO_SHOT_PUSH, torch.float16, 4, Codec(5, 64, "stochastic").type_name)
 
     assert source.name == "quantized_two_shot_push<fp16, 4, Codec<Int<5>, 64, bf16, absmax, stochastic>>"
-
-
-# ---- values ---------------------------------------------------------------------------------------------------------
 
 
 @some_codecs
@@ -159,9 +153,6 @@ def test_the_sign_of_the_smallest_zero_of_a_bucket_is_not_on_the_wire():
     assert torch.equal(encode(torch.where(x == 0, -0.0, x), one), encode(x, one))
 
 
-# ---- random rounding ------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("counter", "key", "expected"),
     [
@@ -216,9 +207,6 @@ def test_seed_call_and_source_each_change_the_rounding():
 
     assert len(results) == len(noises)
     assert tuple(coded(x, one, Noise(1, 2, 0)).tolist()) in results
-
-
-# ---- the sum --------------------------------------------------------------------------------------------------------
 
 
 def test_the_sum_is_rounded_once_more():

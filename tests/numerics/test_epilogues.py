@@ -18,8 +18,6 @@ from perf.kernels import catalogue
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
-# ---- the language ---------------------------------------------------------------------------------------------------
-
 
 @pytest.mark.parametrize(
     ("text", "printed"),
@@ -131,9 +129,6 @@ def test_the_catalogue_has_every_kernel_with_an_epilogue():
 
     allreduces = [one for one in with_kernels("allreduce") if one.row.takes_epilogue]
     assert found == {*allreduces, *SUMMED_TILE_KERNELS, "allgather_matmul", "reducescatter_push"}
-
-
-# ---- functions ------------------------------------------------------------------------------------------------------
 
 
 def traced(function, ndim=2, **kinds):
@@ -261,9 +256,6 @@ def test_what_an_expression_lacks_says_how_to_write_it():
         ValueError, match=r"needs the number 'x', got numbers none; pass Epilogue\(\.\.\., x=\.\.\.\); the sum is v$"
     ):
         Epilogue("x * 2").text(x)
-
-
-# ---- what a kernel is given -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("corner", "places"), [(None, (0, 0, 7)), ((3, 4, 9), (3, 4, 9))])

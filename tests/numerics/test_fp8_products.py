@@ -50,9 +50,6 @@ def in_float64(a, w, a_scale, w_scale):
     return dequantized(a, a_scale, 1) @ dequantized(w, w_scale, BLOCK if in_blocks else 1).t()
 
 
-# ---- values ---------------------------------------------------------------------------------------------------------
-
-
 @every_format
 def test_integers_with_scales_that_are_powers_of_two_give_the_exact_result(form):
     a, w = integers(M, K), integers(N, K, 1)
@@ -139,9 +136,6 @@ def test_what_is_not_a_number_stays_in_its_row_and_column():
     assert found.view(torch.int16)[1].tolist() == [0x7FFF] * 4
 
 
-# ---- results --------------------------------------------------------------------------------------------------------
-
-
 @every_format
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 def test_the_bias_is_added_in_fp32_and_the_result_is_rounded_once(form, dtype):
@@ -188,9 +182,6 @@ def test_rows_and_columns_alone_have_the_bits_that_they_have_together(rows, colu
     assert same_bits(rows_alone, of_blocks[rows, BLOCK:]) == 0
 
 
-# ---- scales ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("one_number", [torch.tensor(0.75), torch.tensor([0.75]), torch.tensor([[0.75]])])
 def test_one_number_is_the_scale_of_all_rows(one_number):
     a, w, (a_scale, w_scale) = operand(M, K), operand(N, K, 1), scales_of("rows")
@@ -222,8 +213,6 @@ def test_a_product_of_one_block_has_scales_of_rows_if_its_weights_have_one_numbe
     assert checked_scales("op", a, w, torch.ones(3, 1), torch.ones(1, 1)).format == "rows"
     assert checked_scales("op", a, operand(200, 100), torch.ones(3, 1), torch.ones(2, 1)).format == "blocks"
 
-
-# ---- what is refused ------------------------------------------------------------------------------------------------
 
 A, W = operand(4, 300), operand(200, 300, 1)
 ROWS = {"a_scale": torch.ones(4, 1), "w_scale": torch.ones(200, 1)}

@@ -30,9 +30,6 @@ def invariant(a, w, world_size=1):
     return tree_sum(partials(a, w, world_size))
 
 
-# ---- a product in the order of K ------------------------------------------------------------------------------------
-
-
 def by_numpy(a, w, step=16):
     """The product of two rows, one operation at a time."""
     total = np.float32(0)
@@ -82,9 +79,6 @@ def test_rows_and_columns_alone_have_the_bits_that_they_have_together(data, dtyp
     assert same_bits(alone, invariant(a, w)[rows, columns]) == 0
 
 
-# ---- the tree -------------------------------------------------------------------------------------------------------
-
-
 def test_leaves_are_added_in_pairs_of_neighbours():
     nodes = [torch.tensor(x) for x in (BIG, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0)]
 
@@ -102,9 +96,6 @@ def test_partials_of_any_number_of_ranks_add_up_to_the_same_bits(leaf, dtype):
     expected = ((l0 + l1) + (l2 + l3)) + ((l4 + l5) + (l6 + l7))
 
     assert {ranks: same_bits(invariant(a, w, ranks), expected) for ranks in RANKS} == dict.fromkeys(RANKS, 0)
-
-
-# ---- what is refused ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("ranks", [0, 3, 5, 6, 7, 9, 16])

@@ -148,8 +148,6 @@ def copies(tensors: Tensors) -> Tensors:
     return {name: [one.clone() for one in ones] for name, ones in tensors.items()}
 
 
-# ---- the table ------------------------------------------------------------------------------------------------------
-
 SHAPES = ((1,), (8193,), (5, 33), (0, 3), (3, 0), (7, 1, 6))
 MATRICES = ((8200,), (0, 4), (5, 3, 70), (6, 700))
 ROWS = ((1, 8), (3, 5, 40), (2, 8200), (0, 16), (7,), (5, 24))
@@ -566,9 +564,6 @@ def compiled():
     with torch._dynamo.config.patch(specialize_float=True):  # else torch compiles twice: ops take floats as they are
         yield partial(torch.compile, fullgraph=True, dynamic=True, backend="aot_eager")
     torch._dynamo.reset()
-
-
-# ---- calls in a world of one ----------------------------------------------------------------------------------------
 
 
 def given(form, shape=None):

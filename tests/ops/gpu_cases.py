@@ -189,8 +189,6 @@ def named(form: Form, names: Sequence[str], of=(8199,), **how) -> list[Case]:
     ]
 
 
-# ---- plain sums, parts and gathers ----------------------------------------------------------------------------------
-
 NUMELS = [(n,) for n in (0, 1, 3, 7, 8, 64, 8192, 8193, 8199, 8200, 8216, 131072, 262144, 262149)]
 MATRICES = ((16, 128), (15, 128), (9, 7168), (32, 256), (5, 3, 7), (3, 1), (1, 5), (3, 0), (0, 4))
 PUSHED = {"reducescatter_push": (8199,)}
@@ -240,8 +238,6 @@ GATHERED_ALONG_AXES = [
     for axis in (0, 1, 2, -1)
 ]
 
-# ---- codecs ---------------------------------------------------------------------------------------------------------
-
 STOCHASTIC = Codec(4, 128, "stochastic", seed=0xFEDCBA9876543210)
 CODECS = (
     *(codec(name) for name in NAMES),
@@ -271,8 +267,6 @@ def coded(one: Codec) -> list[Case]:
 CODED = [case for one in CODECS for case in coded(one)]
 OF_INT4, RANDOM = coded(codec("int4")), coded(STOCHASTIC)
 
-# ---- trees ----------------------------------------------------------------------------------------------------------
-
 ROW_SHAPES = ((16, 128), (15, 128), (9, 7168), (5, 3, 7), (3, 1), (1, 5), (3, 0))
 TREES = [
     case
@@ -295,8 +289,6 @@ SCATTERED_TREES = [
     for dtype in DTYPES
     for axis, shapes in ((0, ROW_SHAPES), (1, ROW_SHAPES), (2, ROW_SHAPES[3:4]))
 ]
-
-# ---- epilogues ------------------------------------------------------------------------------------------------------
 
 EXACT = {
     "-v": ({}, {}),
@@ -332,8 +324,6 @@ FOLLOWED = {
     ]
     for what in EXACT
 }
-
-# ---- norms ----------------------------------------------------------------------------------------------------------
 
 # By op: few rows, many, and rows of several launches; long rows, and rows without a kernel. Ranks may have no row.
 NORM_SHAPES = (
@@ -423,8 +413,6 @@ def tree_norm(op: Callable) -> Case:
 
 NORMS_OF_TREES = [tree_norm(op) for op in TREE_NORMS]
 
-
-# ---- matmuls --------------------------------------------------------------------------------------------------------
 
 WAYS = {way: {"partition": way} for way in ("none", "split_m", "split_n", "tiles")}
 WAYS |= {

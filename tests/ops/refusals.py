@@ -489,9 +489,6 @@ def of_raw_ops():
     yield row("op reducescatter_list sizes", "sizes", ValueError, sums.SCATTER.list, [x, x], *given)
 
 
-# ---- what they say --------------------------------------------------------------------------------------------------
-
-
 def message_of(refusal: Refusal) -> str:
     """The type and the text of the error that a call raises."""
     try:

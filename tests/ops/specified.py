@@ -17,9 +17,6 @@ Tensors = dict[str, list[torch.Tensor]]  # by argument, a tensor a rank
 Results = list[tuple[torch.Tensor, ...]]  # by rank, what it gets
 
 
-# ---- tensors --------------------------------------------------------------------------------------------------------
-
-
 def sums(ranks: int, shape, dtype, fill) -> Tensors:
     return {"x": [fill(rank, torch.Size(shape).numel(), dtype).view(shape) for rank in range(ranks)]}
 
@@ -164,9 +161,6 @@ def with_targets(ranks: int, shape, dtype, fill) -> Tensors:
     rows = torch.arange(torch.Size(shape[:-1]).numel())
     target = (rows * 7919 + 3) % min(7, ranks * shape[-1])
     return {"logits": logits, "target": [target.view(shape[:-1]).clone() for _ in range(ranks)]}
-
-
-# ---- specifications -------------------------------------------------------------------------------------------------
 
 
 def everyone(x: torch.Tensor | tuple[torch.Tensor, ...], ranks: int) -> Results:

@@ -52,9 +52,6 @@ def test_ranks_that_disagree_are_told_how():
         assert "rank 1: alltoall of [3, 3] torch.float32, scatter_dim 0, gather_dim 1" in dims
 
 
-# ---- the choice of a kernel -----------------------------------------------------------------------------------------
-
-
 def choice_of(work, algorithm="auto", table="default", copies_from=None, symmetric=False):
     table = shipped_table(table)
     least = {4: copies_from} if copies_from else {}

@@ -47,9 +47,6 @@ def parts():
     return [normal(rank, 3001, torch.bfloat16) for rank in range(3)]
 
 
-# ---- results --------------------------------------------------------------------------------------------------------
-
-
 def reduce_as_rank(rank, world_size):
     x = normal(rank, 3001, torch.bfloat16)
     found = [graphar.allreduce(x, codec=STOCHASTIC) for _ in range(3)]
@@ -86,9 +83,6 @@ def test_without_a_seed_communicators_differ(parts):
             results.append(communicator.allreduce(parts, codec=one)[0])
 
     assert same_bits(*results) > 100
-
-
-# ---- what is chosen -------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -157,9 +151,6 @@ def test_a_slot_of_the_push_takes_the_largest_shard_of_every_codec_that_may_use_
         assert encode(torch.ones(2048), one).numel() == one.wire_nbytes(2048)
 
 
-# ---- bad arguments --------------------------------------------------------------------------------------------------
-
-
 def test_random_rounding_without_a_seed_is_refused_where_determinism_is_asked_for(trio, parts):
     one = Codec(4, rounding="stochastic")
     trio.allreduce(parts, codec=one)
@@ -170,9 +161,6 @@ def test_random_rounding_without_a_seed_is_refused_where_determinism_is_asked_fo
         trio.allreduce(parts, codec=STOCHASTIC)
     finally:
         torch.use_deterministic_algorithms(False)
-
-
-# ---- a reduce-scatter's specification -------------------------------------------------------------------------------
 
 
 def inputs(shape, dtype=torch.bfloat16, ranks=3, fill=normal):

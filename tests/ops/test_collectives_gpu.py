@@ -44,9 +44,6 @@ def every(*cases: Case):
     return pytest.mark.parametrize("case", cases, ids=str)
 
 
-# ---- every size, dtype and fill -------------------------------------------------------------------------------------
-
-
 @pytest.mark.promise("All-reduce has the bits of its specification: fp32 sums in rank order, rounded once.")
 @pytest.mark.promise("A codec's results have the bits of its specification, at every size and on every rank.")
 @pytest.mark.promise("An epilogue has the bits of its specification; only expressions reach the compiler.")
@@ -136,8 +133,6 @@ def test_an_empty_tensor_launches_nothing(ranks: Ranks, case):
     assert case.calls(ranks) == before
 
 
-# ---- any tensor -----------------------------------------------------------------------------------------------------
-
 VIEWS = [lambda name, x, layout=layout: lay_out(x, layout) for layout in LAYOUTS[1:]]
 ON_EACH_ROW = [*EPILOGUES, *NORMS]
 
@@ -206,8 +201,6 @@ def test_the_output_may_be_the_input(ranks: Ranks, case):
         ranks.communicator.synchronize()
         assert_bits([(x,) for x in tensors["x"]], case.expected(drawn, at), shape)
 
-
-# ---- call after call ------------------------------------------------------------------------------------------------
 
 SHRINKING = [(n,) for n in (262149, 8192, 64, 1, 3, 8199, 1, 1, 131072, 7)]
 PRODUCTS_IN_TURN = [(64, 64, 136), (640, 520, 136), (1024, 2048, 136), (2048, 1024, 136), (2050, 2056, 136)]

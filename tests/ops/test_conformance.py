@@ -51,9 +51,6 @@ def questions(form, world_size):
     yield from ((shape, form.dtypes[0]) for shape in form.shapes[:-1] if every)
 
 
-# ---- lists ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.promise("All-reduce with residual and RMSNorm has the bits of its three steps, in FP8 too.")
 @every_form
 @pytest.mark.parametrize("ranks", [1, 3, 8])
@@ -130,9 +127,6 @@ def test_a_list_is_written_to_out_and_nowhere_else(form, layout):
     )
     assert all(bool((out.fill_(99) == 99).all()) for out in outs)
     assert all(bool((room == 99).all()) for room in beside)  # with the outs as they were, nothing else has changed
-
-
-# ---- processes ------------------------------------------------------------------------------------------------------
 
 
 def answer(rank, world_size):

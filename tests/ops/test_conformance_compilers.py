@@ -43,9 +43,6 @@ ops = torch.ops.graphar
 WITH_OUT = [form for form in FORMS if form.takes_out]
 
 
-# ---- compilers ------------------------------------------------------------------------------------------------------
-
-
 def steady(op):
     return [form for form in BY_OP[op] if form.is_steady]
 

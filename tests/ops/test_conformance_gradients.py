@@ -57,9 +57,6 @@ def gradients(call, form, tensors):
     return torch.autograd.grad(ys, leaves, given, materialize_grads=True)
 
 
-# ---- the ops by torch's own operations, which say what the gradients are ---------------------------------------------
-
-
 def by_torch(form, tensors):
     """What each rank gets, with other roundings."""
     name, ranks = form.op.__name__, range(len(next(iter(tensors.values()))))
@@ -114,9 +111,6 @@ def followed(form, v, own):
     index = torch.arange(v.numel()).view(v.shape)
     places = {"row": index // v.shape[-1], "col": index % v.shape[-1], "index": index}
     return eval(form.epilogue, {"v": v, "relu": torch.relu, **places, **own, **form.numbers})
-
-
-# ---- lists ----------------------------------------------------------------------------------------------------------
 
 
 def assert_as_by_torch(derive, form, ranks, dtype):
@@ -227,9 +221,6 @@ def test_without_grad_mode_no_result_needs_a_gradient(world_of_one, form):
         ].count(0)
 
 
-# ---- processes ------------------------------------------------------------------------------------------------------
-
-
 def backward_as_rank(rank, world_size):
     """By form, the gradients of this rank's tensors; a loss that all ranks share has the same gradient on all."""
     found = {}
@@ -270,9 +261,6 @@ def test_the_gradients_of_processes(of_processes, form):
                 assert same_bits(gradient, wanted) == 0
             else:
                 assert_close(gradient, wanted)
-
-
-# ---- compilers ------------------------------------------------------------------------------------------------------
 
 
 def test_compiled_calls_have_the_gradients_of_eager_ones(world_of_one, compiled):

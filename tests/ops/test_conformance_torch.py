@@ -59,9 +59,6 @@ def recorded(function):
     return call
 
 
-# ---- the rules of ops -----------------------------------------------------------------------------------------------
-
-
 def check_rules(form, call, tensors, rules=RULES):
     """Runs torch's opcheck on a recorded call, with gradients for the tensors that get some.
 
@@ -128,9 +125,6 @@ def test_options_are_no_ops_of_their_own():
         assert [name for name in names if option in name and name != "graphar::epilogue_backward"] == []
 
 
-# ---- fakes ----------------------------------------------------------------------------------------------------------
-
-
 def kinds(ys):
     """Shape, strides and dtype of each result. The strides of an empty one do not matter."""
     return [(y.shape, y.numel() and y.stride(), y.dtype) for y in ys]
@@ -157,9 +151,6 @@ def test_a_meta_tensor_gives_a_meta_tensor(form):
 
     assert [y.device.type for y in found] == ["meta"] * len(real)
     assert kinds(found) == kinds(real)
-
-
-# ---- transforms -----------------------------------------------------------------------------------------------------
 
 
 def stacked(form, batch):
@@ -232,9 +223,6 @@ def test_a_forward_mode_derivative_is_refused(form):
 def test_grad_of_torch_func_is_refused():
     with pytest.raises(NotImplementedError, match=r"allreduce: torch.func.grad .* use torch.autograd.grad\(\)"):
         torch.func.grad(lambda x: graphar.allreduce(x).sum())(torch.ones(3))
-
-
-# ---- modes, subclasses, profiler ------------------------------------------------------------------------------------
 
 
 @every_form

@@ -40,9 +40,6 @@ ASKED = (None, None, None, 3.0, 3.0, 3.0, None, 0.5, 3.0, None)  # equal calls a
 IN_FORCE = [OWN if timeout_s is None else timeout_s for timeout_s in ASKED]
 
 
-# ---- warm calls -----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", OPS)
 def test_a_warm_call_repeats_no_call_with_another_deadline(communicator, monkeypatch, name):
     made, repeated = [], []
@@ -64,9 +61,6 @@ def test_a_warm_call_repeats_no_call_with_another_deadline(communicator, monkeyp
 
     assert made == list(ASKED)
     assert {None, 3.0} <= set(repeated)
-
-
-# ---- calls that are made of others ----------------------------------------------------------------------------------
 
 
 OF_TWO = [form for form in (*PLAIN, *FUSED_ALLREDUCE[2:4], *FUSED_REDUCESCATTER[2:4]) if form.leaves]
@@ -107,9 +101,6 @@ def test_every_step_of_a_call_without_a_kernel_has_its_deadline(group, name):
         OPS[name](communicator, timeout_s=3.0)
 
         assert {call.timeout_s for call in communicator.engine.plans} == {3.0}
-
-
-# ---- kernels --------------------------------------------------------------------------------------------------------
 
 
 REGIONS = {Algorithm.ALLGATHER_MATMUL: SimpleNamespace(pointers=[0, 0])}

@@ -23,9 +23,6 @@ def fp32_sum(parts):
     return total
 
 
-# ---- shapes ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("shape", [(0, 3), (3, 0), (0,)], ids=str)
 @pytest.mark.parametrize("place", ["row", "col", "index"])
 def test_what_has_no_element_has_tensors_without(shape, place):
@@ -38,9 +35,6 @@ def test_what_has_no_element_has_tensors_without(shape, place):
 
     assert [y.shape for y in ys] == [shape] * 2
     assert [b.grad.shape for b in bs] == [(numel,)] * 2
-
-
-# ---- bits -----------------------------------------------------------------------------------------------------------
 
 
 def test_a_list_may_take_its_own_results():
@@ -169,9 +163,6 @@ def test_a_tensor_that_says_it_is_negated_is_read_so():
     assert operands.tensors[0].tolist() == [-1.0] * 3
 
 
-# ---- before and beside calls ----------------------------------------------------------------------------------------
-
-
 def test_explain_tells_the_expression():
     xs = [torch.ones(2, 3)] * 2
     epilogue = Epilogue(lambda v, b: torch.relu(v + b), b=[torch.ones(3)] * 2)
@@ -189,17 +180,11 @@ def test_a_traced_epilogue_has_its_expression_and_its_arguments():
     assert (traced.what, traced.tensors, traced.scalars) == ("(relu((v + b[col])) * s)", {"b": bias}, {"s": 2.0})
 
 
-# ---- compilers ------------------------------------------------------------------------------------------------------
-
-
 def test_a_compiled_call_names_the_argument_that_is_missing():
     with pytest.raises(Exception, match="needs the tensor 'bias'"):
         torch.compile(lambda x: graphar.allreduce([x], epilogue=Epilogue(BIASED, scale=1.0)), backend="aot_eager")(
             torch.ones(2)
         )
-
-
-# ---- refusals -------------------------------------------------------------------------------------------------------
 
 
 def test_without_places_it_is_a_part_of_the_all_reduce_along_any_axis():

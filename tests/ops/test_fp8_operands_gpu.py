@@ -49,9 +49,6 @@ def expected(op, rank, ranks, of, shape, **how):
     return total if op.endswith("allreduce") else total.tensor_split(ranks)[rank]
 
 
-# ---- one rank -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.gpu(1)
 @pytest.mark.parametrize("partition", ["split_m", "split_n"])
 def test_panels_change_no_bit(partition):
@@ -108,9 +105,6 @@ def normed(partials, rank, op, shape):
 
 
 NORMED = [f"{op}_residual_rmsnorm" for op in OPS]
-
-
-# ---- processes ------------------------------------------------------------------------------------------------------
 
 
 def wrong_elements_of_norms(rank, world_size):

@@ -36,9 +36,6 @@ def wrong(found, wanted):
     return [same_bits(*pair) for pair in zip(found, wanted, strict=True)]
 
 
-# ---- the specification ----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_integers_give_the_exact_sum_of_exact_products(dtype):
     (m, n, k), ranks = (9, 11, 5), 3
@@ -73,9 +70,6 @@ def test_each_product_is_rounded_first_and_the_bias_enters_once_before_the_last_
     assert reference.fused_matmul_allreduce([one, one * 2**-8], [one, one]).item() == 1
 
 
-# ---- any tensor -----------------------------------------------------------------------------------------------------
-
-
 def test_a_vector_gives_a_vector():
     a, w, _ = operands(1, 8, 7, torch.float32)
 
@@ -99,9 +93,6 @@ def test_what_is_not_a_number_is_the_canonical_one():
     for y in call(graphar.fused_matmul_allreduce, a, w, bias):
         assert (y.view(torch.int16)[y.isnan()] == 0x7FFF).all()
         assert y.isnan().sum() == 8 + 4 - 1
-
-
-# ---- out ------------------------------------------------------------------------------------------------------------
 
 
 def test_the_bits_are_those_of_the_products_reduced_with_the_epilogue():

@@ -47,9 +47,6 @@ def normal(shape, dtype, rank, seed):
     return torch.randn(shape, dtype=dtype, device=f"cuda:{rank}", generator=generator)
 
 
-# ---- results --------------------------------------------------------------------------------------------------------
-
-
 def assert_near_float64(drawn, ys) -> None:
     pairs, dtype = list(zip(drawn["a"], drawn["w"], strict=True)), ys[0].dtype
     products = [a.to("cuda:0").double() @ w.to("cuda:0").double().t() for a, w in pairs]
@@ -99,9 +96,6 @@ def test_a_codec_rounds_each_partition(ranks: Ranks, op, partition):
         assert_bits(found, case.form.expected(drawn), label)
 
 
-# ---- epilogues ------------------------------------------------------------------------------------------------------
-
-
 @every_op
 def test_several_launches_a_call_go_on_counting(ranks: Ranks, op):
     case_of(op, "tiles", epilogue="v + row * 2 - col + c[col]").check(ranks, (10000, 8192, 64), BF16)
@@ -129,9 +123,6 @@ def test_tiles_are_one_kernel_whose_numbers_and_tensors_may_change(ranks: Ranks,
         case = case_of(op, "tiles", epilogue="v * s + c[col]", numbers={"s": 1.0 + turn % 2})
         replace(case, served=lambda *call: True, once=True).check(ranks, (500, 264, 136), BF16, seed=turn)
     assert ranks.grid_is_idle(KERNELS[op])
-
-
-# ---- what runs ------------------------------------------------------------------------------------------------------
 
 
 def test_sums_beside_a_multiplication_have_few_blocks_and_the_last_has_all(ranks: Ranks, monkeypatch):
@@ -219,9 +210,6 @@ def test_a_symmetric_tensor_takes_the_result(fresh_ranks: Ranks):
         case.call_into(fresh_ranks, case.place(fresh_ranks, drawn), outs)
         fresh_ranks.communicator.synchronize()
         assert_bits([(out,) for out in outs], case.expected(drawn), partition)
-
-
-# ---- streams and compilers ------------------------------------------------------------------------------------------
 
 
 def test_the_next_input_may_be_written_right_after_the_call(ranks: Ranks):

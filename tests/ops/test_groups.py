@@ -26,9 +26,6 @@ def assert_sum(y, parts, what=""):
     assert same_bits(y, graphar.reference.allreduce(parts)) == 0, what
 
 
-# ---- groups and communicators ---------------------------------------------------------------------------------------
-
-
 def call_over(world_size, mine, groups):
     """How many elements differ in each plain call of rank ``mine`` over each of the groups, all of ``world_size``."""
     found = []
@@ -130,9 +127,6 @@ def test_sizes_and_dtypes_may_change_from_call_to_call(rank, world_size):
         assert_sum(graphar.allreduce(parts[rank]), parts, f"call {call}: {numel} elements of {dtype}")
 
 
-# ---- a communicator's life ------------------------------------------------------------------------------------------
-
-
 @on_ranks(2)
 def test_a_communicator_of_processes_ends_with_its_context(rank, world_size):
     with graphar.Communicator() as communicator:
@@ -180,9 +174,6 @@ def test_a_communicator_is_kept_until_it_is_closed():
     assert engine() is None
 
 
-# ---- explain --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("world_size", "algorithm", "reason"),
     [(1, "auto", "one rank has nothing to add"), (2, "auto", "the tensor is on the CPU"), (2, "fallback", "asked for")],
@@ -198,9 +189,6 @@ def test_an_explanation_shows_the_grid_of_a_kernel():
     explanation = graphar.Explanation("one_shot_push", blocks=16, threads=128, reason="the fastest")
 
     assert str(explanation) == "one_shot_push (16 blocks of 128): the fastest"
-
-
-# ---- what groups refuse ---------------------------------------------------------------------------------------------
 
 
 A_LIST, DEVICES = ", or pass a list with one tensor a device", ", or give devices, such as devices=[0, 1]"

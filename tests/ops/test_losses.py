@@ -42,9 +42,6 @@ def with_gradients(call, logits, target, ranks):
     return results[0].detach(), torch.cat([one.grad for one in parts], -1)
 
 
-# ---- the same bits --------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.promise("Losses and log-probabilities have the same bits on 1, 2, 4 and 8 ranks, and so have gradients.")
 @pytest.mark.parametrize("dtype", KERNEL_DTYPES)
 @pytest.mark.parametrize("size", SIZES)
@@ -129,9 +126,6 @@ def test_processes_and_dtensors_get_the_specifications_bits(ranks):
             expected = losses.gradients[0].chunk(count, -1)[rank % count]
             assert same_bits(loss, losses.results[0]) == same_bits(gradient, expected) == 0
             assert [same_bits(*pair) for pair in zip(others, more, strict=True)] == [0] * 3
-
-
-# ---- values ---------------------------------------------------------------------------------------------------------
 
 
 def by_torch(logits, target, dtype, **options):
@@ -247,9 +241,6 @@ def test_reductions_are_the_tree_of_the_rows():
     assert same_bits(graphar.cross_entropy(logits, target), total[0] / 12) == 0
 
 
-# ---- numbers --------------------------------------------------------------------------------------------------------
-
-
 def test_exponentials_and_logarithms_are_as_exact_as_they_say():
     d = -torch.rand(1 << 18, generator=torch.Generator().manual_seed(0)) * 87
     exact = d.double().exp()
@@ -269,9 +260,6 @@ def test_sums_in_the_middle_between_two_numbers_are_rounded_once():
 
     assert torch.equal(found.float(), fma(*of_fp32, torch.tensor(1.0)))
     assert found[0] == 1 + 2.0**-23
-
-
-# ---- gradients in place, compiled ------------------------------------------------------------------------------------
 
 
 def test_a_gradient_may_be_written_into_the_logits():
@@ -317,8 +305,6 @@ def test_compiled_calls_have_the_bits_of_eager_ones(in_place):
             assert [one.requires_grad for one in results] == [True, True, False, False]
         assert [same_bits(*pair) for pair in zip(*found, strict=True)] == [0] * 5
 
-
-# ---- refusals -------------------------------------------------------------------------------------------------------
 
 LOGITS, TARGET = torch.zeros(3, 16), torch.zeros(3, dtype=torch.int64)
 LOSS, PROBS = partial(graphar.cross_entropy, LOGITS, TARGET), partial(graphar.log_probs, LOGITS, TARGET)

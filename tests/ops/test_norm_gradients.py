@@ -27,9 +27,6 @@ def backward(of_normed, of_summed, summed, weight, of_weight=True):
     return torch.ops.graphar.residual_rmsnorm_backward(of_normed, of_summed, summed, weight, *NUMBERS, of_weight, 0)
 
 
-# ---- bits -----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("with_summed", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -73,9 +70,6 @@ def test_a_weight_without_gradient_gets_an_empty_tensor_and_the_rows_the_same_bi
 
     assert nothing.numel() == 0
     assert same_bits(of_rows, expected) == 0
-
-
-# ---- values ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -146,9 +140,6 @@ def test_the_second_derivatives_are_those_of_finite_differences():
         return [one.double() for one in found]
 
     assert torch.autograd.gradgradcheck(in_fp32, (x, residual, weight), eps=1e-2, atol=2e-2, rtol=2e-2)
-
-
-# ---- memory, and torch ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("world_of_one")

@@ -28,9 +28,6 @@ def operands(ranks: int, shape, dtype, fill=normal):
     return xs, normal(20, numel, dtype).view(shape), normal(21, shape[-1], dtype)
 
 
-# ---- the specification ----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("offset", [0.0, 1.0])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_specification_is_the_norm_of_the_sum_and_the_residual(dtype, offset):
@@ -109,9 +106,6 @@ def test_a_given_scale_saturates_infinities_and_keeps_what_is_not_a_number():
     assert normed.view(torch.uint8).tolist() == [[0x7E, 0xFE, 0x7F, 0x7F, 0x7E, 0xFE, 0, 0x80]]
 
 
-# ---- the grid -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("world_size", range(2, 9))
 @pytest.mark.parametrize("columns", [8, 1024, 8192, 20000, 32768])
 @pytest.mark.parametrize("has_clusters", [False, True])
@@ -134,9 +128,6 @@ def test_rows_of_a_two_shot_have_owners_in_turn_and_fit_their_slots(world_size, 
             assert -(-rows // world_size) * packs <= config.algorithm.row.scratch(world_size).capacity
         else:
             assert rows * packs <= config.algorithm.row.scratch(world_size).capacity
-
-
-# ---- bad input ------------------------------------------------------------------------------------------------------
 
 
 def test_a_call_is_planned_with_its_columns():

@@ -50,9 +50,6 @@ def are_equal(found, expected):
     return all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
-# ---- in one process -------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("op", OPS)
 def test_without_a_specification_a_call_has_the_exact_bits_of_its_op(op, xs):
     found = getattr(graphar, op)(xs, algorithm=load(op=op))
@@ -162,9 +159,6 @@ def test_the_gradient_is_the_sum_by_the_same_algorithm(xs):
     assert are_equal([x.grad for x in xs], [in_reverse(gradients)] * 3)
 
 
-# ---- torch.compile --------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def compiler():
     """torch.compile, which has compiled nothing yet."""
@@ -208,9 +202,6 @@ def test_another_algorithm_is_compiled_again(xs, compiler):
 
     assert torch.equal(exact, reference.allreduce(xs))
     assert torch.equal(other, in_reverse(xs))
-
-
-# ---- a process for each rank ----------------------------------------------------------------------------------------
 
 
 @on_ranks(3)

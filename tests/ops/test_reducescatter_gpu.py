@@ -56,9 +56,6 @@ def assert_uneven(ys, parts, counts, what=""):
         assert same_bits(y.cpu(), part) == 0, f"rank {rank} of {counts} {what}"
 
 
-# ---- every size, dtype and fill -------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("numel", LARGE)
 def test_large_tensors_give_the_specification(ranks: Ranks, numel, dtype):
@@ -81,9 +78,6 @@ def test_gathering_the_parts_is_the_all_reduce_bit_for_bit(ranks: Ranks):
                 assert same_bits(mine, expected) == 0, f"{shape}, axis {axis}"
 
 
-# ---- which launches -------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("numel", "launches"),
     [(1, 1), (8192, 1), (Sizes.reducescatter_nbytes // 2, 1), (Sizes.reducescatter_nbytes + 1024, 3)],
@@ -95,9 +89,6 @@ def test_the_kernel_runs_once_for_each_slice(ranks: Ranks, numel, launches):
     SCATTER.check(ranks, (numel,), torch.bfloat16, normal)
     assert ranks.calls_of(KERNEL) == before + launches
     assert ranks.grid_is_idle(KERNEL)
-
-
-# ---- any tensor -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -120,9 +111,6 @@ def test_one_part_may_be_all_there_is(ranks: Ranks):
         counts = tuple(total if rank == owner else 0 for rank in range(ranks.world_size))
         assert_uneven(scatter_uneven(ranks, ranks.place(parts), counts), parts, counts)
     assert ranks.scratch_is_as_before(KERNEL)
-
-
-# ---- call after call ------------------------------------------------------------------------------------------------
 
 
 def test_a_rank_with_nothing_to_receive_does_not_run_ahead(ranks: Ranks):

@@ -56,9 +56,6 @@ def repeats_of(machine, *calls):
     return len(machine.repeated)
 
 
-# ---- calls that repeat ----------------------------------------------------------------------------------------------
-
-
 def test_a_call_like_an_earlier_one_launches_with_its_own_addresses(warm, machine, like):
     x = torch.ones_like(like)
 
@@ -135,9 +132,6 @@ def test_a_repeated_call_calls_few_functions(warm, machine, like, into, most):
 
     assert len(called) <= most, called
     assert ("_empty_strided_cpu" in called) == (into == "a new tensor")
-
-
-# ---- calls that do not ----------------------------------------------------------------------------------------------
 
 
 def test_calls_of_one_size_and_two_shapes_are_both_repeated(communicator, machine, like):
@@ -225,9 +219,6 @@ def test_calls_with_symmetric_tensors_repeat_the_launch_of_their_own_plan(warm, 
 
     expected = [(is_symmetric, one.data_ptr(), to.data_ptr()) for is_symmetric, one, to in calls]
     assert launched == [*expected, *expected, (False, x.data_ptr(), new.data_ptr())]
-
-
-# ---- plans that are stale -------------------------------------------------------------------------------------------
 
 
 def test_a_closed_communicator_raises(warm, machine, like):
@@ -324,9 +315,6 @@ def test_a_repeated_call_that_fails_is_not_made_again(warm, machine, like, monke
     assert (len(machine.repeated), len(tried)) == (2, 1)
 
 
-# ---- modes of torch -------------------------------------------------------------------------------------------------
-
-
 class Dispatch(torch.utils._python_dispatch.TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
@@ -381,9 +369,6 @@ def test_calls_in_a_function_transform_are_not_repeated(warm, machine, like, tra
         torch.func.grad(call)(torch.zeros(3))
 
     assert seen == [0]
-
-
-# ---- another torch --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["_len_torch_dispatch_stack", "_len_torch_function_stack"])

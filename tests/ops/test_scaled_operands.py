@@ -60,9 +60,6 @@ def own(tensors, rank=0):
     return {name: xs[rank] for name, xs in tensors.items()}
 
 
-# ---- bits -----------------------------------------------------------------------------------------------------------
-
-
 @of_ops([SUM, SCATTER])
 @every_format
 def test_the_specification_rounds_each_scaled_product_and_adds_them_in_the_order_of_ranks(op, of):
@@ -116,9 +113,6 @@ def test_explain_says_that_products_are_multiplied_and_then_summed():
     assert "multiplied, then summed" in str(graphar.explain(SUM, **operands("rows")))
 
 
-# ---- graphar.linear -------------------------------------------------------------------------------------------------
-
-
 @every_format
 @pytest.mark.parametrize("dtype", [BF16, torch.float16], ids=str)
 @pytest.mark.parametrize("with_bias", [False, True])
@@ -152,9 +146,6 @@ def test_no_rows_and_no_columns_of_k_give_zeros_or_nothing():
 
     assert graphar.linear(**given | {"a": given["a"][:0]}).shape == (0, N)
     assert not graphar.linear(**given | {name: given[name][:, :0] for name in ("a", "w")}).any()
-
-
-# ---- what is prepared, and what is refused --------------------------------------------------------------------------
 
 
 def test_with_e4m3_the_kernels_of_both_formats_are_prepared():

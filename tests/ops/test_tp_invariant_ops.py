@@ -170,9 +170,6 @@ def test_one_rank_has_the_specifications_bits(dtype, on_one_rank):
             assert same_bits(gradients[3], weight) == 0
 
 
-# ---- sums as trees --------------------------------------------------------------------------------------------------
-
-
 def partials():
     return [drawn(rank, 16, 33, dtype=torch.float32) for rank in range(4)]
 
@@ -193,9 +190,6 @@ def test_explain_says_that_a_sum_is_added_as_a_tree():
         assert "added as a tree" in str(graphar.explain(op, partials(), order="tree"))
         assert "added as a tree" not in str(graphar.explain(op, partials()))
     assert "added as a tree" not in str(graphar.explain(partials()))
-
-
-# ---- each addition is seen ------------------------------------------------------------------------------------------
 
 
 def partials_in(order):

@@ -71,9 +71,6 @@ def assert_bits(op: str, found, expected) -> None:
             assert same_bits(one, whole) == 0
 
 
-# ---- bits -----------------------------------------------------------------------------------------------------------
-
-
 @every_op
 @every_dtype
 @pytest.mark.parametrize("fill", [normal, bit_patterns], ids=lambda fill: fill.__name__)
@@ -125,9 +122,6 @@ def test_rows_without_a_kernel_and_ranks_without_rows_have_the_same_bits(op):
             assert_bits(op, normed(op, partials(ranks, of), *beside), expected)
 
 
-# ---- one rank -------------------------------------------------------------------------------------------------------
-
-
 @every_op
 @every_dtype
 def test_a_single_rank_norms_by_the_kernel_that_meets_no_other_rank(op, dtype, monkeypatch):
@@ -165,9 +159,6 @@ def test_the_local_kernel_serves_fp32_sums_of_narrower_residuals(monkeypatch):
     assert residual_norm.serves(on_gpu(16384, FP32))
     assert not residual_norm.serves(on_gpu(12, BF16), FP32)  # 24 bytes
     assert not residual_norm.serves(on_gpu(16, FP32), BF16)
-
-
-# ---- in words, and between processes --------------------------------------------------------------------------------
 
 
 @every_op

@@ -58,9 +58,6 @@ def test_other_dtypes_are_refused(ranks: Ranks):
         ranks.communicator.allreduce(xs, algorithm=NAME)
 
 
-# ---- auto -----------------------------------------------------------------------------------------------------------
-
-
 def large(ranks: Ranks, compressible: bool, seed: int = 0) -> list[torch.Tensor]:
     """A tensor for each rank: of normal values, or of random bits, in which no tile can be compressed."""
     made = []

@@ -205,8 +205,6 @@ def test_a_call_that_repeats_without_gradients_still_records_them_where_they_are
     assert len(machine.launched) == 1
 
 
-# ---- what a first call checks ---------------------------------------------------------------------------------------
-
 # An allowed value of each option, which the calls that are repeated have.
 ALLOWED = {
     "timeout_s": 1,

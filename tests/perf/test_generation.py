@@ -29,9 +29,6 @@ needs_sharding = pytest.mark.skipif(
 )
 
 
-# ---- generation -----------------------------------------------------------------------------------------------------
-
-
 def generate(rank, world_size, summed):
     """The rows, and the ops of the calls that graphar served. Without sums, the model's all-reduces do nothing."""
     served, all_reduce = [], dist.all_reduce
@@ -94,9 +91,6 @@ def test_without_its_packages_nothing_is_generated_and_the_reason_is_said(monkey
     ]
 
 
-# ---- the command ----------------------------------------------------------------------------------------------------
-
-
 def report_of(folder):
     (path,) = folder.glob("*/model.json")
     return json.loads(path.read_text()), path.with_suffix(".md").read_text()
@@ -126,8 +120,6 @@ def test_the_report_of_gpus(tmp_path):
     assert [row["method"] for row in content["generations"]] == [UNSHARDED, "nccl", GRAPHAR]
     assert [row["wrong"] for row in content["generations"]] == [0] * 3
 
-
-# ---- the report -----------------------------------------------------------------------------------------------------
 
 ROWS = [row(UNSHARDED, 100_000.0, None), row("nccl", 200_000.0), row(GRAPHAR, 160_000.0)]
 TITLE = "4 ranks, 8 layers of llama-3-8b: eager generation of 64 tokens with transformers"

@@ -27,9 +27,6 @@ OTHER = f"{OWN} at 0123456789ab"
 every_world_size = pytest.mark.parametrize("world_size", WORLD_SIZES)
 
 
-# ---- the part of a call that one GPU has room for -------------------------------------------------------------------
-
-
 def halves_held(case):
     """Halves of SMs that the kernels of all ranks hold, with the next one of each."""
     config = fit(case, WHOLE).config

@@ -148,9 +148,6 @@ def test_where_the_time_is_spent_fewer_steps_are_made():
     assert (times, made) == ([[1.0] * 2], [training_steps.BLOCK] * 2)
 
 
-# ---- the report -----------------------------------------------------------------------------------------------------
-
-
 def rows():
     base = ThroughputRow(
         model="resnet50",

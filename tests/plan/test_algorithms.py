@@ -51,9 +51,6 @@ def entries_of(table, world_size):
     return shipped_table(table).rows[world_size]
 
 
-# ---- tables ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", TABLES)
 def test_a_shipped_table_is_valid_and_laid_out_as_tables_are_written(name):
     text = FILES[name].read_text()
@@ -85,9 +82,6 @@ def text_of(file):
 
 def constant(file, name):
     return int(re.search(rf"constexpr (?:int|u32) {name} = (\d+);", text_of(file))[1])
-
-
-# ---- choosing -------------------------------------------------------------------------------------------------------
 
 
 @every_table
@@ -158,9 +152,6 @@ def test_a_given_algorithm_is_the_one_that_is_shaped(algorithm, world_size):
             config = measured_config(shipped_table(table), world_size, nbytes, algorithm)
             assert config.algorithm is algorithm
             assert_can_run(config, world_size)
-
-
-# ---- scratch --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -88,8 +88,6 @@ def test_a_named_partition_is_taken_at_every_size():
     assert method_of(engine(), "none", rows=1 << 20) == "none"
 
 
-# ---- what the kernel is given ---------------------------------------------------------------------------------------
-
 ROWS = torch.randn(6, 16).bfloat16()
 
 
@@ -158,8 +156,6 @@ def test_for_a_rank_without_columns_an_epilogue_reads_zeros_where_its_tensors_ar
 
 LINE_OF_COUNTS_NBYTES = 128
 SCALES_OF_ROW = {"": lambda k: 0, "rows": lambda k: 1, "blocks": lambda k: -(-k // 128)}
-
-# ---- scratch --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("scales", SCALES_OF_ROW)

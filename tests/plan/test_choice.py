@@ -54,9 +54,6 @@ def chosen(nbytes, algorithm="auto", **options):
     return choose("allreduce", nbytes // 2, algorithm=algorithm, **options)
 
 
-# ---- no kernel ------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("world_size", "device", "dtype", "op", "reason"),
     [
@@ -106,9 +103,6 @@ def test_few_blocks_pipeline_a_large_sum_unless_an_algorithm_is_asked_for():
     small, _ = chosen((1 << 20) - 2)
     assert chosen((1 << 20) - 2, blocks=24)[0] == replace(small, blocks=min(small.blocks, 24))
     assert chosen(1 << 20, "two_shot_tma", blocks=24)[0].algorithm is Algorithm.TWO_SHOT_TMA
-
-
-# ---- lossless compression -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("world_size", "least"), H200.lossless.allreduce_from_nbytes.items())
@@ -217,9 +211,6 @@ def test_the_compressing_kernel_is_prepared_where_it_may_be_taken(max_nbytes, lo
     ]
 
 
-# ---- codecs, parts and norms ----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("numel", "algorithm", "reason"), [(0, "auto", "an empty tensor has no tile"), (8, "fallback", "asked for")]
 )
@@ -268,9 +259,6 @@ def test_rows_of_whole_packs_are_normed_up_to_the_longest(columns, kernel):
     assert (
         select.why_no_kernel(1, "cuda", torch.bfloat16, "allreduce_residual_rmsnorm") == "one rank has nothing to add"
     )
-
-
-# ---- what is prepared -----------------------------------------------------------------------------------------------
 
 
 def needed(ops, max_nbytes=None, codecs=(), epilogues=(), symmetric=False, clusters=True):

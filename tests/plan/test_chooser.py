@@ -35,9 +35,6 @@ def test_what_a_table_has_no_entry_of_has_a_grid_all_the_same():
     assert config == Config(Algorithm.TWO_SHOT_PIPELINED, 128, 256, 512)
 
 
-# ---- codecs ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("one", [codec(name) for name in NAMES], ids=str)
 def test_no_block_of_a_quantized_all_reduce_is_without_a_tile(world_size, one):
@@ -83,9 +80,6 @@ def test_a_block_of_a_quantized_reduce_scatter_has_some_four_steps(world_size, t
     found = config_of(Parts("reducescatter", (tiles * TILE_NUMEL,) * world_size, INT4.text), world_size)
 
     assert found == Config(Algorithm.QUANTIZED_REDUCESCATTER, blocks, threads, chunk)
-
-
-# ---- norms ----------------------------------------------------------------------------------------------------------
 
 
 def norm(rows, columns):

@@ -34,9 +34,6 @@ def reversed_sum(tensors):
     return sum(reversed(tensors))
 
 
-# ---- names ----------------------------------------------------------------------------------------------------------
-
-
 def test_the_name_has_the_kernels_and_twelve_digits():
     name, at, digits = load().partition("@")
 
@@ -214,9 +211,6 @@ def test_an_earlier_algorithm_goes_on_where_its_file_lies_now(folder):
     assert Path(earlier.row.folder) == FOLDER
 
 
-# ---- rows -----------------------------------------------------------------------------------------------------------
-
-
 def test_the_row_is_what_was_given():
     row = load(threads=128, blocks=32, dtypes={torch.float32, torch.bfloat16}, world_sizes=(4, 2)).row
 
@@ -279,9 +273,6 @@ def test_a_signal_pad_comes_before_the_slots():
 def test_scratch_with_a_number_out_of_range_is_refused(given):
     with pytest.raises(ValueError, match=r"^Scratch: "):
         Scratch.of_slots(**given)
-
-
-# ---- refusals -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -40,9 +40,6 @@ def choose(algorithm, nbytes=8192, facts=FACTS, dtype=BF16, work=None):
     return select.select(Call(work or work_of(algorithm.op, nbytes), dtype, 0, algorithm=algorithm), facts)
 
 
-# ---- named in a call ------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("op", OPS)
 def test_a_call_takes_what_it_names_with_the_grid_of_its_row(op):
     ring = load(op=op, threads=128, blocks=32, chunk=64)
@@ -123,9 +120,6 @@ def test_any_dtype_travels_as_bytes():
     assert choose(gather, dtype=torch.int64).config.algorithm is gather
 
 
-# ---- names ----------------------------------------------------------------------------------------------------------
-
-
 def test_an_algorithm_from_outside_is_found_by_its_name():
     ring = algorithms.add("ring", "0123456789ab", ROW)
 
@@ -188,9 +182,6 @@ def test_ranks_that_loaded_different_ones_differ_in_the_words_of_a_call():
     assert len(set(words)) == 3
     assert words[1] == f"allreduce of 8 elements of torch.bfloat16, algorithm {load()}"
     assert len(set(launches)) == 2
-
-
-# ---- prepared -------------------------------------------------------------------------------------------------------
 
 
 def test_one_that_is_named_is_prepared_for_the_dtypes_that_it_has():

@@ -45,9 +45,6 @@ def choose(op, table, nbytes=8192, dtype=BF16, **options):
     return select.select(Call(work, dtype, 0), Facts(4, table, CHIP))
 
 
-# ---- choices --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("op", OPS)
 def test_auto_takes_it_where_the_table_names_it(op):
     ring = load(op=op)
@@ -138,9 +135,6 @@ def test_no_tuple_is_prepared_for_it():
     assert {one.algorithm for one in kernels} == {Algorithm.ALLGATHER_FLAGGED, Algorithm.ALLGATHER_PUSH}
 
 
-# ---- which tables are valid -----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("row", "entry", "reason"),
     [
@@ -182,9 +176,6 @@ def test_the_last_entry_which_serves_every_size_is_of_graphars_own():
 
     with pytest.raises(ValueError, match=r"^4 ranks: the last row must be of an algorithm of graphar's own$"):
         Table.from_json(table.to_json())
-
-
-# ---- tuning ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("op", OPS)

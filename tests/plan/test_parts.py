@@ -26,9 +26,6 @@ FLAGGED = Algorithm.ALLGATHER_FLAGGED
 every_world_size = pytest.mark.parametrize("world_size", WORLD_SIZES)
 
 
-# ---- scratch --------------------------------------------------------------------------------------------------------
-
-
 @every_world_size
 def test_a_reducescatter_with_a_norm_has_room_for_the_longest_row_and_splits_none(world_size):
     algorithm = Algorithm.REDUCESCATTER_RMSNORM
@@ -50,8 +47,6 @@ def test_a_reducescatter_with_a_norm_has_room_for_the_longest_row_and_splits_non
 def test_steps_of_allgather_push_may_wrap():
     assert (1 << 32) % scratch.PUSH_DEPTH == 0
 
-
-# ---- slices ---------------------------------------------------------------------------------------------------------
 
 STEP = REDUCESCATTER.row.scratch(4).capacity * PACK_NBYTES // 2  # bf16 elements of a part in one launch
 
@@ -106,9 +101,6 @@ def test_rows_of_every_rank_are_launched_a_step_at_a_time():
         Slice(0, (2, 7, 10), (2, 1, 0), 2),
         Slice(0, (4, 9, 12), (1, 0, 0), 4),
     ]
-
-
-# ---- what a launch is given -----------------------------------------------------------------------------------------
 
 
 def rank_one_of_four(monkeypatch, algorithm, note, rendezvous):

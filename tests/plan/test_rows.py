@@ -41,9 +41,6 @@ def parameters(algorithm):
     return {name: kind for kind, name in kinds}
 
 
-# ---- one row an algorithm -------------------------------------------------------------------------------------------
-
-
 def test_every_algorithm_has_exactly_one_row():
     families = [made for name, made in vars(algorithms).items() if name.endswith("_rows")]
     written = [one for family in families for one in family(scratch.Sizes())]
@@ -158,9 +155,6 @@ def test_a_kernel_that_takes_no_floats_is_told_bytes(algorithm):
 def missing_defaults(algorithm):
     """How many template parameters the plain kernel leaves at their defaults."""
     return len({"Direct", "Expression", "Order", "Out"} & parameters(algorithm).keys())
-
-
-# ---- one file a chip ------------------------------------------------------------------------------------------------
 
 
 def test_no_module_holds_the_sms_of_a_chip():

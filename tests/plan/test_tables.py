@@ -33,9 +33,6 @@ MINE = replace(shipped_table("default"), name="nvidia_b999", machine="mine", row
 pytestmark = pytest.mark.usefixtures("user_folder")
 
 
-# ---- the user's tables ----------------------------------------------------------------------------------------------
-
-
 def store(table):
     return cache.store_file("tuning", f"{table.name}.json", table.to_json().encode())
 
@@ -244,9 +241,6 @@ def test_the_table_of_rank_0_serves_all_ranks(rank, world_size, tmp_path):
     assert communicator.engine.table.machine == "that of rank 0"
 
 
-# ---- expected times -------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("nbytes", "expected"), [(1, 2), (1024, 2), (2048, 4), (4096, 8), (8192, 8), (16384, 8), (65536, 32)]
 )
@@ -327,8 +321,6 @@ def test_no_time_is_expected_of_an_algorithm_that_was_asked_for_or_where_symmetr
 
     assert [said.expected_us for said in (*asked_for, explained(with_kernels, 8192))] == [None] * 3
 
-
-# ---- of calls with a codec -------------------------------------------------------------------------------------------
 
 INT8, INT4 = [[1024, 6], [4096, 12]], [[1024, 3], [4096, 6]]
 ROUNDED = replace(MINE, measured={2: [[1024, 4], [4096, 16]]}, codecs={2: {"int8": INT8, "int4": INT4}})

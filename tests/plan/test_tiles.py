@@ -38,9 +38,6 @@ def test_rows_are_owned_in_whole_tiles_but_for_the_last(rows, world_size):
     assert max(owned) - min(owned) <= 256
 
 
-# ---- which calls ----------------------------------------------------------------------------------------------------
-
-
 class Ranks:
     """Stands in for an engine of GPUs."""
 
@@ -215,8 +212,6 @@ def test_ranks_whose_codecs_differ_in_their_seeds_meet_for_the_same_kernel():
     assert found == found[:1] * 3
     assert prepared(Codec(6)) != found[0]
 
-
-# ---- what the kernel is given ---------------------------------------------------------------------------------------
 
 ALIGNED = torch.randn(6, 16).bfloat16()
 

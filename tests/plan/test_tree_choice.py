@@ -121,9 +121,6 @@ def test_what_sums_as_a_tree_take_is_prepared_and_no_more(op, max_nbytes, symmet
     assert len(set(found)) == len(found)
 
 
-# ---- norms ----------------------------------------------------------------------------------------------------------
-
-
 def normed(op, rows, columns, out_dtype, world_size=4):
     parts = (rows * columns,) if op == ALLREDUCE_NORM else (rows * columns,) * world_size
     return Norm(op, parts, columns, order="tree", out_dtype=out_dtype)
@@ -182,9 +179,6 @@ def test_what_norms_as_a_tree_take_is_prepared(op):
     assert taken <= made
     assert len(made) == len(found) == len(with_kernels(op)) * len(CLUSTERS) * len(dtypes)
     assert all("TreeOrder" in source.name for source in made)
-
-
-# ---- refused --------------------------------------------------------------------------------------------------------
 
 
 def test_trees_of_other_numbers_of_ranks_are_not_prepared():

@@ -40,9 +40,6 @@ def takes(ranks=None, a=None, **options):
     return products.takes_tiles(ranks, call_of(world_size=ranks.world_size, **options), a or operand())
 
 
-# ---- which calls ----------------------------------------------------------------------------------------------------
-
-
 @every_op
 @pytest.mark.parametrize(
     ("world_size", "rows", "taken"),
@@ -112,9 +109,6 @@ def test_the_plan_says_that_one_kernel_does_it(op):
     assert plan.reason == "multiplied in 2 leaves a rank and summed as a tree in one kernel"
 
 
-# ---- tiles and scratch ----------------------------------------------------------------------------------------------
-
-
 def test_shared_memory_holds_operands_and_a_whole_tile_in_fp32():
     for tile in itertools.chain(*PARTIAL_TILES.values()):
         loaded = tile.stages * (tile.rows + tile.columns) * 128
@@ -155,9 +149,6 @@ def test_the_partial_boxes_of_a_launch_have_places_in_a_slot(world_size, columns
     for algorithm in OPS.values():
         assert MATMUL_PARTIAL_PLACES * boxes <= algorithm.row.scratch(world_size).capacity
     assert constant("device/matmul/tile_travel.cuh", "fp32_places") == MATMUL_PARTIAL_PLACES
-
-
-# ---- what the kernel is given ---------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -231,9 +222,6 @@ def test_ranks_with_another_k_are_told(bound, monkeypatch):
     assert ["products of 128 columns" in said[0], "126" in said[1], "256" in said[2]] == [True] * 3
     plain = agreement.words_of_matmul_launch(call_of(), Algorithm.MATMUL_ALLREDUCE, launches._slices[0])
     assert "products of" not in plain
-
-
-# ---- what is prepared -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

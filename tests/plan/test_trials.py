@@ -89,9 +89,6 @@ def test_costs_of_tiles_are_tried_with_small_fused_kernels_and_with_large_matmul
         assert all(choose_matmul(TABLE.matmul, one.rows, one.columns, one.k, TABLE.chip.sms).own for one in alone)
 
 
-# ---- graphar's matmul against torch's -------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("sms", [66, 132])
 def test_shapes_below_a_wave_are_timed_once_with_graphars_matmul_and_once_with_torchs(sms):
     found = list(tune.against_torch(TABLE.matmul, Chip(sms, "sm_90a")))

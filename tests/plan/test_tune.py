@@ -26,9 +26,6 @@ def limits_and_threads(entries):
     return [(one["max_nbytes"], one["algorithm"], one["threads"]) for one in entries]
 
 
-# ---- candidates -----------------------------------------------------------------------------------------------------
-
-
 def test_candidates_are_possible_between_each_of_the_numbers_of_ranks_and_have_the_grids_of_the_first(monkeypatch):
     asked, limits = [], {2: 8 * MB, 3: MB, 4: None, 5: None}
     row = replace(
@@ -121,9 +118,6 @@ def test_a_table_of_any_measurements_is_valid(world_size):
         assert Table.from_json(made.to_json()) == made
 
 
-# ---- entries --------------------------------------------------------------------------------------------------------
-
-
 SMALL_IS_FASTER = {SMALL: 1, WIDE: 2}
 LITTLE, NEAR, FAR = ({SMALL: slower, WIDE: 1} for slower in (1.004, 1.005, 1.02))
 
@@ -163,9 +157,6 @@ def test_the_entries_that_served_before_go_on_above_what_was_measured():
 
     assert entries[0]["max_nbytes"] == 32 * KB
     assert entries[1:] == OLDER
-
-
-# ---- tables ---------------------------------------------------------------------------------------------------------
 
 
 def table_of(measurements, old=None):

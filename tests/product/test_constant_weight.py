@@ -36,9 +36,6 @@ def test_the_reason_names_it_where_the_kernel_heeds_it(monkeypatch, rows, says):
     assert ["constant weight" in reason for reason in reasons] == [says, False]
 
 
-# ---- from calls -----------------------------------------------------------------------------------------------------
-
-
 def test_ranks_may_differ_in_it():
     calls = [Call(product(constant_weight=said), torch.bfloat16, 0) for said in (False, True)]
 

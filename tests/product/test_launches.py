@@ -124,9 +124,6 @@ def test_rows_of_an_epilogue_are_counted_from_what_the_kernel_counts_from(engine
     assert corner == (first, 0, 64)
 
 
-# ---- gathered rows ---------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("tile", GATHERED_TILES, ids=str)
 def test_boxes_of_rows_are_no_higher_than_their_owners_part(monkeypatch, tile):
     boxes, counts, k = {}, (1, 40, 64, 0, 100, 200), 72
@@ -220,8 +217,6 @@ def test_parts_of_few_rows_take_low_tiles(rows, columns, height):
         kind = tiles_that_serve(Algorithm.ALLGATHER_MATMUL, Product(ALLGATHER_MATMUL, (), 1, format=scales), 2)
         assert best_tile(kind, Shape((rows, rows), columns, k), cost, CHIP).rows == height
 
-
-# ---- room for another communicator ----------------------------------------------------------------------------------
 
 # Each kind of launch, with the tiles that it may take.
 KINDS = [(Summed, tile) for tile in SUMMED_TILES]

@@ -71,9 +71,6 @@ def columns_of(rows, columns, leading, dtype=torch.bfloat16):
     return torch.zeros(rows, leading, dtype=dtype)[:, :columns]
 
 
-# ---- kernels --------------------------------------------------------------------------------------------------------
-
-
 @every_kind
 def test_the_assembler_keeps_the_products_asynchronous_and_all_sums_in_registers(tile, layout, out_dtype):
     assert_asynchronous_and_in_registers(matmul_source(torch.bfloat16, tile, layout, out_dtype), tile.threads)
@@ -94,9 +91,6 @@ def test_the_assembler_tells_of_a_sum_that_is_touched_too_early(monkeypatch, tmp
 @pytest.mark.parametrize("tile", [*EVERY_TILE, *FP8_TILES], ids=str)
 def test_a_block_fits_into_an_sm(tile):
     assert tile.shared_nbytes <= SHARED_NBYTES_OF_A_BLOCK
-
-
-# ---- which tile -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("leaves", LEAF_COUNTS)
@@ -182,9 +176,6 @@ def test_the_tile_serves_the_layout_of_the_weight(layout):
 
     assert chosen <= {tile for tile in MATMUL_TILES if layout in tile.layouts}
     assert any(tile.columns % 64 for tile in chosen) == (layout == "by_rows")
-
-
-# ---- what is launched -----------------------------------------------------------------------------------------------
 
 
 def bind(tile, layout="by_rows", m=1000, n=520, k=200, sms=132):
@@ -275,9 +266,6 @@ def test_the_default_tile_has_the_leaves(monkeypatch):
     assert [gemm.default_tile(0, 64, 1024, 1024, 132, leaves=count).leaves for count in LEAF_COUNTS] == [*LEAF_COUNTS]
 
 
-# ---- operands -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("dtype", MATMUL_TYPES)
 def test_a_matrix_may_have_rows_apart(dtype):
     x = columns_of(5, 7, 16, dtype)
@@ -343,8 +331,6 @@ def test_boxes_of_fp32_are_as_many_bytes_wide(monkeypatch, bound):
     assert (dtype, [*strides], [*box]) == (7, [48], [32, 64])
     tensor_maps.tensor_map.cache_clear()
 
-
-# ---- arguments ------------------------------------------------------------------------------------------------------
 
 A, W = columns_of(4, 16, 16), columns_of(8, 16, 16)
 

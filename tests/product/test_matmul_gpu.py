@@ -181,8 +181,6 @@ def test_a_new_thread_multiplies_before_it_calls_the_cuda_runtime():
         assert out.equal(exact(a.float(), w.float()).bfloat16())
 
 
-# ---- leaves of K -----------------------------------------------------------------------------------------------------
-
 every_count = pytest.mark.parametrize("leaves", LEAF_COUNTS)
 every_tile_of_leaves = pytest.mark.parametrize("tile", EVERY_TILE, ids=str)
 SPLIT_TILES = [tile for tile in EVERY_TILE if tile.split > 1]

@@ -99,9 +99,6 @@ class Layer:
             assert same_bits(out.to("cuda:0"), expected) == 0, f"rank {rank} {what}"
 
 
-# ---- results --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("n", COLUMNS)
 def test_integers_of_any_size_give_the_specification(ranks: Ranks, op, n, transposed):
@@ -172,9 +169,6 @@ def test_nothing_is_written_beside_out(ranks: Ranks, offset):
         assert all(one.isnan().all() for one in room)
 
 
-# ---- many calls -----------------------------------------------------------------------------------------------------
-
-
 def test_sizes_change_from_call_to_call_with_a_rank_late_now_and_then(ranks: Ranks):
     choices = random.Random(ranks.world_size)
     layers = [
@@ -229,9 +223,6 @@ def test_epochs_wrap(fresh_ranks, op):
         layer.run()
         layer.check(expected, turn)
     assert ranks.calls_of(op) == 4
-
-
-# ---- processes ------------------------------------------------------------------------------------------------------
 
 
 def _integers_of(rank, shape, seed):

@@ -130,9 +130,6 @@ def test_a_result_at_any_address_takes_the_sum():
         [out.zero_() for out in outs]
 
 
-# ---- whose matmul ---------------------------------------------------------------------------------------------------
-
-
 def on_gpu(*shape):
     return torch.ones(shape).as_subclass(OnGpu)
 
@@ -259,9 +256,6 @@ def test_rows_that_follow_each_other_are_one_matmul(gemm, parts):
     assert (product == 2).all()
 
 
-# ---- graphar's matmul alone -----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("rows", [1, 63, 64, 2047, 2048, 100000])
 def test_a_batch_invariant_product_of_any_number_of_rows_is_graphars(gemm, rows):
     (product,) = multiply(on_gpu(rows, 8).half(), on_gpu(16, 8).half(), "batch_invariant", None, [rows])
@@ -363,9 +357,6 @@ def pair(numel):
     return [torch.empty(numel, dtype=torch.bfloat16, device="meta")] * 2
 
 
-# ---- what is explained ---------------------------------------------------------------------------------------------
-
-
 SUMMED = Product("fused_matmul_allreduce", (64,), 16, partition="none")
 NORMED = Product("fused_matmul_allreduce_residual_rmsnorm", (64,), 16, partition="none", norm=(1e-6, 0.0))
 
@@ -417,9 +408,6 @@ def test_what_graphars_matmul_cannot_multiply_is_torchs_for_that_reason(bound, g
     reason = explained(bound, SUMMED._replace(partition="split_m"), 8)
 
     assert reason.endswith("; torch's matmul: the kernel has no torch.float32")
-
-
-# ---- what later calls repeat ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("work", [SUMMED, NORMED], ids=["summed", "normed"])
@@ -474,9 +462,6 @@ def test_a_repeated_product_of_misaligned_operands_is_multiplied_as_its_first_ca
 
     assert (repeated(a, w) == 2).all()
     assert gemm.made == []
-
-
-# ---- what a call asks ------------------------------------------------------------------------------------------------
 
 
 def test_calls_on_the_cpu_ask_for_no_software_and_all_others_ask_once(monkeypatch):

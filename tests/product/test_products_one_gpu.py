@@ -64,7 +64,6 @@ def of(*world_sizes):
     return pytest.mark.parametrize("ranks", world_sizes, indirect=True, ids=lambda n: f"{n}ranks")
 
 
-# ---- operands of sums, and what ranks get ---------------------------------------------------------------------------
 #
 # `factors`: "" of 16-bit operands, "rows" or "blocks": scales of e4m3, "leaves": partials that are added as a tree.
 
@@ -140,9 +139,6 @@ def small_bias(columns, dtype):
     return torch.arange(columns, device="cuda").remainder(17).to(dtype)
 
 
-# ---- every tile, and every number of rows ---------------------------------------------------------------------------
-
-
 @of(2, 3)
 @pytest.mark.parametrize("tile", TILES, ids=str)
 def test_every_tile_gives_the_sum_of_the_rounded_products(ranks, tile):
@@ -214,9 +210,6 @@ def test_few_rows_have_the_bits_of_the_scaled_matmuls_partials(ranks, algorithm,
         expect_sum(ranks, algorithm, factors, operands, dtype, small_bias(COLUMNS, dtype) if with_bias else None)
 
 
-# ---- graphs, operands that are copied, and ranks that add nothing ---------------------------------------------------
-
-
 @of(2, 4, 8)
 @pytest.mark.parametrize("algorithm", [REDUCE, SCATTER, *SKINNY_KERNELS], ids=str)
 @every_format
@@ -247,9 +240,6 @@ def test_a_rank_whose_k_is_zero_adds_nothing(ranks, algorithm, factors):
     wanted = reference.allreduce([zeros, *[partial(*own, dtype=BF16) for own in others]])
 
     expect_sum(ranks, algorithm, factors, [empty, *others], times=1, wanted=[wanted] * ranks.world_size)
-
-
-# ---- launched early, behind a kernel that still writes --------------------------------------------------------------
 
 
 def wrong_after_late_writes(ranks, algorithm, factors, operands, late: int, constant_weight: bool) -> list[int]:
@@ -307,9 +297,6 @@ def test_rows_and_scales_that_the_kernel_before_writes_are_used(ranks, algorithm
     assert found == [0] * ranks.world_size
 
 
-# ---- beside a kernel that holds most SMs ----------------------------------------------------------------------------
-
-
 @of(2, 3)
 @pytest.mark.promise(
     "Calls of two communicators, or as many as declared, end in any order, if a matmul's K is equal on all ranks."
@@ -322,8 +309,6 @@ def test_a_rank_with_room_for_one_block_ends(ranks, tile):
 
     expect_sum(ranks, REDUCE, "", operands, times=1, tile=tile, beside=held(sm_count(0) - room))
 
-
-# ---- gathered rows --------------------------------------------------------------------------------------------------
 
 HEIGHTS = (1, 8, 40, 64, 100, 200)  # of a rank's part, below a tile's and above
 every_group = of(2, 3, 4, 8)
@@ -463,8 +448,6 @@ def counts_of_several_launches(ranks, monkeypatch):
 def test_rows_that_fill_several_launches_give_these_bits(ranks, form, counts_of_several_launches):
     assert wrong_gathered(ranks, form, counts_of_several_launches, 200, 272 if form else 264) == 0
 
-
-# ---- gathered rows, with an epilogue --------------------------------------------------------------------------------
 
 EXACT = "max(v * scale, c[col]) + f[index] - r[row] + row * 3 - col + bf16(index)"
 

@@ -31,17 +31,11 @@ def operand(rows, columns):
     return torch.zeros(rows, columns).to(FP8)
 
 
-# ---- kernels --------------------------------------------------------------------------------------------------------
-
-
 @every_tile
 @pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("scales", SCALE_FORMATS)
 def test_the_assembler_keeps_the_products_asynchronous_and_all_sums_in_registers(tile, out_dtype, scales):
     assert_asynchronous_and_in_registers(matmul_source(FP8, tile, "by_rows", out_dtype, scales), tile.threads)
-
-
-# ---- which tile -----------------------------------------------------------------------------------------------------
 
 
 def test_every_matrix_has_a_tile():
@@ -59,9 +53,6 @@ def test_few_rows_take_low_tiles_and_many_rows_high_ones():
 def test_scales_of_blocks_take_clusters_for_large_results():
     assert fastest_scaled_tile(COST, 4096, 5120, 8192, 132, in_blocks=True).cluster == 2
     assert fastest_scaled_tile(COST, 4096, 5120, 8192, 132).cluster == 1
-
-
-# ---- what is launched -----------------------------------------------------------------------------------------------
 
 
 def bind(tile, scales, m=1000, n=520, k=300, sms=132, result=torch.bfloat16):
@@ -124,9 +115,6 @@ def test_boxes_are_those_of_the_tile_and_the_cluster(launches, tile, boxes):
 
     assert tuple(rows for _, rows in launches[0][1][:3]) == (*boxes, 64)
     assert launches[0][2].blocks % tile.cluster == 0
-
-
-# ---- operands -------------------------------------------------------------------------------------------------------
 
 
 def test_rows_of_e4m3_begin_at_multiples_of_16_bytes():

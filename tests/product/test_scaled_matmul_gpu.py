@@ -65,9 +65,6 @@ def multiply(a, w, scales, out=None, **options):
     return matmul(a, w, out, a_scale=scales[0], w_scale=scales[1], **options)
 
 
-# ---- exact results --------------------------------------------------------------------------------------------------
-
-
 @every_tile
 @every_format
 @every_result
@@ -104,9 +101,6 @@ def test_more_tiles_than_sms_and_more_of_k_than_the_ring_holds(tile, form):
     for sms in (None, 7):
         out = multiply(a, w, scales, tile=tile, sms=sms, out_dtype=torch.float32)
         assert out.equal(in_float64(a, w, *scales).float()), sms
-
-
-# ---- scales ---------------------------------------------------------------------------------------------------------
 
 
 @every_tile
@@ -152,9 +146,6 @@ def test_what_is_not_a_number_stays_in_its_row_and_column():
     assert found[torch.arange(200, device="cuda") != 7][:, torch.arange(304, device="cuda") != 11].all()
 
 
-# ---- bits that depend on nothing else -------------------------------------------------------------------------------
-
-
 @every_format
 def test_every_tile_and_grid_gives_the_same_bits(form):
     a, w, scales = normal(1000, 1500, 5), normal(1000, 1500, 6), scales_of(form, 1000, 1000, 1500)
@@ -186,9 +177,6 @@ def test_a_call_gives_the_same_bits_again(tile):
         assert same_bits(multiply(a, w, scales, torch.full_like(first, torch.nan), tile=tile), first) == 0
 
 
-# ---- errors ---------------------------------------------------------------------------------------------------------
-
-
 def rms(x):
     return x.double().square().mean().sqrt().item()
 
@@ -212,9 +200,6 @@ def test_errors_are_no_larger_than_those_of_torch(k, positive):
     unscaled = a.double() @ w.double().t()
     in_fp32 = multiply(a, w, ones, out_dtype=torch.float32)
     assert rms(in_fp32 - unscaled) <= 1.1 * rms(theirs_in_fp32 - unscaled)
-
-
-# ---- calls ----------------------------------------------------------------------------------------------------------
 
 
 def test_calls_in_a_row_each_see_the_one_before():

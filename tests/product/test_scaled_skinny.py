@@ -33,9 +33,6 @@ def product(rows=ROWS, columns=COLUMNS, op=MATMUL_ALLREDUCE, **how):
     return Product(op, (rows, 0, 0, 0), columns, **how)
 
 
-# ---- which calls ----------------------------------------------------------------------------------------------------
-
-
 @every_format
 @pytest.mark.parametrize(
     ("call", "taken"),
@@ -92,9 +89,6 @@ def test_ranks_that_differ_in_the_format_differ_in_words():
     rows, blocks = (Call(product(format=scales), torch.bfloat16, 0) for scales in SCALES)
 
     assert agreement.words(rows) != agreement.words(blocks)
-
-
-# ---- launches -------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -118,8 +118,6 @@ def test_configurations_in_which_ranks_must_not_differ_have_different_words(pair
     assert one != other
 
 
-# ---- words of kernels: between given ranks, other sources have other words ------------------------------------------
-
 EPILOGUES = [None, NEGATED, *(Pointwise("v + b[col]", (dtype,), 8) for dtype in (BF16, torch.float32))]
 CODECS = [*map(codec, ("int8", "int4", "fp8_e4m3")), Codec(4, 32, "stochastic", seed=3)]
 TREES = [template_of(Sum(8, order="tree", out_dtype=dtype)) for dtype in (BF16, torch.float32)]
@@ -185,9 +183,6 @@ def test_launches_of_a_matmul_that_differ_have_different_words():
     ]
 
     assert len({agreement.words_of_matmul_launch(*one) for one in launches}) == len(launches)
-
-
-# ---- fingerprints ---------------------------------------------------------------------------------------------------
 
 
 def of_two_ranks(store):

@@ -39,9 +39,6 @@ def repeat(function, *args):
         function(*args)
 
 
-# ---- processes ------------------------------------------------------------------------------------------------------
-
-
 def test_a_process_is_seen_to_have_ended_whether_its_parent_knows_or_not():
     # The file alone: graphar would import torch.
     code = f"import runpy; print(runpy.run_path({hosts.__file__!r})['identify'](), flush=True); input()"
@@ -62,9 +59,6 @@ def test_nothing_is_known_of_a_process_elsewhere():
     _, number, start = identify().rsplit(" ", 2)
 
     assert not has_ended(f"another-boot pid:[1] {number} {int(start) + 1}")
-
-
-# ---- killed ranks ---------------------------------------------------------------------------------------------------
 
 
 def call_until_rank_one_is_gone(rank, world_size, number, op):
@@ -135,9 +129,6 @@ def test_a_meeting_does_not_wait_for_a_process_that_has_ended():
     for took_s, absent, ended in (first, last):
         assert took_s < 10
         assert absent == ended == [1]
-
-
-# ---- after a failure ------------------------------------------------------------------------------------------------
 
 
 @on_ranks(3)

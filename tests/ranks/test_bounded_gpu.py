@@ -68,9 +68,6 @@ def assert_refused(communicator, error):
     assert x.sum().item() == 8
 
 
-# ---- a rank that never calls ----------------------------------------------------------------------------------------
-
-
 @pytest.mark.promise("A wait ends at its deadline with a record of who is missing; torch goes on working.")
 @every_world_size
 @pytest.mark.parametrize("in_a_graph", [False, True], ids=["eager", "graph"])
@@ -120,9 +117,6 @@ def test_ranks_that_call_different_algorithms_are_told_what_each_called(rank, wo
     call = f"allreduce of [{NUMEL}] torch.float32"
     assert f"rank 0: {call} by one_shot_push" in said
     assert f"rank 1: {call} by two_shot_push" in said
-
-
-# ---- ranks that die -------------------------------------------------------------------------------------------------
 
 
 def call_until_the_last_rank_is_gone(rank, world_size, number, replayed):

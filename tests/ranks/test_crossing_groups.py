@@ -18,8 +18,6 @@ from tests.ranks.test_two_communicators_gpu import CALLS, MB
 WORLD_SIZE = 4
 ROWS, COLUMNS = ((0, 1), (2, 3)), ((0, 2), (1, 3))
 
-# ---- training -------------------------------------------------------------------------------------------------------
-
 STEPS, BLOCKS, RATE = 5, 3, 0.05
 
 
@@ -72,8 +70,6 @@ def test_training_in_both_kinds_of_parallelism_has_the_losses_of_one_process(dev
         assert found == pytest.approx(expected, rel=1e-4)
         assert found[-1] < found[0]
 
-
-# ---- calls in any order ---------------------------------------------------------------------------------------------
 
 ROUNDS, TIMEOUT_S = 300, 10.0
 

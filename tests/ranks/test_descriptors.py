@@ -158,9 +158,6 @@ def test_a_channel_that_was_never_used_leaves_a_directory_that_only_its_user_may
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
 
 
-# ---- what can be wrong ----------------------------------------------------------------------------------------------
-
-
 def link_elsewhere(folder):
     (folder.parent / "elsewhere").mkdir(mode=0o700)
     folder.symlink_to(folder.parent / "elsewhere")

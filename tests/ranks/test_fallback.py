@@ -141,9 +141,6 @@ def test_gloo_has_the_deadline_in_its_options_and_waits_no_longer(monkeypatch, o
     assert set(group.of_options) == set(group.of_waits) == {timedelta(seconds=7)}
 
 
-# ---- an option that only kernels know -------------------------------------------------------------------------------
-
-
 def with_option(kind, **required):
     """A kind of work with one option more, ``halved``, which nothing but its author knows."""
     fields = [*kind.__annotations__.items(), ("halved", "bool")]

@@ -44,9 +44,6 @@ def wrong_sums(rank, world_size, split, fill, dtypes, codec=None):
     return wrong
 
 
-# ---- bits -----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.promise("`hierarchical` has the bits of its own specification, however ranks are placed on hosts.")
 @pytest.mark.parametrize(
     ("ranks", "splits"),
@@ -80,9 +77,6 @@ def test_the_ranks_of_a_host_are_added_then_the_hosts_and_the_sum_is_rounded_onc
     parts = [torch.tensor([value], dtype=dtype) for value in values]
 
     assert reference.hierarchical_allreduce(parts, hosts).item() == total
-
-
-# ---- calls ----------------------------------------------------------------------------------------------------------
 
 
 @on_ranks(4)
@@ -140,9 +134,6 @@ def test_hosts_are_found_in_any_group_and_must_have_equally_many_ranks(rank, wor
         summed(communicator, torch.ones(1))
 
 
-# ---- gradients ------------------------------------------------------------------------------------------------------
-
-
 def averaged(rank, world_size, codec=None, bias=True):
     def gradients(model, ranks):
         ranks(normal(rank, 64, torch.float32).view(2, 32)).square().mean().backward()
@@ -175,9 +166,6 @@ def test_gradients_are_the_specifications_bit_for_bit(codec, bias):
                 continue
             of_hosts = None if gradient.dim() == 1 else codec
             assert same_bits(gradient, reference.hierarchical_allreduce(of_ranks, TWO_BY_TWO, of_hosts)) == 0
-
-
-# ---- what goes wrong ------------------------------------------------------------------------------------------------
 
 
 def wait_for_rank_three(rank, world_size):

@@ -19,8 +19,6 @@ from tests.processes import on_ranks, run_ranks
 SMALL, LARGE = 500, SMALL_NBYTES  # elements: behind a header, and in messages of their own
 SHORT_S = 0.5
 
-# ---- the store ------------------------------------------------------------------------------------------------------
-
 
 def ones(*shape):
     return torch.ones(shape)
@@ -79,9 +77,6 @@ def test_neither_does_a_call_of_torchs_that_goes_to_the_backend(rank, world_size
         dist.all_reduce(x, op=dist.ReduceOp.AVG, async_op=True).wait()
         dist.all_gather_into_tensor(torch.empty(world_size * SMALL), x)
     assert (before > 0, store.questions - before) == (True, 0)
-
-
-# ---- ranks that disagree --------------------------------------------------------------------------------------------
 
 
 def into(out, call, **options):
@@ -150,9 +145,6 @@ def test_calls_of_torchs_that_disagree_change_nothing(rank, world_size):
         told += x.eq(rank).all().item()
     dist.all_reduce(x)
     assert (told, x.eq(1).all().item()) == (3, True)
-
-
-# ---- a rank that does not come, and several communicators -----------------------------------------------------------
 
 
 def stay_away_from_a_later_call(rank, world_size, numel):

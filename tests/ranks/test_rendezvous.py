@@ -31,9 +31,6 @@ def meet(world_size, act, *, timeout_s=PATIENCE_S, ranks=None, prefix="test", st
         return dict(zip(ranks, pool.map(run, ranks), strict=True))
 
 
-# ---- exchange -------------------------------------------------------------------------------------------------------
-
-
 def test_every_rank_gets_all_payloads_of_each_meeting_in_rank_order():
     results = meet(3, lambda r: [r.exchange("counting", b"%d of %d" % (call, r.rank)) for call in range(5)])
 
@@ -118,9 +115,6 @@ def test_ranks_that_met_less_often_meet_to_close():
         rendezvous.close(0)
 
     assert meet(2, act) == {0: None, 1: None}
-
-
-# ---- agree ----------------------------------------------------------------------------------------------------------
 
 
 def test_where_all_succeed_each_gets_its_own_result():
@@ -210,9 +204,6 @@ def test_a_process_alone_waits_for_nobody():
         Alone().agree("dividing", lambda: 1 // 0)
 
 
-# ---- a rank that never calls ----------------------------------------------------------------------------------------
-
-
 def call_without_rank_one(rank, world_size, in_the_call):
     if rank == 1:
         dist.distributed_c10d._get_default_store().wait(["others are done/0", "others are done/2"])
@@ -247,9 +238,6 @@ def test_a_rank_that_comes_late_but_in_time_is_waited_for(rank, world_size):
     if rank == 1:
         time.sleep(1)
     assert graphar.allreduce(torch.ones(3), timeout_s=PATIENCE_S).tolist() == [3.0] * 3
-
-
-# ---- a rank that stays while others come and go ---------------------------------------------------------------------
 
 
 def meet_others(rank, world_size, backend, folder):

@@ -71,9 +71,6 @@ def in_new_process(damages, *lines):
     return done.stdout.strip()
 
 
-# ---- software -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.promise("Missing set-up is named on every rank, with what to do, in bounded time.")
 @pytest.mark.parametrize(
     ("damage", "begin", "advice"),
@@ -302,9 +299,6 @@ def test_ranks_that_differ_in_a_setting_are_named_on_all(setting, values, lossle
 def test_a_number_of_communicators_that_find_no_room_is_an_error_on_all_ranks(declared, said):
     for errors in run_ranks(set_up_with, 2, DECLARED, [declared] * 2):
         assert [error.endswith(f"{DECLARED} {said}") for error in errors] == [True, True]
-
-
-# ---- memory ---------------------------------------------------------------------------------------------------------
 
 
 class Driver:

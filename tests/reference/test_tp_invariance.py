@@ -41,9 +41,6 @@ def leaves_by_hand(a, w):
     return ((l0 + l1) + (l2 + l3)) + ((l4 + l5) + (l6 + l7))
 
 
-# ---- matmuls that are summed ----------------------------------------------------------------------------------------
-
-
 @every_dtype
 @pytest.mark.parametrize("fill", [normal, far_apart])
 def test_any_number_of_ranks_sums_products_to_the_same_bits(dtype, fill):
@@ -143,9 +140,6 @@ def test_more_dimensions_of_rows_are_rows():
     assert normed.shape == (3, 6, N)
 
 
-# ---- matmuls of gathered rows ---------------------------------------------------------------------------------------
-
-
 def linear(a, w):
     return product(a, w).to(a.dtype)
 
@@ -173,9 +167,6 @@ def test_an_epilogue_works_on_the_product_of_gathered_rows(dtype):
     found = reference.fused_allgather_matmul(a.tensor_split(4), w, bias, "relu(v)", tp_invariant=True)
 
     assert same_bits(found, expected) == 0
-
-
-# ---- sums of partials -----------------------------------------------------------------------------------------------
 
 
 @every_half
@@ -209,8 +200,6 @@ def test_sums_in_the_order_of_ranks_take_another_dtype_too():
 
     assert same_bits(reference.allreduce(parts, out_dtype=torch.float32), total) == 0
 
-
-# ---- gradients ------------------------------------------------------------------------------------------------------
 
 TOKENS, HIDDEN, FEATURES = 40, 1024, 512
 
@@ -305,9 +294,6 @@ def test_the_gradient_of_a_norms_weight_whose_rows_ranks_divide_has_the_same_bit
     x, g = rows.double(), of_normed.double()
     exact = (g * x / (x.square().mean(-1, keepdim=True) + EPS).sqrt()).sum(0)
     assert (whole.double() - exact).abs().max() < 1e-3
-
-
-# ---- what is refused ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -281,9 +281,6 @@ def test_the_driver_is_given_addresses_sizes_and_attributes_as_it_takes_them(mon
     assert made == [(1, 1, 0, 1, stream), stream, stream, stream]
 
 
-# ---- mistakes -------------------------------------------------------------------------------------------------------
-
-
 def is_noticed(op: str, monkeypatch, symmetric: float = 0) -> bool:
     return any(wrong_elements(op, 3, seed, monkeypatch, symmetric) for seed in range(30))
 

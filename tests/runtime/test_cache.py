@@ -177,9 +177,6 @@ def test_the_directory_is_in_the_xdg_cache_or_the_home_when_none_is_named(tmp_pa
     assert os.listdir(tmp_path / ("xdg" if of_xdg else ".cache") / "graphar") == [KEY]
 
 
-# ---- many processes -------------------------------------------------------------------------------------------------
-
-
 def store_and_load_often(directory, process):
     """The contents that were loaded. They may be of any process, since all store under one key."""
     os.environ["GRAPHAR_CACHE_DIR"] = directory
@@ -198,9 +195,6 @@ def test_sixteen_processes_at_once_never_see_half_an_entry(directory):
     assert len(loaded) > 1
     assert loaded <= {bytes([process]) * 65536 for process in range(16)}
     assert os.listdir(directory) == [KEY]
-
-
-# ---- what lies there ------------------------------------------------------------------------------------------------
 
 
 def test_a_survey_tells_entries_from_damaged_and_unfinished_ones(entry):

@@ -92,9 +92,6 @@ def test_ranks_share_the_cores_of_the_host(monkeypatch, cores, bound, ranks, thr
     assert threads_for_compiling(ranks) == threads
 
 
-# ---- with the compiler ----------------------------------------------------------------------------------------------
-
-
 def compiled_here(rank, world_size, folder):
     """The kernels that this rank compiles ahead, and how many it compiles when it loads all of them."""
     os.environ["GRAPHAR_CACHE_DIR"] = folder
@@ -143,8 +140,6 @@ def test_several_threads_compile_the_first_kernels_of_a_process(tmp_path):
 
     assert found.stdout == "4\n"
 
-
-# ---- what is prepared -----------------------------------------------------------------------------------------------
 
 OPS = ("allreduce", "allgather_tuple", "allreduce_residual_rmsnorm", "fused_matmul_allreduce", "log_probs")
 OPTIONS = ({"label_smoothing": 0.1}, {"temperature": 0.7}, {"entropy": True}, {})

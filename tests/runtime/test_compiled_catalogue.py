@@ -49,9 +49,6 @@ def cubins(compiled, arch):
     return [(source, cubin) for (source, at), cubin in compiled.items() if at == arch and isinstance(cubin, Cubin)]
 
 
-# ---- what is compiled ----
-
-
 def all_words(sources):
     return set().union(*map(words, sources))
 
@@ -114,9 +111,6 @@ def test_only_kernels_of_newer_instructions_pass_over_an_architecture():
     }
 
 
-# ---- what comes of it ----
-
-
 @every_arch
 def test_a_cubin_is_an_elf_for_its_architecture_with_the_symbol_of_its_kernel(compiled, arch):
     number = int(re.sub(r"\D", "", arch))
@@ -141,9 +135,6 @@ def test_what_the_compiler_has_to_say_is_said_again_when_it_is_asked_again(tmp_p
     for _ in range(2):
         compile_kernel.cache_clear()
         assert "unused_number" in compile_or_explain((source, "sm_90a")).said
-
-
-# ---- registers ----
 
 
 @pytest.fixture(scope="module")

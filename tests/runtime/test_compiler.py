@@ -47,9 +47,6 @@ def forget_compiled_kernels():
     compile_kernel.cache_clear()
 
 
-# ---- what is compiled, and with what ----
-
-
 def test_a_compilation_gives_the_same_bytes_again(directory):
     first = compile_kernel(SOURCE, "sm_90a")
     shutil.rmtree(directory)
@@ -61,9 +58,6 @@ def test_a_compilation_gives_the_same_bytes_again(directory):
 def test_a_kernel_runs_from_its_minimum_architecture_on_or_on_a_single_one(limit, on_sm_100a):
     kernel = replace(SOURCE, **limit)
     assert [kernel.runs_on(arch) for arch in ("sm_89", "sm_90a", "sm_100a")] == [False, True, on_sm_100a]
-
-
-# ---- what is not compiled again ----
 
 
 def test_a_kernel_compiled_in_this_process_is_the_same_object():
@@ -99,9 +93,6 @@ def test_a_kernel_edited_while_it_compiles_is_not_kept(directory, monkeypatch):
     monkeypatch.setattr(compiler, "cache_key", lambda source, arch: next(keys))
     compile_kernel(SOURCE, "sm_90a")
     assert os.listdir(directory) == []
-
-
-# ---- what the key depends on ----
 
 
 def test_the_place_of_the_sources_keeps_the_key(sources, monkeypatch):
@@ -167,9 +158,6 @@ def test_all_headers_can_be_included_in_one_file(sources):
 
     assert len(headers) > 30
     assert compile_kernel(KernelSource("all_headers.cu", "all_headers"), "sm_90a").image
-
-
-# ---- what does not compile ----
 
 
 @pytest.mark.parametrize(

@@ -50,9 +50,6 @@ def calls(monkeypatch):
         clear()
 
 
-# ---- the first call -------------------------------------------------------------------------------------------------
-
-
 def test_whichever_call_is_the_first_the_driver_is_initialised_before_it_and_only_once(calls):
     assert [call(driver.cuDeviceCanAccessPeer, 0, 1) for _ in range(2)] == [1, 1]
 
@@ -111,9 +108,6 @@ def test_a_process_can_begin_with_prepare(before):
     assert done.returncode == 0, done.stderr
 
 
-# ---- results and errors ---------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("returned", "result"), [((OK,), None), ((OK, 3), 3), ((OK, 3, 4), [3, 4])])
 def test_a_call_gives_its_results_without_the_status(returned, result):
     assert call(lambda: returned) == result
@@ -125,9 +119,6 @@ def test_a_failed_call_is_named_with_the_drivers_words():
 
     with pytest.raises(DriverError, match=r"^cuMemAlloc: CUDA_ERROR_INVALID_VALUE: invalid argument$"):
         call(cuMemAlloc, 8)
-
-
-# ---- the context of a thread ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("current", "bound"), [(0, ["cuCtxSetCurrent"]), (7, [])])

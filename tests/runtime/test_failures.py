@@ -98,9 +98,6 @@ def numbered(first, count, **unlike):
     return [unlike.get(f"call_{number}", f"call {number}") for number in range(first, first + count)]
 
 
-# ---- calls that no kernel compared ----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("first", FIRST_CALLS)
 @pytest.mark.parametrize("ahead", [-20, -16, -8, -1, 0, 1, 8, 16, 20])
 def test_a_rank_that_made_equal_calls_and_more_or_fewer_is_not_said_to_differ(ranks, first, ahead):
@@ -162,9 +159,6 @@ def test_what_a_kernel_reported_is_not_replaced_by_what_the_host_finds(ranks):
     _, told = told_by(ranks.runner.synchronize)
 
     assert told == {1: "one", 2: "two"}
-
-
-# ---- what a kernel reported, in words -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("peer", [0, 2])

@@ -27,9 +27,6 @@ def tensors(*shape, count=2):
     return [torch.ones(shape) for _ in range(count)]
 
 
-# ---- what autograd knows of a result that a kernel wrote ------------------------------------------------------------
-
-
 @pytest.fixture
 def kernels(monkeypatch):
     """Replaces kernels by nothing, which is all that torch sees of them."""
@@ -91,9 +88,6 @@ def test_an_output_of_inference_mode_is_written_too(pair):
     assert [out.tolist() for out in outs] == [[2.0] * 3] * 2
 
 
-# ---- a call that is refused -----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("algorithm", ["hierarchical", "quantized_two_shot_push"])
 def test_a_refused_call_leaves_the_residuals_as_they_were(pair, algorithm):
     xs, residuals = ([normal(at + rank, 100, torch.float32) for rank in range(2)] for at in (0, 7))
@@ -103,9 +97,6 @@ def test_a_refused_call_leaves_the_residuals_as_they_were(pair, algorithm):
         graphar.allreduce(xs, pair, codec="int4", residual=residuals, algorithm=algorithm)
 
     assert [same_bits(*one) for one in zip(residuals, before, strict=True)] == [0, 0]
-
-
-# ---- a communicator that is closed, or copied -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("of_group", [True, False])
@@ -194,9 +185,6 @@ def test_first_calls_in_threads_make_one_engine(rank, world_size):
     finally:
         registry.Engine = make
     assert ([len({*map(id, ones)}) for ones in (found, of_devices, met)], len(made)) == ([1, 1, 1], 2)
-
-
-# ---- the store of a group that was destroyed ------------------------------------------------------------------------
 
 
 def call_one_of_the_callers_and_close():

@@ -124,8 +124,6 @@ print(sorted(names), [logging.getLogger(name).handlers for name in names if logg
     assert done.stderr == ""
 
 
-# ---- GRAPHAR_LOG ----------------------------------------------------------------------------------------------------
-
 PROGRAM = """
 import torch, graphar
 with graphar.Communicator(devices=["cpu"] * 2) as pair:

@@ -44,9 +44,6 @@ every_multimem_kernel = pytest.mark.parametrize("algorithm", kernels_that(lambda
 why_not = multicast.why_not  # some tests put another in its place
 
 
-# ---- the gate -------------------------------------------------------------------------------------------------------
-
-
 def test_deterministic_algorithms_forbid_multicast():
     torch.use_deterministic_algorithms(True)
     try:
@@ -91,9 +88,6 @@ def test_graphar_makes_no_multicast_object_and_asks_torch_for_memory_in_one_file
     assert len(texts) > 15
     assert [name for name, text in texts.items() if "cuMulticast" in text] == []
     assert [name for name, text in texts.items() if "_symmetric_memory" in text] == ["multicast.py"]
-
-
-# ---- ranks that meet ------------------------------------------------------------------------------------------------
 
 
 class Torch:
@@ -220,9 +214,6 @@ def test_the_reason_is_found_once(on_two_ranks, fake_torch):
     on_two_ranks(lambda memory: [memory.why_not() for _ in range(3)])
 
     assert fake_torch.asked == ["has_multicast_support"] * 2
-
-
-# ---- calls ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -37,9 +37,6 @@ def test_sizes_that_shrink_and_grow_while_the_algorithms_take_turns(ranks: Ranks
             ranks.check(normal, numel, torch.bfloat16, algorithm)
 
 
-# ---- one process a rank ---------------------------------------------------------------------------------------------
-
-
 @process_worlds
 @on_ranks(backend="cpu:gloo,cuda:nccl", timeout_s=120)
 def test_the_stand_in_works_between_processes(rank, world_size):

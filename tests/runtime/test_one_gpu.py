@@ -59,9 +59,6 @@ def check_allreduce(ranks, parts, *how):
     check([reference.allreduce(parts)] * ranks.world_size, ranks.allreduce, parts, *how)
 
 
-# ---- under compute-sanitizer too ------------------------------------------------------------------------------------
-
-
 @pytest.mark.promise("No kernel accesses memory out of bounds or races in shared memory (`nox -s sanitize`).")
 @pytest.mark.sanitize
 @pytest.mark.parametrize("algorithm", ALLREDUCES)
@@ -192,9 +189,6 @@ def test_every_norm_of_a_sum_as_a_tree_gives_the_specification(ranks, algorithm,
         for _ in range(EVERY_EPOCH):
             found = ranks.norm(algorithm, parts, residuals, weight, (1e-5, 1.0), order="tree", out_dtype=dtype)
             assert_bits([one for of_rank in found for one in of_rank], expected)
-
-
-# ---- more of them ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.promise("All-reduce has the bits of its specification: fp32 sums in rank order, rounded once.")

@@ -149,9 +149,6 @@ def test_a_header_beside_it_is_part_of_the_key_of_the_cache(folder):
     assert keys[0] != keys[1]
 
 
-# ---- launches and records --------------------------------------------------------------------------------------------
-
-
 class Nowhere:
     """A rendezvous of which one rank alone publishes what it calls."""
 

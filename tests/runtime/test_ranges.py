@@ -95,9 +95,6 @@ def test_a_call_of_a_compiled_function_has_a_range(pair, tmp_path):
     assert [event["name"] for event in found] == ["graphar:allreduce"]
 
 
-# ---- NVTX, in graphar's domain where the package nvtx is installed ---------------------------------------------------
-
-
 @pytest.fixture
 def ranges(monkeypatch):
     """The ranges that were opened so far, as (text, domain), each followed by None at its end."""

@@ -106,9 +106,6 @@ def test_a_launch_has_an_attribute_for_each_of_early_and_cluster(monkeypatch, ov
     assert launches == [(stream, attributes) for stream in (5, 6, 6)]
 
 
-# ---- threads --------------------------------------------------------------------------------------------------------
-
-
 def test_calls_of_several_threads_reach_all_devices_in_one_order(monkeypatch):
     """Otherwise the kernels of two calls would take each other's data."""
     members = [SimpleNamespace(rank=rank, device=rank, record=record_of(kind=0)) for rank in range(2)]
@@ -146,9 +143,6 @@ def test_slices_of_a_call_with_error_feedback_are_of_the_rounding_errors_too(mon
     plan.run([Operands((x, errors), (x,))])
 
     assert got == [(0, 0), (6 * 4, 6 * 4)]
-
-
-# ---- failures -------------------------------------------------------------------------------------------------------
 
 
 def record_of(**fields):
@@ -273,9 +267,6 @@ def test_ranks_whose_calls_differ_are_told_what_each_called(monkeypatch):
         "rank 0: allreduce of 8 elements\nrank 2: allreduce of 9 elements\n"
         "Results since that call may be wrong; close this communicator."
     )
-
-
-# ---- the end --------------------------------------------------------------------------------------------------------
 
 
 class Region:

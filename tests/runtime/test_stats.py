@@ -123,9 +123,6 @@ def test_counts_become_json(pair):
     assert told.keys() == {"calls", "plans", "launches", "host_waited_s", "failure"}
 
 
-# ---- waits and failures ---------------------------------------------------------------------------------------------
-
-
 def test_the_host_counts_how_long_it_waited_for_a_late_rank():
     early_s, late_s = run_ranks(wait_for_a_late_rank, 2)
 
@@ -161,9 +158,6 @@ def test_a_deadline_that_expired_in_a_kernel_is_the_failure_before_a_call_raises
     monkeypatch.setattr(runner, "is_capturing", lambda device: True)
 
     assert "rank 0 waited past the deadline for rank 2" in pair.stats().failure
-
-
-# ---- launches -------------------------------------------------------------------------------------------------------
 
 
 def test_launches_are_those_that_the_kernels_have_counted(monkeypatch):

@@ -61,9 +61,6 @@ def ends(*communicators) -> bool:
         assert torch.ones(8, device="cuda").sum().item() == 8
 
 
-# ---- one communicator -----------------------------------------------------------------------------------------------
-
-
 def call_in_turn(rank, world_size, numels, turns, at, stream_at, before=lambda turn, stream: None):
     """Sums, of which ``at`` gives each turn's, on the stream of the turn, behind what ``before`` puts there."""
     sums, results = [Sum(rank, world_size, numel, seed) for seed, numel in enumerate(numels)], []
@@ -187,9 +184,6 @@ def test_a_graph_and_eager_calls_end_and_are_right_on_one_stream(rank, world_siz
         other.check(z)
     del graph
     communicator.close()
-
-
-# ---- two communicators ----------------------------------------------------------------------------------------------
 
 
 @every_world_size

@@ -57,9 +57,6 @@ def restore(on_gpu, tensors, form):
             changed.copy_(before)
 
 
-# ---- everything is valid afterwards ---------------------------------------------------------------------------------
-
-
 def call_every_form(rank, world_size):
     """By form: a repeated call, what restores its tensors, what it must give, and a graph of it with its results.
 
@@ -162,9 +159,6 @@ def test_symmetric_tensors_stay_where_they_are_and_keep_their_content_if_asked(r
         assert (before.resident_nbytes, suspended.resident_nbytes) == (before.reserved_nbytes, 0)
 
 
-# ---- meanwhile ------------------------------------------------------------------------------------------------------
-
-
 @on_ranks(WORLD_SIZE, timeout_s=400)
 def test_graphs_that_are_replayed_meanwhile_do_nothing_and_are_reported(rank, world_size):
     torch.cuda.set_device(0)
@@ -225,9 +219,6 @@ def test_large_graphs_that_are_replayed_meanwhile_touch_no_memory_that_is_gone(r
         pairs = zip(results, expected, strict=True) if isinstance(results, tuple) else [(results, expected)]
         wrong[name] = sum(same_bits(y.cpu(), right.cpu()) for y, right in pairs)
     assert wrong == dict.fromkeys(wrong, 0)
-
-
-# ---- often, and when something fails --------------------------------------------------------------------------------
 
 
 def resident_nbytes():

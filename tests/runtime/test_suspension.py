@@ -31,9 +31,6 @@ from tests.processes import on_ranks, run_ranks
 REFUSED = r"this communicator is suspended; call its resume\(\) on every rank before"
 
 
-# ---- calls ----------------------------------------------------------------------------------------------------------
-
-
 def test_calls_of_a_suspended_communicator_are_errors_that_name_resume(pair):
     xs = [torch.ones(8, 8)] * 2
     for _ in range(3):  # the last repeats the one before
@@ -124,9 +121,6 @@ def test_all_communicators_of_a_process_are_suspended_and_resumed(pair):
 
         assert refused == [True, True]
         assert [one.engine.suspended for one in (pair, other)] == [False, False]
-
-
-# ---- ranks in processes ---------------------------------------------------------------------------------------------
 
 
 @on_ranks(3)
@@ -255,9 +249,6 @@ def fail_in_one_host(rank, world_size, step):
 )
 def test_a_failure_in_one_host_is_one_in_all_hosts(step, told, suspended):
     assert run_ranks(fail_in_one_host, 2, step) == [(*one, [2.0] * 4) for one in zip(told, suspended, strict=True)]
-
-
-# ---- memory ---------------------------------------------------------------------------------------------------------
 
 
 class Member:
@@ -398,9 +389,6 @@ def test_memory_that_must_stay_is_a_refusal_with_the_reason(pair, runner):
         pair.suspend()
     assert pair.memory().total.resident_nbytes
     pair.engine.runner = None
-
-
-# ---- failures halfway -----------------------------------------------------------------------------------------------
 
 
 SMALL = Algorithm.ALLGATHER_FLAGGED, Algorithm.MATMUL_ONE_SHOT  # with little scratch
@@ -544,9 +532,6 @@ def test_a_suspended_runner_is_closed_without_a_trace(runner):
     runner.close()
 
     assert (runner.fake.handles, runner.fake.mapped, runner.fake.reserved) == ({}, {}, {})
-
-
-# ---- what memory() says ---------------------------------------------------------------------------------------------
 
 
 def test_memory_is_printed_as_a_table():

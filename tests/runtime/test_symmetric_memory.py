@@ -90,9 +90,6 @@ def test_devices_without_peer_access_are_named(monkeypatch):
         LocalMemory([0, 1]).check()
 
 
-# ---- how memory is shared --------------------------------------------------------------------------------------------
-
-
 def test_if_one_rank_cannot_share_so_that_addresses_stay_no_rank_does(machine):
     assert machine(("", "it is a sandbox", "")) == ["rank 1: it is a sandbox"] * 3
 

@@ -26,9 +26,6 @@ from tests.processes import on_ranks
 BLOCK_NBYTES = 2 << 20
 
 
-# ---- where no kernel runs -------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("size", "shape"),
     [((3,), (3,)), ((2, 3), (2, 3)), (([2, 3],), (2, 3)), ((torch.Size([4]),), (4,)), (((),), ()), ((0, 5), (0, 5))],
@@ -69,9 +66,6 @@ def test_processes_on_the_cpu_get_ordinary_tensors(rank, world_size):
     assert (out.device.type, out.tolist()) == ("cpu", [2.0] * 5)
 
 
-# ---- bad input ------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("size", "options", "error", "message"),
     [
@@ -101,9 +95,6 @@ def test_a_tensor_made_during_capture_is_refused(monkeypatch):
 def test_explain_takes_the_outputs_a_call_would_take(pair):
     with pytest.raises(ValueError, match="allreduce: out must be a list of 2 tensors"):
         pair.explain([torch.ones(2)] * 2, out=[torch.ones(2)])
-
-
-# ---- symmetric or not -----------------------------------------------------------------------------------------------
 
 
 class HostMemory:
@@ -244,9 +235,6 @@ def test_ranks_that_ask_for_different_tensors_are_told_so_and_go_on(rank, world_
     asked = [f"[{size}] of torch.bfloat16" for size in sizes]
     said = f"empty: ranks must ask for the same shape and dtype, got, in rank order, {asked}"
     assert (str(error.value), graphar.empty(3).shape) == (said, (3,))
-
-
-# ---- the choice -----------------------------------------------------------------------------------------------------
 
 
 H200 = shipped_table("nvidia_h200")

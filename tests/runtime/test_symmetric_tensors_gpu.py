@@ -63,9 +63,6 @@ def assert_sum(ys, xs) -> None:
         assert same_bits(y.to("cuda:0"), expected) == 0, f"rank {rank}"
 
 
-# ---- the result, and nothing else -----------------------------------------------------------------------------------
-
-
 @every_dtype
 @every_direct
 def test_a_direct_call_gives_the_specification_and_writes_nothing_else(ranks: Ranks, algorithm, dtype):
@@ -152,9 +149,6 @@ def test_an_empty_tensor(ranks: Ranks):
     assert [(y.shape, y.device.index) for y in ys] == [((0, 3), rank) for rank in range(ranks.world_size)]
 
 
-# ---- one call after another -----------------------------------------------------------------------------------------
-
-
 @every_direct
 def test_each_result_is_the_next_calls_input(ranks: Ranks, algorithm):
     inputs = [normal(rank, 262149, torch.float32) for rank in range(ranks.world_size)]
@@ -194,9 +188,6 @@ def test_direct_and_ordinary_calls_in_random_order(ranks: Ranks):
                 assert same_bits(out.to("cuda:0"), total[part]) == 0, f"call {call}, rank {rank}: {algorithm}, {size}"
 
 
-# ---- graphs ---------------------------------------------------------------------------------------------------------
-
-
 @every_direct
 def test_a_graph_replays_with_other_inputs(ranks: Ranks, algorithm):
     numel = 8199
@@ -226,9 +217,6 @@ def test_prepare_loads_what_direct_calls_need(ranks: Ranks):
 
     settle(ranks)
     assert_sum(outs, xs)
-
-
-# ---- where it cannot be ---------------------------------------------------------------------------------------------
 
 
 @every_direct

@@ -29,9 +29,6 @@ def sockets(tmp_path, monkeypatch):
     monkeypatch.setenv("GRAPHAR_SOCKET_DIR", str(tmp_path / "sockets"))
 
 
-# ---- ranks of one process -------------------------------------------------------------------------------------------
-
-
 def test_each_rank_of_a_process_has_memory_of_its_own(fake):
     buffer = LocalMemory([0, 1, 1]).allocate(NBYTES)
 
@@ -114,9 +111,6 @@ def test_what_copy_engines_write_into_a_guard_leaves_all_counters_as_they_are(fa
     assert [one[:8].tolist() for one in (a, b)] == [[0, 0, 0, 0, 1, 0, 0, 0]] * 2
 
 
-# ---- ranges of addresses ---------------------------------------------------------------------------------------------
-
-
 def test_allocations_of_all_ranks_lie_side_by_side_in_one_range(fake):
     memory = LocalMemory([0, 1])
     pointers = sorted(pointer for _ in range(5) for pointer in memory.allocate(NBYTES).pointers)
@@ -158,9 +152,6 @@ def test_addresses_that_were_given_back_are_taken_again_and_none_twice(fake, mon
     assert most < 60
 
 
-# ---- where the driver or a sandbox forbids it -----------------------------------------------------------------------
-
-
 def test_a_driver_that_says_no_gives_plain_memory_and_the_reason(fake, monkeypatch):
     monkeypatch.setattr(virtual_memory.driver, "cuMemAlloc", lambda nbytes: (OK, 4096), raising=False)
     monkeypatch.setattr(virtual_memory, "attribute", lambda name, device: 0)
@@ -189,9 +180,6 @@ def test_where_it_works_the_trial_leaves_nothing(fake):
 
     assert virtual_memory.why_not(0) is None
     assert (fake.mapped, fake.reserved, fake.handles, descriptors()) == ({}, {}, {}, before)
-
-
-# ---- ranks in processes ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("world_size", [2, 4])

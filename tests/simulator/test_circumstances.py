@@ -107,9 +107,6 @@ def test_a_kernel_that_is_wrong_in_one_circumstance_fails_with_default_arguments
     assert {failure.case.sanitizer for failure in report.failures} >= set(sanitizers), str(report)
 
 
-# ---- what it draws --------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def drawn(monkeypatch):
     """The simulations and the calls of each case and seed that a run has, in place of what it would find."""

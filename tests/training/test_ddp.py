@@ -193,9 +193,6 @@ def test_an_unknown_algorithm_is_refused_when_the_hook_is_made():
         graphar.ddp.exact_hook(algorithm="ring")
 
 
-# ---- a bucket's sum -------------------------------------------------------------------------------------------------
-
-
 def engine_of(ranks=2, reason=None, **functions):
     """A stand-in for an engine. ``reason`` says why no kernel serves a call."""
     given = {"is_symmetric": lambda out: False, "why_no_kernel": lambda *of: reason} | functions

@@ -60,9 +60,6 @@ def exact_mean(world_size: int) -> list[torch.Tensor]:
     return [reference.allreduce(of_one) / world_size for of_one in zip(*by_rank, strict=True)]
 
 
-# ---- with fully_shard -----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.promise("A codec's results have the bits of its specification, at every size and on every rank.")
 @pytest.mark.parametrize("world_size", [2, 3])
 @on_ranks()
@@ -154,9 +151,6 @@ def test_fully_shard_divides_by_another_factor_where_it_is_made_to_sum():
     torch.testing.assert_close(first, [mean * (2 / 3) for mean in exact_mean(2)])
 
 
-# ---- between hosts --------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.promise("`hierarchical` has the bits of its own specification, however ranks are placed on hosts.")
 @pytest.mark.parametrize(
     ("dtype", "codec"), [(torch.bfloat16, "int4"), (torch.float32, graphar.Codec(8, 512, scheme="minmax"))], ids=str
@@ -222,9 +216,6 @@ def test_what_sums_between_hosts_cannot_do_is_refused(make, message, monkeypatch
 
     with pytest.raises(ValueError, match=message):
         make()
-
-
-# ---- alone ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("op", [SUM, AVG], ids=str)
