@@ -115,19 +115,20 @@ def keep(
     if key in repeats and warm.unrepeated % _REPLACED_EACH:
         return
     if launch := plan.launch_like(operands):
-        repeats.keep(key, _repeat(launch, plan.served, engine.runner is None, tensors, order, operands.outputs, codec))
+        how = engine.runner is None, op == "allreduce", tensors, order, operands.outputs, codec
+        repeats.keep(key, _repeat(launch, plan.served, *how))
 
 
 def _repeat(
-    launch: Launch, count: Count, on_cpu: bool, tensors: Tensors, order: list[int], outputs: Tensors, codec: str
+    launch: Launch, count: Count, on_cpu: bool, sums: bool, tensors: Tensors, order: list[int], outputs: Tensors, codec
 ) -> Repeat:
     """Returns a function that makes a call like an earlier one, and returns its result.
 
     The function returns None, and does nothing, unless everything that the earlier call has checked holds again: a
     guard finds tensors like the earlier ones, what is written is apart from them, and no mode of torch forbids the call
-    or wants to see it. ``out`` must be like the earlier result, or be the first tensor. The launch takes the tensors
-    in ``order``. Callers look the function up in the engine's ``warm`` plans, which are dropped with what they depend
-    on, and not while a profiler watches. The launch finds the stream and failures.
+    or wants to see it. ``out`` must be like the earlier result, or be the first tensor of a call that only ``sums``. The
+    launch takes the tensors in ``order``. Callers look the function up in the engine's ``warm`` plans, which are
+    dropped with what they depend on, and not while a profiler watches. The launch finds the stream and failures.
     """
     select = None if order == list(range(len(tensors))) else operator.itemgetter(*order)
     wire = codec_of_text(codec) if codec else None
@@ -135,14 +136,15 @@ def _repeat(
     new = _new_on_cpu if on_cpu else _new_on_current_device
     result_like, *others = map(_layout, outputs)
     alike_with_out = _guard([*tensors, outputs[0]])
-    in_place, feeds_back = result_like == _layout(tensors[0]), wire is not None and wire.feedback
+    may_be_first, feeds_back = sums and result_like == _layout(tensors[0]), wire is not None and wire.feedback
     with_gradients = any(tensor.requires_grad for tensor in tensors)
     needs_seed = wire is not None and wire.rounding == "stochastic" and wire.seed is None
     *nbytes, out_nbytes = map(_spanned_nbytes, (*tensors, outputs[0]))
-    places = range(len(nbytes))
+    every, behind_first = range(len(nbytes)), range(1, len(nbytes))
 
     def repeat(tensors: Tensors, out: torch.Tensor | None, numbers: tuple[float, ...]):
-        if out is None or (in_place and out is tensors[0]):
+        in_place = may_be_first and out is tensors[0]
+        if out is None or in_place:
             if not alike(*tensors):
                 return None
         elif not alike_with_out(*tensors, out):
@@ -158,10 +160,9 @@ def _repeat(
             or (feeds_back and -nbytes[1] < tensors[1].data_ptr() - tensors[0].data_ptr() < nbytes[0])
         ):
             return None
-        if out is not None and out is not tensors[0]:
-            begin = out.data_ptr()
-            for at in places:  # zip() and any() take twice as long
-                if -nbytes[at] < tensors[at].data_ptr() - begin < out_nbytes:
+        if out is not None:
+            for at in behind_first if in_place else every:  # zip() and any() take twice as long
+                if -nbytes[at] < tensors[at].data_ptr() - out.data_ptr() < out_nbytes:
                     return None
         count.repeated += 1
         result = new(*result_like) if out is None else out

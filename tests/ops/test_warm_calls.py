@@ -309,6 +309,12 @@ def changes(given: dict) -> Iterator[tuple[str, dict]]:
             yield f"{name}: 3", {name: 3}
             yield f"{name}: other words", {name: "other words"}
             yield f"{name}: allowed", {name: ALLOWED.get(name, A)}
+    x, epilogue = next(iter(given.values())), given.get("epilogue")
+    if "out" in given:
+        yield "out: the first tensor", {"out": x}
+    if "out" in given and isinstance(epilogue, Epilogue):
+        inside = {"bias": x.flatten()[: len(BIAS)]}
+        yield "epilogue: in the output", {"out": x, "epilogue": Epilogue(epilogue.what, **epilogue.scalars, **inside)}
 
 
 def shared(given: dict, name: str, x: torch.Tensor) -> Iterator[tuple[str, dict]]:
