@@ -249,10 +249,7 @@ class _Summed(Op):
         return engine.run(Call.of(work, outs[0], timeout_s=arguments.timeout_s), ranks), ranks
 
     def check_out(self, a, w, outs, arguments: Arguments) -> None:
-        tensor_checks.check_distinct(self.name, "out", outs)
-        for rank, out in enumerate(outs):
-            bias = {"bias": arguments.bias[rank]} if arguments.bias else {}
-            tensor_checks.check_apart(self.name, out, a=a[rank], w=w[rank], **bias)
+        tensor_checks.check_apart(self.name, outs, a=a, w=w, bias=arguments.bias)
         options.check_apart_from_epilogue(self.name, outs, arguments.tensors)
 
     def check(self, engine: Engine, a, w, arguments: Arguments) -> None:

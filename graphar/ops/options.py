@@ -236,6 +236,5 @@ def operands(
 
 def check_apart_from_epilogue(op: str, outs: Tensors, tensors: Tensors) -> None:
     """Raises ValueError if ``outs`` share memory with an epilogue's tensors, which kernels read while they store."""
-    for out in outs:
-        named = {f"tensor {at} of the epilogue": tensor for at, tensor in enumerate(tensors)}
-        tensor_checks.check_apart(op, out, **named)
+    named = {f"tensor {at} of the epilogue": [tensor] for at, tensor in enumerate(tensors)}
+    tensor_checks.check_apart(op, outs, **named)

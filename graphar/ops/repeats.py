@@ -126,8 +126,8 @@ def _repeat(
 
     The function returns None, and does nothing, unless everything that the earlier call has checked holds again: a
     guard finds tensors like the earlier ones, what is written is apart from them, and no mode of torch forbids the call
-    or wants to see it. ``out`` must be like the earlier result, or be the first tensor of a call that only ``sums``. The
-    launch takes the tensors in ``order``. Callers look the function up in the engine's ``warm`` plans, which are
+    or wants to see it. ``out`` must be like the earlier result, or be the first tensor of a call that only ``sums``.
+    The launch takes the tensors in ``order``. Callers look the function up in the engine's ``warm`` plans, which are
     dropped with what they depend on, and not while a profiler watches. The launch finds the stream and failures.
     """
     select = None if order == list(range(len(tensors))) else operator.itemgetter(*order)

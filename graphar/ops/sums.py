@@ -242,19 +242,16 @@ class _Sums(Op):
         leaf_tree.check_ranks(op, engine.world_size)
 
     def check_out(self, xs, outs, arguments: Arguments) -> None:
-        for x, out in zip(xs, outs, strict=True):
-            if self is SUM and arguments.out_dtype is None:
-                tensor_checks.check_memory(self.name, x, out)
-            else:
-                tensor_checks.check_apart(self.name, out, x=x)
+        may_be_input = self is SUM and arguments.out_dtype is None
+        tensor_checks.check_apart(self.name, outs, **{} if may_be_input else {"x": xs})
+        for x, out in zip(xs, outs, strict=True) if may_be_input else ():
+            tensor_checks.check_memory(self.name, x, out)
         options.check_apart_from_epilogue(self.name, outs, arguments.tensors)
 
     def with_residuals(self, xs, residuals, outs, arguments: Arguments) -> Arguments:
         """Checks a call's residuals, and returns its arguments with a codec that stores rounding errors in them."""
         checked = call_checks.check_quantized_call(self.name, arguments.codec, arguments.algorithm, xs[0])
-        for x, residual, out in zip(xs, residuals, outs, strict=True):
-            tensor_checks.check_residual(self.name, residual, x=x, out=out)
-        tensor_checks.check_distinct(self.name, "residual", residuals)
+        tensor_checks.check_residuals(self.name, residuals, x=xs, out=outs)
         return Arguments(vars(arguments) | {"codec": replace(checked, feedback=True).text})
 
     def saved(self, arguments: Arguments) -> tuple[str, ...]:

@@ -191,6 +191,8 @@ def of_exchanges(alone, pair):
         yield row(f"alltoall out {what}", "out", error, op, rows, alone, out=make(rows))
     yield row("alltoall out as input", "out", ValueError, op, rows, alone, out=rows)
     yield row("alltoall out for a list", "out", ValueError, op, [rows, rows], pair, out=rows)
+    for what, out in {"twice": [full(rows)] * 2, "as another rank's input": [full(rows), rows]}.items():
+        yield row(f"alltoall out {what}", "out", ValueError, op, [rows, rows.clone()], pair, out=out)
     for algorithm in ("ring", "allgather_push", "fallback", None):
         yield row(f"alltoall algorithm {algorithm}", "algorithm", ValueError, op, rows, alone, algorithm=algorithm)
     for what, (error, timeout_s) in BAD_TIMEOUTS.items():
@@ -230,6 +232,7 @@ def of_outputs(alone, pair):
         yield row(f"fused out {what}", "out", ValueError, FUSED, [A] * 2, [W] * 2, out=out)
     for what, options in {"": {}, " epilogue": {"epilogue": "-v"}}.items():
         one = full(SUMMED)
+        yield row(f"allreduce out twice{what}", "out", ValueError, REDUCE, [X, Y], pair, out=[full(X)] * 2, **options)
         yield row(f"fused out twice{what}", "out", ValueError, FUSED, [A] * 2, [W] * 2, out=[one, one], **options)
     for which in ("a", "w", "bias"):
         given = {"a": torch.ones(5, 5), "w": torch.ones(5, 5), "bias": torch.ones(5)}
@@ -238,7 +241,9 @@ def of_outputs(alone, pair):
         out, both = room[3:28].view(5, 5), {name: [one, own[name]] for name, one in given.items()}
         said = f"out must share no memory with {which}"
         yield row(f"fused out in {which}", said, ValueError, FUSED, **own, out=out, group=alone)
-        yield row(f"fused out in {which} list", said, ValueError, FUSED, **both, out=[torch.zeros(5, 5), out])
+        for outs in ([torch.zeros(5, 5), out], [out, torch.zeros(5, 5)]):
+            name = f"fused out in {which} list{'' if outs[1] is out else ' of another rank'}"
+            yield row(name, said, ValueError, FUSED, **both, out=outs)
 
 
 def full(x):
@@ -370,6 +375,7 @@ def of_residuals(alone, pair):
         "no list": torch.zeros(8),
         "gaps": [torch.zeros(16)[::2] for _ in range(2)],
         "x": xs,
+        "x of another rank": [torch.zeros(8), xs[0]],
     }
     for op in (REDUCE, SCATTER):
         for what, residual in bad.items():
@@ -381,7 +387,8 @@ def of_residuals(alone, pair):
         yield row(f"{op.__name__} residual alone", "residual", ValueError, op, xs, pair, residual=zeros)
         yield row(f"{op.__name__} residual bad codec", "codec", ValueError, op, xs, pair, codec="int9", residual=zeros)
     given = {"codec": "int4", "residual": zeros}
-    yield row("allreduce residual out", "residual", ValueError, REDUCE, xs, pair, out=zeros, **given)
+    for what, out in {"": zeros, " of another rank": [zeros[1], torch.zeros(8)]}.items():
+        yield row(f"allreduce residual out{what}", "residual", ValueError, REDUCE, xs, pair, out=out, **given)
     yield row("allreduce residual algorithm", "algorithm", ValueError, REDUCE, xs, pair, algorithm="ring", **given)
 
 

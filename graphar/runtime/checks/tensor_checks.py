@@ -111,33 +111,30 @@ def check_destination(op: str, name: str, out: torch.Tensor, wanted: dict, of: s
 
 
 def check_memory(op: str, x: torch.Tensor, out: torch.Tensor) -> None:
-    """Raises ValueError if elements of ``out`` share memory, or if ``out`` overlaps ``x`` partially.
+    """Raises ValueError if ``out`` overlaps ``x`` partially.
 
     Tensors that are not contiguous are copied, so only two contiguous tensors can be in conflict.
     """
-    check_own_memory(op, out)
     if x.is_contiguous() and out.is_contiguous() and 0 < abs(x.data_ptr() - out.data_ptr()) < x.nbytes:
         raise ValueError(f"{op}: out must be the input itself or share no memory with it, got a partial overlap")
 
 
-def check_residual(op: str, residual: torch.Tensor, **others: torch.Tensor) -> None:
-    """Raises ValueError unless ``residual`` is contiguous and shares no memory with ``others``."""
-    if not residual.is_contiguous():
-        raise ValueError(f"{op}: residual must be contiguous, got strides {list(residual.stride())}")
-    _check_apart(op, "residual", residual, others)
+def check_residuals(op: str, residuals: Sequence[torch.Tensor], **others: Sequence[torch.Tensor]) -> None:
+    """Raises ValueError unless the ranks' ``residuals`` are contiguous, and share no memory with any rank's others."""
+    for residual in residuals:
+        if not residual.is_contiguous():
+            raise ValueError(f"{op}: residual must be contiguous, got strides {list(residual.stride())}")
+    _check_apart(op, "residual", residuals, others)
 
 
-def check_apart(op: str, out: torch.Tensor, **others: torch.Tensor) -> None:
-    """Raises ValueError if elements of ``out`` share memory, or if ``out`` shares memory with ``others``."""
-    check_own_memory(op, out)
-    _check_apart(op, "out", out, others)
+def check_apart(op: str, outs: Sequence[torch.Tensor], **others: Sequence[torch.Tensor]) -> None:
+    """Raises ValueError if elements of a rank's output share memory, or if it shares memory with any rank's others.
 
-
-def check_distinct(op: str, name: str, tensors: Sequence[torch.Tensor]) -> None:
-    """Raises ValueError if two of the ranks' ``tensors`` begin at the same address."""
-    pointers = [x.data_ptr() for x in tensors if x.numel()]
-    if len(set(pointers)) < len(pointers):
-        raise ValueError(f"{op}: {name} must be a tensor of its own for each rank, got one twice")
+    Of two outputs only those that begin at the same address are found.
+    """
+    for out in outs:
+        check_own_memory(op, out)
+    _check_apart(op, "out", outs, others)
 
 
 def check_own_memory(op: str, out: torch.Tensor, name: str = "out") -> None:
@@ -146,11 +143,15 @@ def check_own_memory(op: str, out: torch.Tensor, name: str = "out") -> None:
         raise ValueError(f"{op}: {name} must have memory of its own for each element, got strides {list(out.stride())}")
 
 
-def _check_apart(op: str, name: str, written: torch.Tensor, others: dict[str, torch.Tensor]) -> None:
-    begin, end = span(written)
-    for what, other in others.items():
-        if written.numel() and other.numel() and begin < span(other)[1] and span(other)[0] < end:
-            raise ValueError(f"{op}: {name} must share no memory with {what}")
+def _check_apart(op: str, name: str, written: Sequence[torch.Tensor], others: dict[str, Sequence]) -> None:
+    pointers = [x.data_ptr() for x in written if x.numel()]
+    if len(set(pointers)) < len(pointers):
+        raise ValueError(f"{op}: {name} must be a tensor of its own for each rank, got one twice")
+    read = [(what, *span(other)) for what, tensors in others.items() for other in tensors if other.numel()]
+    for begin, end in [span(x) for x in written if x.numel()]:
+        for what, its_begin, its_end in read:
+            if begin < its_end and its_begin < end:
+                raise ValueError(f"{op}: {name} must share no memory with {what}")
 
 
 def span(x: torch.Tensor) -> tuple[int, int]:
