@@ -334,13 +334,15 @@ class Routing(_OfTorch):
                 check_own_memory(op, out, "a tensor that is written")
         average = getattr(opts, "reduceOp", None) == dist.ReduceOp.AVG
         calls = Calls(self.communicator, _seconds(opts.timeout) or self._set_timeout_s, average)
-        device, side = all_tensors[0].device, None
+        device, side, run = all_tensors[0].device, None, getattr(calls, op)
+        if any(map(torch.is_inference, outputs)):  # which torch.distributed writes outside inference mode, too
+            run = torch.inference_mode()(run)
         if device.type == "cpu" or not opts.asyncOp:
-            getattr(calls, op)(*args)
+            run(*args)
         else:
             side = self._sides[device] = self._sides.get(device) or SideStream(device)
             with side.behind_the_caller():
-                getattr(calls, op)(*args)
+                run(*args)
             for x in all_tensors:
                 x.record_stream(side.stream)  # their memory is not used again before the call has ended
         work = GrapharWork(outputs, side.stream if side else None)

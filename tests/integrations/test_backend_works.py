@@ -219,6 +219,18 @@ def test_nothing_keeps_the_tensors_of_calls_behind_a_coalescing_window(rank, wor
 
 
 @on_ranks(2, backend=BACKEND)
+def test_inference_tensors_are_written_outside_inference_mode_as_by_gloo(rank, world_size):
+    with torch.inference_mode():
+        x, part, whole = torch.ones(4), torch.zeros(2), torch.zeros(8)
+
+    dist.all_reduce(x)
+    dist.reduce_scatter_tensor(part, x)
+    dist.all_gather_into_tensor(whole, x)
+
+    assert [one.tolist() for one in (x, part, whole)] == [[2] * 4, [4] * 2, [2] * 8]
+
+
+@on_ranks(2, backend=BACKEND)
 def test_a_view_that_torch_keeps_as_its_negative_has_the_right_sign(rank, world_size):
     x = torch._neg_view(values(rank) + 1)  # contiguous, unlike the imaginary part of a conjugate
     assert x.is_neg()

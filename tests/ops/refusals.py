@@ -197,11 +197,9 @@ def of_exchanges(alone, pair):
         yield row(f"alltoall algorithm {algorithm}", "algorithm", ValueError, op, rows, alone, algorithm=algorithm)
     for what, (error, timeout_s) in BAD_TIMEOUTS.items():
         yield row(f"alltoall timeout_s {what}", "timeout_s", error, op, rows, alone, timeout_s=timeout_s)
-    raw = torch.ops.graphar.alltoall
+    raw, name = torch.ops.graphar.alltoall, alone.engine.name
     for what, given in {"rank": (1, [0, 4, 0, 4]), "sizes": (0, [3, 4])}.items():
-        yield row(
-            f"alltoall raw {what}", "", ValueError, raw, rows, alone.engine.name, None, [], *given, 0, 0, True, "auto"
-        )
+        yield row(f"alltoall raw {what}", "", ValueError, raw, rows, name, None, [], *given, 0, 0, True, "auto")
 
 
 def of_axes(alone):
@@ -252,16 +250,12 @@ def full(x):
 
 def of_algorithms(alone, pair):
     for algorithm in ("ring", "one_shot_unstaged", "allgather_push", None, "quantized_two_shot_push"):
-        given = {"algorithm": algorithm}
-        yield row(f"allreduce algorithm {algorithm}", "algorithm", ValueError, REDUCE, X, alone, **given)
-        yield row(
-            f"allreduce algorithm {algorithm} out", "algorithm", ValueError, REDUCE, X, alone, out=full(X), **given
-        )
-        yield row(f"allreduce algorithm {algorithm} list", "algorithm", ValueError, REDUCE, [X, Y], pair, **given)
-    compressed = {"algorithm": "reducescatter_lossless"}
-    yield row(
-        "reducescatter algorithm reducescatter_lossless", "algorithm", ValueError, SCATTER, X, alone, **compressed
-    )
+        name, given = f"allreduce algorithm {algorithm}", {"algorithm": algorithm}
+        yield row(name, "algorithm", ValueError, REDUCE, X, alone, **given)
+        yield row(f"{name} out", "algorithm", ValueError, REDUCE, X, alone, out=full(X), **given)
+        yield row(f"{name} list", "algorithm", ValueError, REDUCE, [X, Y], pair, **given)
+    lossless = "reducescatter_lossless"
+    yield row(f"reducescatter algorithm {lossless}", "algorithm", ValueError, SCATTER, X, alone, algorithm=lossless)
     for one in with_kernels("allreduce"):
         given = {"algorithm": one.value, "out": [full(X), full(X)]}
         yield row(f"allreduce {one.value} on the CPU", one.value, UnsupportedError, REDUCE, [X, Y], pair, **given)
@@ -345,19 +339,15 @@ def of_trees_of_leaves(alone):
         for ranks in (3, 5, 6, 7):
             given = [leaves] * ranks, [leaves] * ranks
             yield row(f"{name} between {ranks}", "ranks", ValueError, op, *given, **invariant)
-        uneven = [leaves, torch.ones(8, 8)]
-        yield row(
-            f"{name} columns", "columns", ValueError, op, leaves[:, :12], leaves[:, :12], group=alone, **invariant
-        )
+        narrow, uneven = leaves[:, :12], [leaves, torch.ones(8, 8)]
+        yield row(f"{name} columns", "columns", ValueError, op, narrow, narrow, group=alone, **invariant)
         yield row(f"{name} uneven columns", "columns", ValueError, op, uneven, uneven, **invariant)
         yield row(f"{name} fp64", "float64", ValueError, op, *[leaves.double()] * 2, group=alone, **invariant)
         yield row(f"{name} codec", "codec", ValueError, op, leaves, leaves, group=alone, codec="int8", **invariant)
         yield row(f"{name} count", "num_partitions", ValueError, op, leaves, leaves, num_partitions=2, **invariant)
     yield row("gathered invariant fp64", "float64", ValueError, FUSED_GATHER, *[leaves.double()] * 2, **invariant)
-    x = torch.ones(8, 16, requires_grad=True)
-    yield row(
-        "gathered invariant gradient", "gathered", ValueError, FUSED_GATHER, x, leaves, gathered=True, **invariant
-    )
+    x, gathered = torch.ones(8, 16, requires_grad=True), {"gathered": True, **invariant}
+    yield row("gathered invariant gradient", "gathered", ValueError, FUSED_GATHER, x, leaves, **gathered)
     linear = graphar.linear
     yield row("linear no tensor", "a", TypeError, linear, 3, leaves)
     yield row("linear shapes", "a", ValueError, linear, leaves, torch.ones(8, 15))
@@ -379,9 +369,8 @@ def of_residuals(alone, pair):
     }
     for op in (REDUCE, SCATTER):
         for what, residual in bad.items():
-            yield row(
-                f"{op.__name__} residual {what}", "residual", ValueError, op, xs, pair, codec="int4", residual=residual
-            )
+            given = {"codec": "int4", "residual": residual}
+            yield row(f"{op.__name__} residual {what}", "residual", ValueError, op, xs, pair, **given)
         short, zeros = torch.zeros(4), [torch.zeros(8), torch.zeros(8)]
         yield row(f"{op.__name__} residual of one", "residual", ValueError, op, X, alone, codec="int4", residual=short)
         yield row(f"{op.__name__} residual alone", "residual", ValueError, op, xs, pair, residual=zeros)
@@ -394,9 +383,8 @@ def of_residuals(alone, pair):
 
 def of_gathered_matmuls(alone):
     for what, (error, timeout_s) in BAD_TIMEOUTS.items():
-        yield row(
-            f"gathered timeout_s {what}", "timeout_s", error, FUSED_GATHER, A, W, group=alone, timeout_s=timeout_s
-        )
+        given = {"group": alone, "timeout_s": timeout_s}
+        yield row(f"gathered timeout_s {what}", "timeout_s", error, FUSED_GATHER, A, W, **given)
     for partition in ("split_m", "batch_invariant", None):
         yield row(f"gathered {partition}", "partition", ValueError, FUSED_GATHER, A, W, partition=partition)
     for what, sizes in {"too many": [4, 4], "wrong": [len(A) + 1], "negative": [-1]}.items():
@@ -407,9 +395,8 @@ def of_gathered_matmuls(alone):
     yield row("gathered sizes of a list", "sizes", ValueError, FUSED_GATHER, [A, A], [W, W], sizes=[4, 4])
     yield row("gathered vector", "a must have 2", ValueError, FUSED_GATHER, A[0], W, group=alone)
     yield row("gathered other K", "last dimension", ValueError, FUSED_GATHER, A, W[:, 1:], group=alone)
-    yield row(
-        "gathered other K of a rank", "the rows of a and w", ValueError, FUSED_GATHER, [A, A[:, 1:]], [W, W[:, 1:]]
-    )
+    uneven = [A, A[:, 1:]], [W, W[:, 1:]]
+    yield row("gathered other K of a rank", "the rows of a and w", ValueError, FUSED_GATHER, *uneven)
     yield row("gathered bias", "bias", ValueError, FUSED_GATHER, A, W, group=alone, bias=torch.ones(len(W) + 1))
     four = {name: torch.ones(len(W)) for name in "bcde"}
     sums = " + ".join(f"{name}[col]" for name in four)

@@ -232,21 +232,8 @@ ALLOWED = {
     "entropy": True,
     "top1": True,
 }
-TENSORS = {
-    "logits",
-    "target",
-    "tokens",
-    "x",
-    "a",
-    "w",
-    "out",
-    "residual",
-    "weight",
-    "bias",
-    "scale",
-    "a_scale",
-    "w_scale",
-}
+OPERANDS = {"logits", "target", "tokens", "x", "a", "w", "residual", "weight", "bias", "scale", "a_scale", "w_scale"}
+TENSORS = OPERANDS | {"out"}
 
 
 class Subclass(torch.Tensor):
