@@ -56,7 +56,7 @@ def specification(
     """
     dtype, shape, columns = summed.dtype, summed.shape, summed.shape[-1]
     g, r = (rows.float().reshape(-1, columns) for rows in (of_normed, summed))
-    scaled = g * (weight.float() + fp32(weight_offset))
+    scaled = g * (weight.float() + fp32(weight_offset + 0.0))
     s = inverse_rms(r, summed.element_size(), eps)
     common = mean_in_slots(scaled * r, summed.element_size()) * s * s * s
     more = torch.zeros_like(r) if of_summed is None else of_summed.float().reshape(-1, columns)

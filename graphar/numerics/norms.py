@@ -81,7 +81,7 @@ def specification(
     """
     summed = (total.float() + residual.float()).to(residual.dtype)
     rows = summed.float()
-    normed = (rows * inverse_rms(rows, residual.element_size(), eps)) * (weight.float() + fp32(weight_offset))
+    normed = (rows * inverse_rms(rows, residual.element_size(), eps)) * (weight.float() + fp32(weight_offset + 0.0))
     summed = with_canonical_nan(summed)
     if output == "like_input":
         return with_canonical_nan(normed.to(residual.dtype)), summed

@@ -167,7 +167,7 @@ def check_number(op: str, name: str, number: object) -> float:
     # Comparisons, because torch.compile does not trace math.isfinite.
     if isinstance(number, bool) or not isinstance(number, (int, float)) or not -math.inf < number < math.inf:
         raise ValueError(f"{op}: {name} must be a finite number, got {number!r}")
-    return float(number)
+    return float(number) + 0.0  # -0.0 becomes 0.0, which has the same plan
 
 
 def codec_option(op: str, codec: Codec | str | None, residual: object = None) -> str:

@@ -40,6 +40,14 @@ def test_the_specification_is_the_norm_of_the_sum_and_the_residual(dtype, offset
     torch.testing.assert_close(normed, exactly.to(dtype), rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
 
 
+@pytest.mark.parametrize("offset", [-0.0, 0.0])
+def test_an_offset_of_either_zero_gives_the_bits_of_the_specification_whichever_came_before(offset):
+    x, weight = torch.ones(2, 8), torch.full((8,), -0.0)
+    for earlier in (offset, -offset, offset):
+        found = norm([x] * 2, [x] * 2, [weight] * 2, weight_offset=earlier)[0][0]
+        assert same_bits(found, reference.allreduce_residual_rmsnorm([x] * 2, x, weight, 1e-6, earlier)[0]) == 0
+
+
 def test_a_row_with_what_is_not_a_number_leaves_the_others():
     xs, residual, weight = operands(2, (3, 16), torch.float32)
     xs[1][1, 3] = torch.inf
