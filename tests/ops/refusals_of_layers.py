@@ -59,9 +59,8 @@ def of_epilogues(pair):
     for op, name in itertools.product((REDUCE, SCATTER, graphar.explain), ("codec", "residual")):
         if op is not graphar.explain or name == "codec":
             given = {"codec": "int8"} if name == "codec" else {"residual": [torch.zeros(2, 4)] * 2}
-            yield row(
-                f"{op.__name__} epilogue and {name}", "epilogue", ValueError, op, xs, pair, epilogue="-v", **given
-            )
+            given["epilogue"] = "-v"
+            yield row(f"{op.__name__} epilogue and {name}", "epilogue", ValueError, op, xs, pair, **given)
     outs = [torch.ones(2, 4), torch.ones(2, 4)]
     read = Epilogue("v + r[index]", r=outs)
     yield row("allreduce epilogue out", "out", ValueError, REDUCE, xs, pair, out=outs, epilogue=read)
@@ -125,16 +124,8 @@ def of_operands(alone):
             yield row(f"{name} {what} list", f"{argument}[1] must", error, op, **lists)
         for what, (argument, given) in options.items():
             yield row(f"{name} {what}", argument, ValueError, op, A, W, group=alone, **given)
-        yield row(
-            f"{name} partitions are no number",
-            "num_partitions",
-            TypeError,
-            op,
-            A,
-            W,
-            partition="split_m",
-            num_partitions=2.0,
-        )
+        given = {"partition": "split_m", "num_partitions": 2.0}
+        yield row(f"{name} partitions are no number", "num_partitions", TypeError, op, A, W, **given)
     yield row("fused scatter rows", "a must", ValueError, FUSED_SCATTER, A[0], W, group=alone)
     yield row("fused scatter rows list", "a must", ValueError, FUSED_SCATTER, [A[0]] * 2, [W] * 2)
 
