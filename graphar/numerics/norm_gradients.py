@@ -56,6 +56,7 @@ def specification(
     """
     dtype, shape, columns = summed.dtype, summed.shape, summed.shape[-1]
     g, r = (rows.float().reshape(-1, columns) for rows in (of_normed, summed))
+    # + 0.0, since ops take an offset of -0.0 for 0.0.
     scaled = g * (weight.float() + fp32(weight_offset + 0.0))
     s = inverse_rms(r, summed.element_size(), eps)
     common = mean_in_slots(scaled * r, summed.element_size()) * s * s * s

@@ -81,6 +81,7 @@ def specification(
     """
     summed = (total.float() + residual.float()).to(residual.dtype)
     rows = summed.float()
+    # + 0.0, since ops take an offset of -0.0 for 0.0.
     normed = (rows * inverse_rms(rows, residual.element_size(), eps)) * (weight.float() + fp32(weight_offset + 0.0))
     summed = with_canonical_nan(summed)
     if output == "like_input":

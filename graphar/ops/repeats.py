@@ -120,7 +120,14 @@ def keep(
 
 
 def _repeat(
-    launch: Launch, count: Count, on_cpu: bool, sums: bool, tensors: Tensors, order: list[int], outputs: Tensors, codec
+    launch: Launch,
+    count: Count,
+    on_cpu: bool,
+    sums: bool,
+    tensors: Tensors,
+    order: list[int],
+    outputs: Tensors,
+    codec: str,
 ) -> Repeat:
     """Returns a function that makes a call like an earlier one, and returns its result.
 
