@@ -339,7 +339,8 @@ class Engine:
 
     def let_go_of_group(self) -> None:
         """Drops the process group and its store. Later calls fail; memory and captured graphs stay valid."""
-        self._failure = self._failure or CommunicatorError("the process group of this communicator was destroyed")
+        if not self.closed:  # closing is no failure
+            self._failure = self._failure or CommunicatorError("the process group of this communicator was destroyed")
         self.plans.clear()
         self.hierarchy.let_go_of_groups()
         if self._rendezvous:
