@@ -450,8 +450,11 @@ def set_up(engine: Ranks, device: torch.device, lossless: bool, stand_in: bool) 
             raise ValueError(f"{COMMUNICATORS} is {chip.communicators}, but {most}")
         return [Member(rank, index) for rank, index in ranks.items()], {"table": table, "chip": asdict(chip)}
 
-    members, facts = rendezvous.agree("preparing the GPUs", prepare)
-    everyone = exchange_json(rendezvous, "reading the tuning table", facts)
+    with contextlib.ExitStack() as failing:
+        failing.callback(memory.close)
+        members, facts = rendezvous.agree("preparing the GPUs", prepare)
+        everyone = exchange_json(rendezvous, "reading the tuning table", facts)
+        failing.pop_all()
     chip = Chip.in_common(Chip(**facts["chip"]) for facts in everyone)
     multicast = None if stand_in else TorchMemory(engine.group, device.index, rendezvous)
     runner = Runner(members, engine.world_size, chip, memory, rendezvous, multicast)

@@ -69,7 +69,7 @@ def test_choices_go_by_what_the_devices_of_every_rank_have(monkeypatch, own, the
     """Ranks that chose by their own devices would load different kernels, and then wait for each other."""
     monkeypatch.setattr(launcher, "chip", lambda device: own[device])
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "no GPU")
-    memory = SimpleNamespace(check=lambda: None)
+    memory = SimpleNamespace(check=lambda: None, close=lambda: None)
     for name, made in {"LocalMemory": memory, "ProcessMemory": memory, "TorchMemory": None, "Member": None}.items():
         monkeypatch.setattr(runner, name, lambda *_, made=made: made)
     monkeypatch.setattr(runner, "Runner", lambda members, world_size, chip, *rest: chip)
