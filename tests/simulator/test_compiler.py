@@ -118,6 +118,17 @@ def test_outputs_that_were_not_used_for_a_month_are_deleted(folder):
 
 
 @needs_compiler
+def test_with_a_cache_that_is_read_only_outputs_are_the_process_own(folder, monkeypatch):
+    in_cache = compile_file({"one.cpp": "int one = 1;\n"}, "one.cpp", ("-c",))
+    monkeypatch.setattr(os, "access", lambda path, mode: path != folder)
+
+    made = [compile_file({"one.cpp": f"int one = {at};\n"}, "one.cpp", ("-c",)) for at in (1, 2)]
+
+    assert folder not in {path.parent for path in made}
+    assert list(folder.iterdir()) == [in_cache]
+
+
+@needs_compiler
 def test_without_a_cache_to_trust_outputs_are_the_process_own(folder):
     folder.mkdir(parents=True)
     folder.chmod(0o777)
