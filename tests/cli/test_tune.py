@@ -134,6 +134,13 @@ def test_a_table_can_be_written_elsewhere_and_go_on_from_there(three_gpus, tmp_p
     assert "2 ranks, 64 KB: " not in capsys.readouterr().err
 
 
+def test_where_a_table_cannot_be_written_is_told_before_anything_is_measured(three_gpus, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(tune_command, "measure_all", None)
+
+    assert command.main(["tune", "--out", str(tmp_path / "none" / "table.json")]) == 2
+    assert f"cannot open {tmp_path}/none" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("arguments", [["--world-size", "4"], ["--world-size", "1"], ["--max-nbytes", "1K"]])
 def test_what_cannot_be_measured_is_refused(three_gpus, capsys, arguments):
     assert command.main(["tune", *arguments]) == 2

@@ -176,9 +176,12 @@ def _write(path: Path, events: Sequence[dict]) -> None:
 
 def _read(path: Path) -> list[dict]:
     try:
-        return json.loads(path.read_text())["traceEvents"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is no trace of graphar.profile") from error
+        events = json.loads(path.read_text())["traceEvents"]
+        if all(event["ph"] == "M" or "call" in event["args"] for event in events):
+            return events
+    except (ValueError, KeyError, TypeError):
+        pass
+    raise ValueError(f"{path} is no trace of graphar.profile")
 
 
 def tell_waits(events: Sequence[dict]) -> None:
