@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import time
-from functools import partial
 
 import pytest
 import torch
@@ -179,8 +178,8 @@ def test_launches_are_not_read_while_a_graph_is_captured(monkeypatch):
 def test_launches_are_counted_while_another_thread_prepares_a_kernel(monkeypatch):
     counting = runner_of(monkeypatch, record_of(kind=0))
     monkeypatch.setattr(counting, "_allocate", lambda algorithm: counting.regions[Algorithm.ONE_SHOT_PUSH])
-    prepare = partial(counting.prepare_all, "a key", Algorithm.ONE_SHOT, "a kernel", lambda member: None)
-    monkeypatch.setattr(runner, "calls_begun", lambda counters, device: len(prepare()))
+    new = "a key", Algorithm.ONE_SHOT, "a kernel", lambda member: None
+    monkeypatch.setattr(runner, "calls_begun", lambda counters, device: len(counting.prepare_all(*new)))
 
     assert counting.launches() == {"two_shot_push": 1, "one_shot_push": 1}
 
