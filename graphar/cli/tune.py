@@ -73,8 +73,7 @@ def run(options: argparse.Namespace) -> int:
     date = datetime.datetime.now(datetime.UTC).date().isoformat()
     machine = f"{torch.cuda.device_count()}x {device}"
     blank = replace(old, name=slug(device), machine=machine, date=date, report=options.report, chip=chip(0))
-    with tempfile.TemporaryFile(dir=options.out.parent if options.out else cache.folder_of(FOLDER)):
-        pass  # fail now, and not after minutes of measurements
+    tempfile.TemporaryFile(dir=options.out.parent if options.out else cache.folder_of(FOLDER)).close()  # fail early
     new, changed, faster = measure_all(old, blank, world_sizes, options)
     if path := options.out:
         path.write_text(new.to_json())

@@ -377,12 +377,8 @@ class KeepingFailure(contextlib.ContextDecorator):
             self._engine.keep_failure(error)
 
 
-def _find_warm_plans() -> None:
-    for engine in [*open_engines.values()]:  # another thread may add one
-        engine.find_warm_plans()
-
-
-hook.when_changed.append(_find_warm_plans)
+# Of a copy: another thread may add an engine.
+hook.when_changed.append(lambda: [engine.find_warm_plans() for engine in [*open_engines.values()]])
 
 
 def closed(op: str) -> CommunicatorError:

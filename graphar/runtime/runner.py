@@ -219,10 +219,8 @@ class Runner:
 
     def launches(self) -> dict[str, int]:
         """Returns the launches that the first member's GPU has counted, by algorithm; empty during graph capture."""
-        if self.suspended:  # scratch has the counters of the guard
-            return dict(self.launched)
-        if any(is_capturing(member.device) for member in self.members):
-            return {}
+        if self.suspended or any(is_capturing(member.device) for member in self.members):
+            return dict(self.launched) if self.suspended else {}  # scratch has the counters of the guard
         begun = {algorithm.value: counts[0] or 0 for algorithm, counts in self.calls_begun().items()}
         return dict(self.launched + Counter(begun))
 

@@ -8,7 +8,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -175,12 +175,10 @@ def _write(path: Path, events: Sequence[dict]) -> None:
 
 
 def _read(path: Path) -> list[dict]:
-    try:
+    with suppress(ValueError, KeyError, TypeError):
         events = json.loads(path.read_text())["traceEvents"]
         if all(event["ph"] == "M" or "call" in event["args"] for event in events):
             return events
-    except (ValueError, KeyError, TypeError):
-        pass
     raise ValueError(f"{path} is no trace of graphar.profile")
 
 
