@@ -243,8 +243,9 @@ def test_a_call_of_which_ranks_are_missing_has_no_waits():
     assert "waited_us" not in events[0]["args"]
 
 
-def test_what_is_no_trace_is_named(tmp_path, capsys):
-    (tmp_path / "notes.json").write_text("[]")
+@pytest.mark.parametrize("text", ["[]", '{"traceEvents": [{"ph": "X", "ts": 0}]}'])
+def test_what_is_no_trace_is_named(tmp_path, capsys, text):
+    (tmp_path / "notes.json").write_text(text)
 
     assert main(["trace", str(tmp_path / "notes.json"), "--out", str(tmp_path / "joined.json")]) == 2
     assert "notes.json is no trace of graphar.profile" in capsys.readouterr().err

@@ -7,6 +7,7 @@ import datetime
 import json
 import math
 import statistics
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -72,6 +73,7 @@ def run(options: argparse.Namespace) -> int:
     date = datetime.datetime.now(datetime.UTC).date().isoformat()
     machine = f"{torch.cuda.device_count()}x {device}"
     blank = replace(old, name=slug(device), machine=machine, date=date, report=options.report, chip=chip(0))
+    tempfile.TemporaryFile(dir=options.out.parent if options.out else cache.folder_of(FOLDER)).close()  # fail early
     new, changed, faster = measure_all(old, blank, world_sizes, options)
     if path := options.out:
         path.write_text(new.to_json())

@@ -44,8 +44,19 @@ def source_directory() -> Path:
 
 
 def nvrtc_version() -> tuple[int, int]:
-    _, major, minor = importlib.import_module("cuda.bindings.nvrtc").nvrtcVersion()
-    return major, minor
+    return importlib.import_module("cuda.bindings.nvrtc").nvrtcVersion()[1:]
+
+
+@functools.cache
+def nvrtc_build() -> str:
+    """Returns what NVRTC says of its build, as it begins all PTX: builds of one version make different code."""
+    nvrtc = importlib.import_module("cuda.bindings.nvrtc")
+    _, program = nvrtc.nvrtcCreateProgram(b"", b"", 0, [], [])
+    nvrtc.nvrtcCompileProgram(program, 0, [])
+    ptx = bytes(nvrtc.nvrtcGetPTXSize(program)[1])
+    nvrtc.nvrtcGetPTX(program, ptx)
+    nvrtc.nvrtcDestroyProgram(program)
+    return "\n".join(re.findall("^//.+", ptx.decode(), re.MULTILINE))
 
 
 @functools.cache
@@ -82,10 +93,10 @@ def compile_at_once(sources: Sequence[KernelSource], arch: str, threads: int) ->
 
 
 def cache_key(source: KernelSource, arch: str) -> str:
-    """Returns a SHA-256, in hex, of the compiler's version, the options, the kernel and all of cuda_src/device."""
+    """Returns a SHA-256, in hex, of the compiler's build, the options, the kernel and all of cuda_src/device."""
     device = source_directory() / "device"
     _check_unedited(source)
-    named = [repr(nvrtc_version()), arch, repr(OPTIONS), source.file, source.name, _text(source), source.digest]
+    named = [nvrtc_build(), arch, repr(OPTIONS), source.file, source.name, _text(source), source.digest]
     fields = [field.encode() for field in named]
     # is_file(): an editor's lock file may be a broken link.
     for header in sorted(path for path in device.rglob("*.cuh") if path.is_file()):

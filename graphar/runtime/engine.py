@@ -339,7 +339,8 @@ class Engine:
 
     def let_go_of_group(self) -> None:
         """Drops the process group and its store. Later calls fail; memory and captured graphs stay valid."""
-        self._failure = self._failure or CommunicatorError("the process group of this communicator was destroyed")
+        if not self.closed:  # closing is no failure
+            self._failure = self._failure or CommunicatorError("the process group of this communicator was destroyed")
         self.plans.clear()
         self.hierarchy.let_go_of_groups()
         if self._rendezvous:
@@ -376,12 +377,8 @@ class KeepingFailure(contextlib.ContextDecorator):
             self._engine.keep_failure(error)
 
 
-def _find_warm_plans() -> None:
-    for engine in [*open_engines.values()]:  # another thread may add one
-        engine.find_warm_plans()
-
-
-hook.when_changed.append(_find_warm_plans)
+# Of a copy: another thread may add an engine.
+hook.when_changed.append(lambda: [engine.find_warm_plans() for engine in [*open_engines.values()]])
 
 
 def closed(op: str) -> CommunicatorError:

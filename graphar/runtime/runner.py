@@ -97,7 +97,7 @@ class Runner:
         self.lock = threading.RLock()
         self._failure: GrapharError | None = None
         self.suspended = False  # whether a guard is where scratch was (graphar.runtime.memory.suspension)
-        self.launched: Counter[str] = Counter()  # before a suspension set the counters to zero
+        self.launched: Counter[str] = Counter()  # by kernels whose counters are given back
         self._fingerprints = Fingerprints(rendezvous)
         self._announces = False
 
@@ -123,7 +123,8 @@ class Runner:
         begin = time.perf_counter()
         functions = self.rendezvous.agree(f"loading {described}", lambda: [*map(load, self.members)])
         if algorithm not in self.regions:
-            self.regions[algorithm] = self._allocate(algorithm)
+            # A new dict: another thread may be going through the old one, as stats() does.
+            self.regions = {**self.regions, algorithm: self._allocate(algorithm)}
         # No rank may launch before all have loaded the kernel and cleared their scratch.
         self.rendezvous.exchange(f"preparing {described}", b"")
         self._functions[key] = functions
@@ -218,8 +219,8 @@ class Runner:
 
     def launches(self) -> dict[str, int]:
         """Returns the launches that the first member's GPU has counted, by algorithm; empty during graph capture."""
-        if any(is_capturing(member.device) for member in self.members):
-            return {}
+        if self.suspended or any(is_capturing(member.device) for member in self.members):
+            return dict(self.launched) if self.suspended else {}  # scratch has the counters of the guard
         begun = {algorithm.value: counts[0] or 0 for algorithm, counts in self.calls_begun().items()}
         return dict(self.launched + Counter(begun))
 
@@ -336,8 +337,9 @@ class Runner:
         """Frees all memory, but not what an absent rank's kernels may still write, which raises. Collective."""
         for member in self.members:
             torch.cuda.synchronize(member.device)
+        self.launched = Counter(self.launches())
         regions = [*self.regions.values(), *self.symmetric.buffers]
-        self.regions.clear()
+        self.regions, self.symmetric.buffers = {}, []
         with on_device(self.members[0].device):
             for member in self.members:
                 member.free()
@@ -446,8 +448,11 @@ def set_up(engine: Ranks, device: torch.device, lossless: bool, stand_in: bool) 
             raise ValueError(f"{COMMUNICATORS} is {chip.communicators}, but {most}")
         return [Member(rank, index) for rank, index in ranks.items()], {"table": table, "chip": asdict(chip)}
 
-    members, facts = rendezvous.agree("preparing the GPUs", prepare)
-    everyone = exchange_json(rendezvous, "reading the tuning table", facts)
+    with contextlib.ExitStack() as failing:
+        failing.callback(memory.close)
+        members, facts = rendezvous.agree("preparing the GPUs", prepare)
+        everyone = exchange_json(rendezvous, "reading the tuning table", facts)
+        failing.pop_all()
     chip = Chip.in_common(Chip(**facts["chip"]) for facts in everyone)
     multicast = None if stand_in else TorchMemory(engine.group, device.index, rendezvous)
     runner = Runner(members, engine.world_size, chip, memory, rendezvous, multicast)

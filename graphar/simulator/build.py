@@ -206,11 +206,11 @@ def compile_file(
 
 
 def _folder() -> Path:
-    """Returns the folder of programs in the kernel cache; without one to trust, a folder of this process."""
-    try:
-        return cache.folder_of(FOLDER)
-    except OSError:
-        return Path(_folder_of_process().name)
+    """Returns the folder of programs in the kernel cache; without one to trust and to write, one of this process."""
+    with contextlib.suppress(OSError):
+        if os.access(folder := cache.folder_of(FOLDER), os.W_OK):
+            return folder
+    return Path(_folder_of_process().name)
 
 
 @functools.cache

@@ -252,14 +252,15 @@ def _place(operand: int | None) -> int:
 
 def has_pad(algorithm: Algorithm) -> bool:
     """Whether an algorithm's scratch begins with a signal pad."""
-    return "device/sync/signal_pad.cuh" in _included(source_directory() / file_of(algorithm))
-
-
-def _included(file: Path) -> set[str]:
-    """The headers that a file includes from its folder or from cuda_src, and those that they include."""
-    direct = set(re.findall(r'#include "(.+)"', file.read_text()))
-    paths = ((file.parent / name, source_directory() / name) for name in direct)
-    return direct.union(*(_included(next(filter(Path.exists, places))) for places in paths))
+    pad, left = (source_directory() / "device/sync/signal_pad.cuh").resolve(), [source_directory() / file_of(algorithm)]
+    included: set[Path] = set()  # from the including file's folder or from cuda_src; the compiler knows of others
+    while left:
+        if (file := left.pop().resolve()) not in included:
+            included.add(file)
+            for name in re.findall(r'#include "(.+)"', file.read_text()):
+                places = (file.parent / name, source_directory() / name)
+                left += [path for path in places if path.is_file()][:1]
+    return pad in included
 
 
 # The files of a case; Simulation, Call and Outcome say what the fields mean.

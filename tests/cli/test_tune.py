@@ -134,10 +134,16 @@ def test_a_table_can_be_written_elsewhere_and_go_on_from_there(three_gpus, tmp_p
     assert "2 ranks, 64 KB: " not in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("arguments", [["--world-size", "4"], ["--world-size", "1"], ["--max-nbytes", "1K"]])
-def test_what_cannot_be_measured_is_refused(three_gpus, capsys, arguments):
-    assert command.main(["tune", *arguments]) == 2
-    assert "--world-size must be from 2 to 3, and --max-nbytes at least 2 KB" in capsys.readouterr().err
+BOUNDS = "--world-size must be from 2 to 3, and --max-nbytes at least 2 KB"
+REFUSED = dict.fromkeys(("--world-size 4", "--world-size 1", "--max-nbytes 1K"), BOUNDS)
+
+
+@pytest.mark.parametrize(("arguments", "said"), [*REFUSED.items(), ("--out /none/table.json", "cannot open /none/")])
+def test_what_cannot_be_measured_or_written_is_refused_at_once(three_gpus, monkeypatch, capsys, arguments, said):
+    monkeypatch.setattr(tune_command, "measure_all", None)
+
+    assert command.main(["tune", *arguments.split()]) == 2
+    assert said in capsys.readouterr().err
 
 
 def test_numbers_that_gain_nothing_stay_and_parts_get_entries(three_gpus, capsys):

@@ -184,18 +184,14 @@ def bind(tile, layout="by_rows", m=1000, n=520, k=200, sms=132):
     gemm._bind(0, tile, sms, gemm.Matrices(a, w, layout, c))
 
 
-def test_no_more_blocks_than_sms_and_than_tiles(launches):
+@pytest.mark.parametrize(
+    ("tile", "blocks"), [(MatmulTile(128, 128, 6), [1, 7, 40]), (MatmulTile(128, 256, 4, cluster=2), [2, 6, 24])]
+)
+def test_no_more_blocks_than_sms_and_than_tiles_in_whole_clusters(launches, tile, blocks):
     for sms in (1, 7, 132):
-        bind(MatmulTile(128, 128, 6), sms=sms)
+        bind(tile, sms=sms)
 
-    assert [grid.blocks for *_, grid in launches] == [1, 7, 40]
-
-
-def test_a_grid_is_whole_clusters(launches):
-    for sms in (1, 7, 132):
-        bind(MatmulTile(128, 256, 4, cluster=2), sms=sms)
-
-    assert [grid.blocks for *_, grid in launches] == [2, 6, 24]
+    assert [grid.blocks for *_, grid in launches] == blocks
 
 
 @pytest.mark.parametrize(("split", "blocks"), [(2, 80), (4, 120), (8, 120)])

@@ -189,18 +189,12 @@ def test_one_panel_takes_the_matmul_that_was_measured_to_be_faster_and_cuts_of_i
     assert all((product == 8).all() for product in whole + cut)
 
 
-def test_ranks_with_different_k_may_take_different_matmuls(gemm):
-    for k in (2, 8):
-        multiply(on_gpu(64, k), on_gpu(16, k), "none", None, [64], engine=MEASURED)
+@pytest.mark.parametrize(("torchs", "own"), [((64, 8), (64, 2)), ((131 * 128, 8), (131 * 128 + 1, 8))])
+def test_ranks_with_different_k_may_take_different_matmuls_and_a_wave_of_tiles_is_graphars(gemm, torchs, own):
+    for rows, k in (torchs, own):
+        multiply(on_gpu(rows, k), on_gpu(16, k), "none", None, [rows], engine=MEASURED)
 
-    assert gemm.made == [([64, 2], [16, 2], 132)]
-
-
-def test_one_panel_of_a_wave_of_tiles_takes_graphars_matmul(gemm):
-    for rows in (131 * 128, 131 * 128 + 1):
-        multiply(on_gpu(rows, 8), on_gpu(16, 8), "none", None, [rows], engine=MEASURED)
-
-    assert gemm.made == [([131 * 128 + 1, 8], [16, 8], 132)]
+    assert gemm.made == [([*own], [16, own[1]], 132)]
 
 
 def test_tiles_are_those_of_the_engines_table(gemm):

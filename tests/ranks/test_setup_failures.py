@@ -232,22 +232,24 @@ def set_up_where_rank_1_has_no_memory(rank, world_size):
         if rank == 1:
             raise DriverError("cuMemAlloc: CUDA_ERROR_OUT_OF_MEMORY: out of memory")
 
-    runner.Member, runner.ProcessMemory = make_member, lambda *_: SimpleNamespace(check=lambda: None)
+    memory = SimpleNamespace(check=lambda: None, close=lambda: closed.append(rank))
+    closed, runner.Member, runner.ProcessMemory = [], make_member, lambda *_: memory
     torch.cuda.get_device_name = lambda device: "no GPU"
     launcher.chip = lambda device: Chip(132, "sm_90a")
     engine = graphar.Communicator(timeout_s=20).engine
     begin = time.monotonic()
     with pytest.raises((DriverError, CommunicatorError)) as raised:
         runner.set_up(engine, torch.device("cuda", 0), lossless=True, stand_in=True)
-    return str(raised.value), time.monotonic() - begin
+    return str(raised.value), time.monotonic() - begin, closed
 
 
-def test_a_gpu_that_cannot_be_prepared_is_told_on_all_ranks_at_once():
-    (others, took_s), (own, _) = run_ranks(set_up_where_rank_1_has_no_memory, 2)
+def test_a_gpu_that_cannot_be_prepared_is_told_on_all_ranks_at_once_and_their_sockets_are_closed():
+    (others, took_s, *first), (own, _, *second) = run_ranks(set_up_where_rank_1_has_no_memory, 2)
 
     assert own == "cuMemAlloc: CUDA_ERROR_OUT_OF_MEMORY: out of memory"
     assert others == f"preparing the GPUs failed on another rank\nrank 1: DriverError: {own}"
     assert took_s < 10
+    assert first + second == [[0], [1]]
 
 
 def set_up_with(rank, world_size, setting, values, lossless=None):
@@ -258,7 +260,7 @@ def set_up_with(rank, world_size, setting, values, lossless=None):
     engine.missing_software = lambda: ""
     launcher.sm_count, launcher.architecture = (lambda device: 132), (lambda device: "sm_90a")
     torch.cuda.get_device_name = lambda device: "no GPU"
-    runner.ProcessMemory = lambda *_: SimpleNamespace(check=lambda: None)
+    runner.ProcessMemory = lambda *_: SimpleNamespace(check=lambda: None, close=lambda: None)
     communicator, said = graphar.Communicator(timeout_s=20, lossless=lossless and lossless[rank]), []
     for _ in range(2):
         with pytest.raises((CommunicatorError, ValueError)) as raised:

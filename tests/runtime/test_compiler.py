@@ -12,7 +12,7 @@ from graphar.errors import CompileError
 from graphar.plan.algorithms import Algorithm
 from graphar.runtime import compiler
 from graphar.runtime.catalogue import KernelSource, kernel_source
-from graphar.runtime.compiler import cache_key, compile_kernel
+from graphar.runtime.compiler import cache_key, compile_kernel, nvrtc_build
 from tests.runtime.conftest import edit, line_of
 
 SOURCE = kernel_source(Algorithm.ONE_SHOT, torch.bfloat16, 2)
@@ -127,7 +127,7 @@ def test_an_edit_of_another_kernel_and_the_lock_file_of_an_editor_keep_the_key(s
 CHANGES = {
     "the architecture": lambda patch: cache_key(SOURCE, "sm_90"),
     "the name expression": lambda patch: cache_key(replace(SOURCE, name="one_shot<bf16, 3>"), "sm_90a"),
-    "the version of NVRTC": lambda patch: patch.setattr(compiler, "nvrtc_version", lambda: (13, 99)),
+    "NVRTC's build": lambda patch: patch.setattr(compiler, "nvrtc_build", lambda: nvrtc_build().replace("CL-", "CL-1")),
     "the options": lambda patch: patch.setitem(compiler.OPTIONS, "std", "c++20"),
     "the layout check": lambda patch: patch.setattr(compiler, "layout_check", lambda: "static_assert(true);"),
 }

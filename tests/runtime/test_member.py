@@ -77,11 +77,12 @@ def test_captured_calls_wait_for_no_eager_one_on_a_stream_that_is_not_torchs(mem
     assert call_on(member, streams, 6) == [(6, 9)]
 
 
-def test_captured_calls_wait_for_each_other_and_for_nothing_outside(member, streams):
+@pytest.mark.parametrize("calls", [(7, 8, 8, 7), (5, 8, 5)])  # 5: the stream of the eager calls
+def test_captured_calls_wait_for_each_other_and_for_nothing_outside(member, streams, calls):
     call_on(member, streams, 5)
-    streams.captured |= {7, 8}
+    streams.captured |= set(calls)
 
-    assert call_on(member, streams, 7, 8, 8, 7) == [(8, 7), (7, 8)]
+    assert call_on(member, streams, *calls) == [(8, calls[0]), (calls[0], 8)]
 
 
 def test_eager_calls_do_not_wait_for_captured_ones(member, streams):
@@ -91,10 +92,3 @@ def test_eager_calls_do_not_wait_for_captured_ones(member, streams):
     streams.captured.clear()
 
     assert call_on(member, streams, 6, 7) == [(6, 5), (7, 6)]
-
-
-def test_a_capture_on_the_stream_of_the_eager_calls_is_ordered_too(member, streams):
-    call_on(member, streams, 5)
-    streams.captured |= {5, 8}
-
-    assert call_on(member, streams, 5, 8, 5) == [(8, 5), (5, 8)]

@@ -69,7 +69,7 @@ def test_choices_go_by_what_the_devices_of_every_rank_have(monkeypatch, own, the
     """Ranks that chose by their own devices would load different kernels, and then wait for each other."""
     monkeypatch.setattr(launcher, "chip", lambda device: own[device])
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "no GPU")
-    memory = SimpleNamespace(check=lambda: None)
+    memory = SimpleNamespace(check=lambda: None, close=lambda: None)
     for name, made in {"LocalMemory": memory, "ProcessMemory": memory, "TorchMemory": None, "Member": None}.items():
         monkeypatch.setattr(runner, name, lambda *_, made=made: made)
     monkeypatch.setattr(runner, "Runner", lambda members, world_size, chip, *rest: chip)
@@ -271,12 +271,13 @@ def test_ranks_whose_calls_differ_are_told_what_each_called(monkeypatch):
 
 class Region:
     def __init__(self) -> None:
-        self.done = []
+        self.done, self.pointers = [], [0x4000]
         self.unmap, self.free = lambda: self.done.append("unmap"), lambda: self.done.append("free")
 
 
 def close_with(monkeypatch, error):
-    """What was done to the memory when closing met with ``error``, and whether the member's words were freed."""
+    """What was done to the memory when closing met with ``error``, whether the member's words were freed, and what the
+    runner then tells of launches and symmetric tensors."""
 
     def close(step):
         if error:
@@ -287,12 +288,12 @@ def close_with(monkeypatch, error):
     closing = runner_of(monkeypatch, record_of(kind=0), rendezvous=SimpleNamespace(close=close))
     freed, region = [], Region()
     closing.members[0].free = lambda: freed.append(True)
-    closing.regions = {Algorithm.ONE_SHOT: region}
+    closing.regions, closing.symmetric.buffers = {Algorithm.ONE_SHOT: region}, [Region()]
     try:
         closing.close()
     except RanksAbsent:
         region.done.append("raised")
-    return region.done, freed
+    return region.done, freed, closing.launches(), closing.symmetric.buffers
 
 
 @pytest.mark.parametrize(
@@ -304,5 +305,5 @@ def close_with(monkeypatch, error):
     ],
     ids=["all ranks come", "the absent ranks have ended", "an absent rank may write"],
 )
-def test_closing_frees_the_memory_that_no_absent_rank_may_write_to(monkeypatch, error, done):
-    assert close_with(monkeypatch, error) == (done, [True])
+def test_closing_frees_the_memory_that_no_absent_rank_may_write_to_and_keeps_counts(monkeypatch, error, done):
+    assert close_with(monkeypatch, error) == (done, [True], {"one_shot": 3}, [])

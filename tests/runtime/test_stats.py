@@ -111,7 +111,7 @@ def test_a_closed_communicator_still_has_its_counts():
     with graphar.Communicator(devices=["cpu", "cpu"]) as closed:
         closed.allreduce([torch.ones(4)] * 2)
 
-    assert closed.stats().calls[0].calls == 1
+    assert (closed.stats().calls[0].calls, closed.stats().failure) == (1, "")
 
 
 def test_counts_become_json(pair):
@@ -173,6 +173,15 @@ def test_launches_are_not_read_while_a_graph_is_captured(monkeypatch):
     monkeypatch.setattr(runner, "is_capturing", lambda device: True)
 
     assert counting.launches() == {}
+
+
+def test_launches_are_counted_while_another_thread_prepares_a_kernel(monkeypatch):
+    counting = runner_of(monkeypatch, record_of(kind=0))
+    monkeypatch.setattr(counting, "_allocate", lambda algorithm: counting.regions[Algorithm.ONE_SHOT_PUSH])
+    new = "a key", Algorithm.ONE_SHOT, "a kernel", lambda member: None
+    monkeypatch.setattr(runner, "calls_begun", lambda counters, device: len(counting.prepare_all(*new)))
+
+    assert counting.launches() == {"two_shot_push": 1, "one_shot_push": 1}
 
 
 def test_stats_are_printed_as_a_table():

@@ -354,6 +354,16 @@ def test_launches_before_are_counted_on(runner):
     assert runner.launches() == {"one_shot_push": 8}
 
 
+def test_launches_are_counted_once_where_a_suspension_fails(runner, monkeypatch):
+    counters_of(runner, Algorithm.ONE_SHOT_PUSH).epoch_state[0].epoch = 5
+    monkeypatch.setattr(suspension, "_pinned", lambda nbytes: torch.empty(-1))
+
+    with pytest.raises(RuntimeError):
+        Suspension(runner, keeps_tensors=True)
+
+    assert runner.launches() == {"one_shot_push": 5}
+
+
 @pytest.mark.parametrize("keeps", [True, False])
 def test_symmetric_tensors_are_kept_if_asked(runner, keeps):
     (buffer,) = runner.symmetric.buffers

@@ -39,17 +39,11 @@ def install(folder, text):
     return str(program)
 
 
-def test_without_a_compiler_the_error_says_what_to_install(monkeypatch, tmp_path):
-    monkeypatch.setenv("PATH", str(tmp_path))
+@pytest.mark.parametrize(("variable", "named"), [("PATH", r"g\+\+"), ("CXX", "CXX=/nowhere")])
+def test_a_compiler_that_is_not_there_is_named_with_what_to_install(monkeypatch, variable, named):
+    monkeypatch.setenv(variable, "/nowhere")
 
-    with pytest.raises(UnsupportedError, match=r"needs g\+\+ 12 or newer.*apt install g\+\+.*; g\+\+ is not there"):
-        build.compiler()
-
-
-def test_a_compiler_that_cxx_names_and_is_not_there_is_named(monkeypatch):
-    monkeypatch.setenv("CXX", "/nowhere/g++-12")
-
-    with pytest.raises(UnsupportedError, match=r"apt install g\+\+.*; CXX=/nowhere/g\+\+-12 is not there"):
+    with pytest.raises(UnsupportedError, match=rf"needs g\+\+ 12 or newer.*apt install g\+\+.*; {named} is not there"):
         build.compiler()
 
 
@@ -118,9 +112,11 @@ def test_outputs_that_were_not_used_for_a_month_are_deleted(folder):
 
 
 @needs_compiler
-def test_without_a_cache_to_trust_outputs_are_the_process_own(folder):
+@pytest.mark.parametrize(("mode", "is_writable"), [(0o777, True), (0o700, False)])
+def test_without_a_cache_to_trust_and_to_write_outputs_are_the_process_own(folder, monkeypatch, mode, is_writable):
+    monkeypatch.setattr(os, "access", lambda path, _: is_writable or path != folder)
     folder.mkdir(parents=True)
-    folder.chmod(0o777)
+    folder.chmod(mode)
 
     made = compile_file({"one.cpp": "int one = 1;\n"}, "one.cpp", ("-c",))
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+import shutil
 
 import pytest
 import torch
 
 from graphar import simulator
 from graphar.simulator import Mutation
-from tests.outside import load
+from tests.outside import FOLDER, load
 
 pytestmark = [pytest.mark.host, pytest.mark.usefixtures("nothing_stays_loaded")]
 
@@ -65,6 +66,14 @@ def test_a_kernel_may_use_names_that_the_twins_of_the_ptx_have_for_themselves():
     own = Mutation("pushed_sum.cu", "template <class T, int N>", f"{given}template <class T, int N>")
 
     assert simulator.run(load(), ranks=(2,), **FEW, mutations=(own,)).ok
+
+
+def test_headers_may_include_each_other_and_the_compiler_for_gpus_may_have_more(tmp_path):
+    source = shutil.copytree(FOLDER, tmp_path / "mine") / "pushed_sum.cu"
+    with source.with_name("slots_of_call.cuh").open("a") as header:
+        header.write('#include "slots_of_call.cuh"\n#ifdef __CUDACC__\n#include "cuda_fp8.h"\n#endif\n')
+
+    assert simulator.run(load(source), ranks=(2,), **FEW).ok
 
 
 def test_one_that_is_not_loaded_is_an_error():

@@ -51,7 +51,6 @@ class Suspension:
             if is_capturing(member.device):
                 raise CommunicatorError("suspend: a graph is being captured; end the capture before")
         self._runner.synchronize()
-        self._runner.launched = Counter(self._runner.launches())
 
     def _save(self) -> None:
         for buffer, member in itertools.product(self._tensors, self._runner.members):
@@ -62,7 +61,7 @@ class Suspension:
 
     def _withdraw(self) -> None:
         """Gives the memory back. A step that fails is tried again once all other memory is free."""
-        self._runner.suspended = True
+        self._runner.launched, self._runner.suspended = Counter(self._runner.launches()), True
         devices = list(dict.fromkeys(member.device for member in self._runner.members))
         with on_device(devices[0]):
             if self._scratch and self._guard is None:

@@ -8,7 +8,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -175,10 +175,11 @@ def _write(path: Path, events: Sequence[dict]) -> None:
 
 
 def _read(path: Path) -> list[dict]:
-    try:
-        return json.loads(path.read_text())["traceEvents"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is no trace of graphar.profile") from error
+    with suppress(ValueError, KeyError, TypeError):
+        events = json.loads(path.read_text())["traceEvents"]
+        if all(event["ph"] == "M" or "call" in event["args"] for event in events):
+            return events
+    raise ValueError(f"{path} is no trace of graphar.profile")
 
 
 def tell_waits(events: Sequence[dict]) -> None:
