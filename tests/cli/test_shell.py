@@ -1,6 +1,7 @@
 """python -m graphar: what its commands say, with and without GPUs, and how they end."""
 
 import json
+import re
 import subprocess
 import sys
 import tomllib
@@ -126,9 +127,9 @@ BAD_ARGUMENTS = {
     "explain large": "'large' is no size; write 2K, 1.5MB, 1GiB or a number of bytes",
     "explain -- -5": "'-5' is no size",
     "explain 1M --codec int9": "invalid choice: 'int9'",
-    "explain 2K --world-size 1": "1 ranks: the kernels run between 2 to 8 GPUs of one host",
-    "explain 2K --world-size 16": "16 ranks: the kernels run between 2 to 8 GPUs of one host",
-    "explain 2K --world-size two": "two ranks: the kernels run between 2 to 8 GPUs of one host",
+    "explain 2K --world-size 1": "'1' is no number of ranks: the kernels run on 2 to 8 GPUs of one host",
+    "explain 2K --world-size 16": "'16' is no number of ranks: the kernels run on 2 to 8 GPUs of one host",
+    "explain 2K --world-size two": "'two' is no number of ranks: the kernels run on 2 to 8 GPUs of one host",
     "explain 1M --load absent.py": "there is no Python file 'absent.py'",
     "bench 5G": "sizes of allreduce must be from 1 byte to 4 GB",
     "bench 1G --op allgather": "sizes of allgather must be from 1 byte to 256 MB",
@@ -140,6 +141,7 @@ BAD_ARGUMENTS = {
     "bench -f 1": "and a --stepfactor of 2 or more",
     "bench -b 0 -e 1M": "sizes of allreduce must be from 1 byte to 4 GB",
     "bench -e 4K": "bench: --maxbytes needs --minbytes",
+    "bench -b 4K -e 1K": "bench: --maxbytes must be at least --minbytes",
     "bench -e 0": "bench: --maxbytes needs --minbytes",
     "bench 2K --algorithm ring": "--algorithm of allreduce must be one of auto, one_shot_push, ",
     "bench 2K --algorithm one_shot --op allgather": "--algorithm of allgather must be one of auto, allgather_",
@@ -150,7 +152,7 @@ BAD_ARGUMENTS = {
     "bench 2K -t 1": "unrecognized arguments: -t",
     "simulate ring": "'ring' is no Python file, and none of one_shot_push, ",
     "simulate absent.py": "there is no Python file 'absent.py'",
-    "simulate one_shot --ranks 2-9": "9 ranks: the kernels run between 2 to 8 GPUs",
+    "simulate one_shot --ranks 2-9": "'9' is no number of ranks: the kernels run on 2 to 8 GPUs",
     "simulate one_shot --sanitizers memory": "'memory' is none of plain, thread, address",
     "simulate one_shot --numel 0": "'0' must be a positive number",
     "simulate one_shot --dtypes int8": "'int8' is none of bfloat16, ",
@@ -252,9 +254,10 @@ def test_the_version_has_the_commit_that_pip_recorded(recorded, commit, monkeypa
 def test_shells_complete_commands_and_options(shell, capsys):
     pytest.importorskip("shtab")
 
-    assert main(["--completion", shell]) == 0
+    assert main(["--completion", shell], prog="python -m graphar") == 0
 
     script = capsys.readouterr().out
+    assert not re.search(r"^(complete|#compdef) .*python", script, re.MULTILINE)
     assert [word for word in (*COMMANDS, "--world-size", "fp8_e4m3") if word not in script] == []
 
 
