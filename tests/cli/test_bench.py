@@ -168,15 +168,6 @@ def test_torchrun_times_between_its_processes():
     assert [row["nbytes"] for row in found["rows"]] == [1024, 1024, 4096, 4096]
 
 
-@NO_GPUS
-@pytest.mark.parametrize(("option", "told"), [("--world-size 4", "leave out --world-size"), ("--backend nccl", "GPUs")])
-def test_under_torchrun_it_refuses_another_number_of_ranks_and_nccl_without_gpus(option, told, monkeypatch, capsys):
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a test")
-
-    assert main(["bench", "1K", *option.split()]) == 2
-    assert told in capsys.readouterr().err
-
-
 def test_the_table_has_the_columns_of_nccl_tests():
     options = Namespace(op="allreduce", codec=None, iters=2, warmup_iters=1, check=1)
     rows = [
