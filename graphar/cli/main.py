@@ -18,11 +18,10 @@ from graphar.cli.options import BAD_ARGUMENTS, EXIT_STATUS, INTERRUPTED, fail
 from graphar.errors import GrapharError, UnsupportedError
 from graphar.runtime.availability import PROJECT
 
-SCRIPT = "graphar"
 SHELLS = ("bash", "zsh")  # that shtab completes for
 
 
-def main(argv: Sequence[str] | None = None, prog: str = SCRIPT) -> int:
+def main(argv: Sequence[str] | None = None, prog: str = "graphar") -> int:
     """Runs a command, and returns its exit status: 0 for success, 1 for a failure or a problem that was found, 2 for
     bad arguments, 130 after Ctrl-C. ``prog`` is the program's name in the usage."""
     parser = argparse.ArgumentParser(
@@ -93,5 +92,5 @@ def _completion(parser: argparse.ArgumentParser, shell: str | None) -> str:
         import shtab
     except ImportError:
         raise UnsupportedError("--completion needs shtab: python -m pip install shtab") from None
-    parser.prog = SCRIPT  # a shell completes one word, not `python -m graphar`
+    parser.prog = "graphar"  # a shell completes one word, not `python -m graphar`
     return shtab.complete(parser, shell)

@@ -64,9 +64,7 @@ def python_file(text: str) -> str:
 def world_size(text: str) -> int:
     """Returns a number of ranks; an argparse type."""
     if not text.isdecimal() or int(text) not in WORLD_SIZES:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is no number of ranks: the kernels run on 2 to {MAX_RANKS} GPUs of one host"
-        )
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of ranks: the kernels run on 2 to {MAX_RANKS} GPUs")
     return int(text)
 
 
