@@ -216,13 +216,14 @@ class Communicator:
                 fused matmul together with its sum, such as "allreduce" or "allreduce_residual_rmsnorm".
 
         Raises:
-            ValueError: there is no such op, or an epilogue is a function.
+            TypeError, ValueError: an argument breaks a rule: there is no such op, or an epilogue is a function.
             CommunicatorError: the communicator is closed, or a rank did not arrive in time.
             CompileError: a kernel did not compile.
         """
         rounded = [as_codec("prepare", codec) for codec in codecs]
         forms = [form_to_prepare(epilogue) for epilogue in epilogues]
-        prepare(self.engine, call_checks.check_ops("prepare", ops), dtypes, max_nbytes, rounded, forms, tp_invariant)
+        named, types = call_checks.check_ops("prepare", ops), call_checks.check_prepared("prepare", dtypes, max_nbytes)
+        prepare(self.engine, named, types, max_nbytes, rounded, forms, tp_invariant)
 
     def synchronize(self) -> None:
         """Waits for all work on this process's devices, and raises the errors of calls in replayed graphs.

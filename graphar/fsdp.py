@@ -55,7 +55,7 @@ def set_collectives(
         error_feedback: with a codec, whether this rank adds the rounding errors of the gradients to the next gradients.
             On every rank this takes memory of the size of the whole gradients.
         blocks: the most thread blocks of an exact call, which is then never compressed; the same on every rank. None:
-            64 between 2 ranks and 32 between more, and the whole grid where a call is compressed.
+            64 between 2 ranks and 32 between more, and the whole grid where a gather is compressed.
         algorithm: "copies" for exact calls by copy engines, which leave matmuls all SMs but for short sums and
             meetings; "kernels"; or "auto", which goes by the tuning table, and takes kernels if ``blocks`` is given.
             Where kernels do not reach all ranks, as on the CPU, it has no effect. "hierarchical", with a codec and
@@ -250,8 +250,7 @@ class ExactReduceScatter(_Collective):
     Args:
         group: a Communicator, process group or DeviceMesh of one dimension with the ranks that parameters are sharded
             over. None: each module's own group.
-        blocks: the most thread blocks of a call, which is then never compressed; the same on every rank. None: 64
-            between 2 ranks and 32 between more, and the whole grid where a call is compressed.
+        blocks: the most thread blocks of a call; the same on every rank. None: 64 between 2 ranks and 32 between more.
         algorithm: "copies", "kernels" or "auto", as in :func:`set_collectives`.
 
     Raises:

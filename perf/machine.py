@@ -61,7 +61,8 @@ def memory_rate() -> float | None:
 def check_world_sizes(world_sizes: Sequence[int], gpu_count: int) -> None:
     """Ends the program if this machine cannot run these numbers of ranks."""
     if min(world_sizes) < 2 or (gpu_count >= 2 and max(world_sizes) > gpu_count):
-        sys.exit(f"--world-size must be from 2 to the number of GPUs, {gpu_count}")
+        most = f"from 2 to the number of GPUs, {gpu_count}" if gpu_count >= 2 else "2 or more"
+        sys.exit(f"--world-size must be {most}")
 
 
 def gpu_and_driver() -> tuple[str, str]:

@@ -71,7 +71,9 @@ def sizes_of(options: argparse.Namespace, defaults: Sequence[int]) -> list[int]:
     if options.stepfactor < 2 or (options.sizes and options.minbytes is not None):
         raise ValueError("bench: give sizes or --minbytes, and a --stepfactor of 2 or more")
     if options.minbytes is not None:
-        sizes, largest = [options.minbytes], options.maxbytes or options.minbytes
+        sizes, largest = [options.minbytes], options.minbytes if options.maxbytes is None else options.maxbytes
+        if largest < options.minbytes:
+            raise ValueError("bench: --maxbytes must be at least --minbytes")
         while 0 < sizes[-1] * options.stepfactor <= largest:
             sizes.append(sizes[-1] * options.stepfactor)
     elif options.maxbytes is not None:
@@ -95,6 +97,10 @@ def run(options: argparse.Namespace) -> int:
     world_size = options.world_size or ranks_here() if is_one_process else None
     if is_one_process and options.backend:
         raise ValueError("bench: --backend needs processes: torchrun --nproc-per-node=2 -m graphar bench ...")
+    if not is_one_process and options.world_size:
+        raise ValueError("bench: under torchrun --nproc-per-node is the number of ranks: leave out --world-size")
+    if "nccl" in (options.backend or ()) and not torch.cuda.is_available():
+        raise ValueError("bench: --backend nccl needs GPUs, torch sees no CUDA device")
     if available and world_size and world_size > torch.cuda.device_count():
         raise GrapharError(f"bench: {world_size} ranks need as many GPUs, torch sees {torch.cuda.device_count()}")
     with Ranks(options, world_size) as ranks:

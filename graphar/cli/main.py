@@ -92,4 +92,5 @@ def _completion(parser: argparse.ArgumentParser, shell: str | None) -> str:
         import shtab
     except ImportError:
         raise UnsupportedError("--completion needs shtab: python -m pip install shtab") from None
+    parser.prog = "graphar"  # a shell completes one word, not `python -m graphar`
     return shtab.complete(parser, shell)

@@ -64,10 +64,7 @@ def python_file(text: str) -> str:
 def world_size(text: str) -> int:
     """Returns a number of ranks; an argparse type."""
     if not text.isdecimal() or int(text) not in WORLD_SIZES:
-        raise argparse.ArgumentTypeError(
-            f"{text} ranks: the kernels run between 2 to {MAX_RANKS} GPUs of one host. Groups of"
-            " several hosts take algorithm='hierarchical' or torch.distributed"
-        )
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of ranks: the kernels run on 2 to {MAX_RANKS} GPUs")
     return int(text)
 
 
@@ -104,7 +101,7 @@ def add_call(command: argparse.ArgumentParser, dtypes: Iterable[str], *, count: 
     one_of = {"type": dtype_name, "choices": list(dtypes), "default": "bfloat16"}
     command.add_argument("-d", "--dtype", "--datatype", metavar="DTYPE", help=listed, **one_of)
     default = f"ranks (default: {ranks}, or 4)"
-    command.add_argument("--world-size", type=world_size, metavar="N", help=f"{default}, at most {MAX_RANKS}")
+    command.add_argument("--world-size", type=world_size, metavar="N", help=f"{default}, 2 to {MAX_RANKS}")
     codecs = f"codec of an all-reduce: {', '.join(NAMES)}"
     command.add_argument("--codec", choices=NAMES, metavar="CODEC", help=codecs)
 

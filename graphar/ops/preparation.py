@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -31,7 +31,7 @@ NeededTile = tuple[Algorithm, torch.dtype, Tile, Product]  # the product has no 
 def prepare(
     engine: Engine,
     ops: Sequence[str],
-    dtypes: Iterable[torch.dtype],
+    dtypes: Sequence[torch.dtype],
     max_nbytes: int | None,
     codecs: Sequence[Codec] = (),
     epilogues: Sequence[Pointwise] = (),
@@ -40,7 +40,6 @@ def prepare(
     """Does what graphar.Communicator.prepare does, whose arguments it takes, checked."""
     if tp_invariant:
         leaf_tree.check_ranks("prepare", engine.world_size)
-    dtypes = list(dtypes)
     added = [dtype for dtype in dtypes if dtype in TYPE_NAMES]
     named = ", and e4m3 operands" if FP8 in dtypes else ""
     named += f", codecs {[codec.text for codec in codecs]}" if codecs else ""

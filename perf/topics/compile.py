@@ -13,6 +13,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field
 from typing import ClassVar
 
+from graphar.cli.options import count
 from graphar.runtime.catalogue import KernelSource
 from graphar.runtime.compiler import compile_kernel, nvrtc_version
 from perf.cubin import resources
@@ -89,7 +90,7 @@ class Compile(Report):
 
     @classmethod
     def add_options(cls, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("--every", type=int, default=1, metavar="N", help="compile every Nth kernel (default: 1)")
+        parser.add_argument("--every", type=count, default=1, metavar="N", help="compile every Nth kernel (default: 1)")
 
     @classmethod
     def plan(cls, options: argparse.Namespace, gpu_count: int) -> int:

@@ -266,6 +266,9 @@ def of_algorithms(alone, pair):
     yield row("allreduce epilogue two_shot_tma", "two_shot_tma", UnsupportedError, REDUCE, [X, Y], pair, **tma)
     for ops in ("allgather", ["allgather", "allreduce_out"], [None]):
         yield row(f"prepare ops {ops}", "ops", ValueError, pair.prepare, ops=ops)
+    for dtypes in (["bfloat16"], torch.bfloat16):
+        yield row(f"prepare dtypes {dtypes}", "dtypes", TypeError, pair.prepare, dtypes=dtypes)
+    yield row("prepare max_nbytes 64M", "max_nbytes", TypeError, pair.prepare, max_nbytes="64M")
 
 
 def of_timeouts(alone, pair):

@@ -84,7 +84,7 @@ REFUSED = {
     "fsdp --layers -1": "must be positive",
     "fsdp --tokens 0": "must be positive",
     "fsdp --seconds -2": "must be positive",
-    "fsdp --world-size 1": "must be",
+    "fsdp --world-size 1": "--world-size must be 2 or more",
     "slow_links --rates fast": "--rates: not a rate: fast",
     "slow_links --rates 1": "--rates: not a rate: 1",
     "slow_links --rates gbit": "--rates: not a rate: gbit",

@@ -59,6 +59,16 @@ def check_ops(op: str, ops: Iterable[str]) -> list[str]:
     return [str(name) for name in wanted]
 
 
+def check_prepared(op: str, dtypes: object, max_nbytes: object) -> list[torch.dtype]:
+    """Returns ``dtypes`` as a list; TypeError unless all are torch's dtypes, and ``max_nbytes`` is no text."""
+    wanted = list(dtypes) if isinstance(dtypes, Iterable) else [None]
+    if not all(isinstance(dtype, torch.dtype) for dtype in wanted):
+        raise TypeError(f"{op}: dtypes must be a list of torch.dtype, such as [torch.bfloat16], got {dtypes!r}")
+    if isinstance(max_nbytes, str):
+        raise TypeError(f"{op}: max_nbytes must be a number of bytes or None, got {max_nbytes!r}")
+    return wanted
+
+
 def check_axis(op: str, x: torch.Tensor, axis: object, name: str = "axis") -> int:
     """Returns ``axis``, an argument of this ``name``, counted from the front; raises TypeError or ValueError."""
     if isinstance(axis, bool) or not isinstance(axis, int):
