@@ -23,7 +23,7 @@ from graphar.numerics.partitions import TP_INVARIANT
 from graphar.ops.allgather_matmul import fused_allgather_matmul
 from graphar.ops.linear import linear
 from graphar.ops.matmul_sums import fused_matmul_allreduce, fused_matmul_reducescatter, with_constant_weight
-from graphar.ops.replicated import copied, summed
+from graphar.ops.replicated import copied, is_recorded, summed
 from graphar.ops.sums import allreduce, reducescatter
 from graphar.ranks.groups import process_group
 from graphar.runtime.registry import Group, engine_name, engine_of_either
@@ -292,7 +292,7 @@ def _serves(outputs: DTensor, layout: Placement) -> bool:
 
 
 def _sum_outputs(x: torch.Tensor, group: Group) -> torch.Tensor:
-    return summed(x, engine_name(group)) if x.requires_grad else allreduce(x, group)
+    return summed(x, engine_name(group)) if is_recorded(x) else allreduce(x, group)
 
 
 def _place(group: Group, alone: bool = False) -> tuple[int, int]:

@@ -9,18 +9,19 @@ from graphar.ops.register import ops_by_name
 
 def summed(x: torch.Tensor, communicator: str) -> torch.Tensor:
     """Returns the sum over ranks. Its gradient, equal on all ranks, is the gradient of each summand."""
-    if _is_recorded(x):
+    if is_recorded(x):
         return _OfReplicas.apply(x, communicator, True)
     return ops_by_name["allreduce"].dispatched(x=x, communicator=communicator)
 
 
 def copied(x: torch.Tensor, communicator: str) -> torch.Tensor:
     """Returns ``x``, equal on all ranks. Its gradient is the sum of the gradients that the ranks have of it."""
-    return _OfReplicas.apply(x, communicator, False) if _is_recorded(x) else x
+    return _OfReplicas.apply(x, communicator, False) if is_recorded(x) else x
 
 
-def _is_recorded(x: torch.Tensor) -> bool:
-    return x.requires_grad and torch.is_grad_enabled()
+def is_recorded(x: torch.Tensor) -> bool:
+    """Whether ``x`` may need a gradient: a tensor of torch.vmap does not tell, and torch refuses the function below."""
+    return torch.is_grad_enabled() and (x.requires_grad or torch._C._functorch.is_batchedtensor(x))  # type: ignore
 
 
 class _OfReplicas(torch.autograd.Function):

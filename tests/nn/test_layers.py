@@ -6,6 +6,7 @@ import importlib
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import Replicate, Shard, parallel
 from torch.nn import functional
 
 import graphar
@@ -140,6 +141,16 @@ def test_a_constant_weight_is_multiplied_by_the_fused_op_in_inference(group_of, 
     assert called == [{"group": None}] * constant_weight
 
 
+def test_vmap_takes_layers_without_gradients_alone(group_of):
+    group_of(1)
+    for kind in (nn.RowParallelLinear, nn.ColumnParallelLinear):
+        layer, x = kind(torch.nn.Linear(4, 6)), torch.ones(2, 3, 4)
+        with torch.no_grad():
+            assert torch.equal(torch.vmap(layer)(x), layer(x))
+        with pytest.raises(RuntimeError, match="Function with functorch transforms"):
+            torch.vmap(layer)(x.requires_grad_())
+
+
 def other_model():
     """A model with the weights of another seed, on every rank the same."""
     model = MLP()
@@ -186,8 +197,6 @@ def test_a_checkpoint_of_another_size_is_torchs_own_error(rank, world_size):
 
 
 def planned(world_size, model, styles, **output):
-    from torch.distributed.tensor import parallel
-
     mesh = dist.device_mesh.init_device_mesh(next(model.parameters()).device.type, (world_size,))
     plan = {"up": parallel.ColwiseParallel(), "down": styles.RowwiseParallel(**output)}
     return parallel.parallelize_module(model, mesh, plan)
@@ -195,16 +204,12 @@ def planned(world_size, model, styles, **output):
 
 def run_plan(rank, world_size, modes, **output):
     """What :func:`both_ways` gives by torch's plan, and by graphar's in each mode."""
-    from torch.distributed.tensor import parallel
-
     theirs = both_ways(planned(world_size, MLP(), parallel, **output), batch())
     mine = [both_ways(maybe_compiled(planned(world_size, MLP(), nn, **output), mode), batch()) for mode in modes]
     return theirs, mine
 
 
 def run_plans(rank, world_size):
-    from torch.distributed.tensor import Shard
-
     last = {"output_layouts": Shard(-1), "use_local_output": False}
     return {
         "replicated": run_plan(rank, world_size, MODES),
@@ -216,7 +221,6 @@ def run_plans(rank, world_size):
 
 def run_bits(rank, world_size, device):
     """Outputs of layers and plans in bf16, and results of the eager op on the same input."""
-    from torch.distributed.tensor import Shard
 
     def whole():
         return MLP(bias=False, dtype=torch.bfloat16).to(device)
@@ -237,14 +241,11 @@ def run_bits(rank, world_size, device):
 
 
 def run_embedding(rank, world_size):
-    from torch.distributed.tensor import Replicate
-    from torch.distributed.tensor.parallel import parallelize_module
-
     torch.manual_seed(0)
     embedding, ids = torch.nn.Embedding(12, HIDDEN), torch.arange(12)
     expected = embedding(ids).detach()
     mesh = dist.device_mesh.init_device_mesh("cpu", (world_size,))
-    sharded = parallelize_module(embedding, mesh, nn.RowwiseParallel(input_layouts=Replicate()))
+    sharded = parallel.parallelize_module(embedding, mesh, nn.RowwiseParallel(input_layouts=Replicate()))
     return sharded(ids).detach().clone(), expected
 
 
