@@ -23,7 +23,7 @@ from graphar.numerics.partitions import TP_INVARIANT
 from graphar.ops.allgather_matmul import fused_allgather_matmul
 from graphar.ops.linear import linear
 from graphar.ops.matmul_sums import fused_matmul_allreduce, fused_matmul_reducescatter, with_constant_weight
-from graphar.ops.sums import SUM as ALLREDUCE
+from graphar.ops.replicated import copied, is_recorded, summed
 from graphar.ops.sums import allreduce, reducescatter
 from graphar.ranks.groups import process_group
 from graphar.runtime.registry import Group, engine_name, engine_of_either
@@ -247,7 +247,7 @@ class ColumnParallelLinear(_OfGroup):
     _with_tokens = staticmethod(sequence.column_parallel)
 
     def _of_whole(self, x: torch.Tensor) -> torch.Tensor:
-        return functional.linear(_SumGradients.apply(x, engine_name(self.group)), self.weight, self.bias)
+        return functional.linear(copied(x, engine_name(self.group)), self.weight, self.bias)
 
     def _of_leaves(self, x: torch.Tensor) -> torch.Tensor:
         group = dist.group.WORLD if self.group is None and dist.is_initialized() else self.group
@@ -291,33 +291,8 @@ def _serves(outputs: DTensor, layout: Placement) -> bool:
     return even or isinstance(layout, Replicate)
 
 
-class _SumOutputs(torch.autograd.Function):
-    """Sums the ranks' outputs. The gradient of the sum, equal on all ranks, is the gradient of each output."""
-
-    @staticmethod
-    def forward(ctx, x, communicator):
-        return ALLREDUCE.dispatched(x=x, communicator=communicator)
-
-    @staticmethod
-    def backward(ctx, *gradient):
-        return *gradient, None
-
-
-class _SumGradients(torch.autograd.Function):
-    """The identity. Its backward pass sums the input's gradients, which come from different features on each rank."""
-
-    @staticmethod
-    def forward(ctx, x, communicator):
-        ctx.communicator = communicator
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, *gradient):
-        return ALLREDUCE.dispatched(x=gradient[0], communicator=ctx.communicator), None
-
-
 def _sum_outputs(x: torch.Tensor, group: Group) -> torch.Tensor:
-    return _SumOutputs.apply(x, engine_name(group)) if x.requires_grad else allreduce(x, group)
+    return summed(x, engine_name(group)) if is_recorded(x) else allreduce(x, group)
 
 
 def _place(group: Group, alone: bool = False) -> tuple[int, int]:

@@ -118,15 +118,17 @@ class _OfOwnTokens(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *gradient):
-        (dy,), (x, *parameters), tokens = gradient, ctx.saved_tensors, ctx.tokens
-        if tokens is None:
-            return None, None, None, *vjp(ctx.function, (x, *parameters), dy)[1]
-        each = -(-ctx.length // tokens.ranks)
-        begins = [min(each * rank, ctx.length) for rank in range(tokens.ranks + 1)]
-        lengths = [end - begin for begin, end in itertools.pairwise(begins)]
-        whole = tokens.joined(x, lengths), *parameters
-        of_x, *rest = vjp(ctx.function, whole, tokens.joined(dy, lengths))[1]
-        return None, None, None, of_x.narrow(tokens.axis, begins[tokens.rank], lengths[tokens.rank]), *rest
+        (dy,), (x, *parameters), tokens, own = gradient, ctx.saved_tensors, ctx.tokens, None
+        if tokens is not None:
+            each = -(-ctx.length // tokens.ranks)
+            begins = [min(each * rank, ctx.length) for rank in range(tokens.ranks + 1)]
+            lengths = [end - begin for begin, end in itertools.pairwise(begins)]
+            x, dy = tokens.joined(x, lengths), tokens.joined(dy, lengths)
+            own = tokens.axis, begins[tokens.rank], lengths[tokens.rank]
+        # For results that have derivatives themselves, vjp() wants inputs that all need gradients.
+        inputs = tuple([one if one.requires_grad else one.detach().requires_grad_() for one in (x, *parameters)])
+        of_x, *rest = vjp(ctx.function, inputs, dy, create_graph=torch.is_grad_enabled())[1]
+        return None, None, None, of_x if own is None else of_x.narrow(*own), *rest
 
 
 @_disable_dynamo  # torch.compile traces no backward pass that differentiates; torch.compiler.disable imports it

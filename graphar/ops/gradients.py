@@ -17,6 +17,7 @@ from graphar.numerics.partitions import TP_INVARIANT
 from graphar.ops import linear
 from graphar.ops.options import Tensors
 from graphar.ops.register import define, for_ranks
+from graphar.ops.replicated import copied
 from graphar.runtime.registry import engine_of_group
 
 
@@ -107,6 +108,8 @@ def of_operands(ctx, gradients: Tensors, a: Tensors, w: Tensors) -> tuple[list, 
             gradients = sums_as_tree(ctx, gradients, gradients[0].dtype)
         elif ctx.in_list:
             gradients = for_ranks(ctx, "allreduce", gradients, **ctx.where)
+        else:
+            gradients = [copied(gradients[0], ctx.arguments.communicator)]
         of_a = linear.where_needed(needs_a, linear.of_input, partition, gradients, w)
         return of_a, linear.where_needed(needs_w, linear.of_weight, partition, gradients, a)
     of_a, wholes = [None] * len(a), gradients

@@ -11,6 +11,7 @@ from graphar.numerics.fp8_products import checked_scales
 from graphar.numerics.partitions import TP_INVARIANT
 from graphar.ops import matmul_operands, options, parts
 from graphar.ops.register import define, ops_by_name
+from graphar.ops.replicated import copied
 from graphar.plan.work import MATMUL_ALLREDUCE
 from graphar.product import operands
 from graphar.product.multiply import Leaves, Scaled
@@ -125,8 +126,8 @@ def _keep(ctx, inputs, output) -> None:
 
 def _backward(ctx, dy):
     (a, w), (needs_a, needs_w, needs_bias, *_) = ctx.saved_tensors, ctx.needs_input_grad
-    dy = dy.to(a.dtype)
-    of_a = None
+    dy, of_a = dy.to(a.dtype), None
+    a = copied(a, ctx.communicator) if ctx.communicator else a
     if needs_a and ctx.communicator:
         call = {"communicator": ctx.communicator, "partition": TP_INVARIANT}
         of_a = ops_by_name[MATMUL_ALLREDUCE].dispatched(a=dy, w=w.t(), **call)

@@ -6,9 +6,11 @@ import importlib
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import Replicate, Shard, parallel
 from torch.nn import functional
 
 import graphar
+from graphar import nn
 from tests.cases import normal, same_bits
 from tests.processes import on_ranks, run_ranks
 
@@ -46,13 +48,21 @@ def both_ways(model, x):
     return [local(y).detach(), x.grad, *(local(parameter.grad) for parameter in model.parameters())]
 
 
+def derived_twice(model, x):
+    """The gradient of the input, and the gradients of a penalty on it and on the gradients of the parameters."""
+    x = x.clone().requires_grad_()
+    first = torch.autograd.grad(model(x).pow(3).mean(), [x, *model.parameters()], create_graph=True)
+    sum(one.square().sum() for one in first).backward()
+    return [first[0].detach(), x.grad, *(parameter.grad for parameter in model.parameters())]
+
+
 def local(x):
     return x.to_local() if isinstance(x, torch.distributed.tensor.DTensor) else x
 
 
-def sharded_gradients(rank, world_size):
-    """This rank's parts of what :func:`both_ways` gives for the whole layer."""
-    y, x, up, up_bias, down, down_bias = both_ways(MLP(), batch())
+def sharded_gradients(rank, world_size, derive=both_ways):
+    """This rank's parts of what ``derive`` gives for the whole layer."""
+    y, x, up, up_bias, down, down_bias = derive(MLP(), batch())
     mine = [up.chunk(world_size)[rank], up_bias.chunk(world_size)[rank], down.chunk(world_size, 1)[rank], down_bias]
     return [y, x, *mine]
 
@@ -65,9 +75,8 @@ def partial_product(rank, world_size, device, count=TOKENS):
 
 
 def layered(model, group=None, **of_rows):
-    from graphar import nn
-
-    model.up, model.down = nn.ColumnParallelLinear(model.up, group), nn.RowParallelLinear(model.down, group, **of_rows)
+    model.up = nn.ColumnParallelLinear(model.up, group, tp_invariant="tp_invariant" in of_rows)
+    model.down = nn.RowParallelLinear(model.down, group, **of_rows)
     return model
 
 
@@ -85,9 +94,14 @@ def run_layers(rank, world_size):
     return results, sharded_gradients(rank, world_size)
 
 
-def test_the_copy_of_a_layer_has_its_ranks_and_a_weight_of_its_own(group_of):
-    from graphar import nn
+def run_twice(rank, world_size):
+    models = [layered(MLP(), **how) for how in ({}, {"tp_invariant": True}, {})]
+    down = models[2].down
+    down.forward = lambda x: graphar.fused_matmul_allreduce(x, down.weight, bias=down.bias)
+    return [derived_twice(model, batch()) for model in models], sharded_gradients(rank, world_size, derived_twice)
 
+
+def test_the_copy_of_a_layer_has_its_ranks_and_a_weight_of_its_own(group_of):
     group_of(2)
     for group in (dist.group.WORLD, graphar.Communicator(), None):
         for layer in (nn.RowParallelLinear, nn.ColumnParallelLinear):
@@ -100,8 +114,6 @@ def test_the_copy_of_a_layer_has_its_ranks_and_a_weight_of_its_own(group_of):
 
 
 def test_under_autocast_outputs_have_the_dtype_of_the_whole_layers(group_of):
-    from graphar import nn
-
     group_of(1)
     whole, x = torch.nn.Linear(4, 6), torch.ones(2, 4)
 
@@ -113,7 +125,6 @@ def test_under_autocast_outputs_have_the_dtype_of_the_whole_layers(group_of):
 
 @pytest.mark.parametrize("constant_weight", [False, True])
 def test_a_constant_weight_is_multiplied_by_the_fused_op_in_inference(group_of, monkeypatch, constant_weight):
-    from graphar import nn
     from graphar.nn import layers
 
     group_of(1)
@@ -128,6 +139,16 @@ def test_a_constant_weight_is_multiplied_by_the_fused_op_in_inference(group_of, 
             layer(x)
 
     assert called == [{"group": None}] * constant_weight
+
+
+def test_vmap_takes_layers_without_gradients_alone(group_of):
+    group_of(1)
+    for kind in (nn.RowParallelLinear, nn.ColumnParallelLinear):
+        layer, x = kind(torch.nn.Linear(4, 6)), torch.ones(2, 3, 4)
+        with torch.no_grad():
+            assert torch.equal(torch.vmap(layer)(x), layer(x))
+        with pytest.raises(RuntimeError, match="Function with functorch transforms"):
+            torch.vmap(layer)(x.requires_grad_())
 
 
 def other_model():
@@ -176,8 +197,6 @@ def test_a_checkpoint_of_another_size_is_torchs_own_error(rank, world_size):
 
 
 def planned(world_size, model, styles, **output):
-    from torch.distributed.tensor import parallel
-
     mesh = dist.device_mesh.init_device_mesh(next(model.parameters()).device.type, (world_size,))
     plan = {"up": parallel.ColwiseParallel(), "down": styles.RowwiseParallel(**output)}
     return parallel.parallelize_module(model, mesh, plan)
@@ -185,18 +204,12 @@ def planned(world_size, model, styles, **output):
 
 def run_plan(rank, world_size, modes, **output):
     """What :func:`both_ways` gives by torch's plan, and by graphar's in each mode."""
-    from torch.distributed.tensor import parallel
-
-    from graphar import nn
-
     theirs = both_ways(planned(world_size, MLP(), parallel, **output), batch())
     mine = [both_ways(maybe_compiled(planned(world_size, MLP(), nn, **output), mode), batch()) for mode in modes]
     return theirs, mine
 
 
 def run_plans(rank, world_size):
-    from torch.distributed.tensor import Shard
-
     last = {"output_layouts": Shard(-1), "use_local_output": False}
     return {
         "replicated": run_plan(rank, world_size, MODES),
@@ -208,9 +221,6 @@ def run_plans(rank, world_size):
 
 def run_bits(rank, world_size, device):
     """Outputs of layers and plans in bf16, and results of the eager op on the same input."""
-    from torch.distributed.tensor import Shard
-
-    from graphar import nn
 
     def whole():
         return MLP(bias=False, dtype=torch.bfloat16).to(device)
@@ -231,21 +241,16 @@ def run_bits(rank, world_size, device):
 
 
 def run_embedding(rank, world_size):
-    from torch.distributed.tensor import Replicate
-    from torch.distributed.tensor.parallel import parallelize_module
-
-    from graphar import nn
-
     torch.manual_seed(0)
     embedding, ids = torch.nn.Embedding(12, HIDDEN), torch.arange(12)
     expected = embedding(ids).detach()
     mesh = dist.device_mesh.init_device_mesh("cpu", (world_size,))
-    sharded = parallelize_module(embedding, mesh, nn.RowwiseParallel(input_layouts=Replicate()))
+    sharded = parallel.parallelize_module(embedding, mesh, nn.RowwiseParallel(input_layouts=Replicate()))
     return sharded(ids).detach().clone(), expected
 
 
 def run_all(rank, world_size):
-    found = {"layers": run_layers(rank, world_size), "plans": run_plans(rank, world_size)}
+    found = {run.__name__.removeprefix("run_"): run(rank, world_size) for run in (run_layers, run_twice, run_plans)}
     return found | {"embedding": run_embedding(rank, world_size)}
 
 
@@ -271,8 +276,9 @@ def assert_close(mine, theirs):
         torch.testing.assert_close(one, other)
 
 
-def test_layers_give_the_outputs_and_gradients_of_the_whole_one(ranks):
-    for results, expected in (rank["layers"] for rank in ranks):
+@pytest.mark.parametrize("derivatives", ["layers", "twice"])
+def test_layers_give_the_outputs_and_gradients_of_the_whole_one(ranks, derivatives):
+    for results, expected in (rank[derivatives] for rank in ranks):
         for result in results:
             assert_close(result, expected)
 
@@ -310,22 +316,16 @@ def one_of_three():
 
 @pytest.mark.parametrize(("layer", "features"), [("ColumnParallelLinear", 64), ("RowParallelLinear", 16)])
 def test_features_that_cannot_be_divided_evenly_are_refused(one_of_three, layer, features):
-    nn = importlib.import_module("graphar.nn")
-
     with pytest.raises(ValueError, match=f"3 ranks cannot divide {features} features evenly"):
         getattr(nn, layer)(torch.nn.Linear(16, 64))
 
 
 @pytest.mark.parametrize("layer", ["ColumnParallelLinear", "RowParallelLinear"])
 def test_what_is_no_linear_layer_is_refused(layer):
-    nn = importlib.import_module("graphar.nn")
-
     with pytest.raises(TypeError, match=f"^graphar.nn.{layer}: linear must be a torch.nn.Linear, got Conv1d$"):
         getattr(nn, layer)(torch.nn.Conv1d(4, 4, 1))
 
 
 def test_a_communicator_with_devices_is_refused():
-    nn = importlib.import_module("graphar.nn")
-
     with graphar.Communicator(devices=["cpu"] * 2) as communicator, pytest.raises(ValueError, match="not one with dev"):
         nn.RowParallelLinear(torch.nn.Linear(16, 64), communicator)

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from graphar import nn
 from tests.cases import normal, same_bits
+from tests.nn.test_layers import derived_twice
 from tests.processes import on_ranks, run_ranks
 
 BATCH, SEQUENCE, HIDDEN, INNER = 4, 16, 16, 64
@@ -174,6 +175,13 @@ def test_norms_of_tokens_that_ranks_divide_unevenly_have_the_bits_of_one_rank(le
     for found in run_ranks(norms_on_ranks, 4, length):
         for kind, *pair in zip(NORMS, found, expected, strict=True):
             assert not any(differing(*pair)), kind
+
+
+def test_the_gradients_of_a_norm_on_one_rank_have_derivatives():
+    plain, ours = [torch.nn.Sequential(torch.nn.LayerNorm(HIDDEN)) for _ in range(2)]
+    nn.make_tp_invariant(ours, {"0": "sequence_parallel"})
+    x = drawn(0, 4, HIDDEN, dtype=torch.float32)
+    torch.testing.assert_close(derived_twice(ours, x), derived_twice(plain, x))
 
 
 def test_rows_that_ranks_divide_are_normed_by_torch():
