@@ -204,7 +204,8 @@ __global__ void __launch_bounds__(threads) two_shot_tma(const __grid_constant__ 
   wait_for_previous_kernel(a);
   Call call = begin_call(a);
   read_epoch(a, call);
-  if (call.aborted) return end_aborted_call(a, call);
+  // All or none: another block may give up meanwhile, and warps wait for each other.
+  if (__syncthreads_or(call.aborted)) return end_aborted_call(a, call);
   const u32 warp = threadIdx.x / 32, of_block = warp % channels, role = warp / channels;
   const u32 channel = blockIdx.x * channels + of_block;
   const u32 base = load_relaxed_gpu(&a.counters->steps[channel]);

@@ -266,6 +266,19 @@ def test_lanes_that_each_read_whether_their_call_is_aborted_are_noticed():
     assert any(notices(partial(run_unlike, *one)) for one in itertools.product(range(12), unlike))
 
 
+def test_a_block_ends_whose_first_warp_alone_reads_that_the_call_is_aborted():
+    """Another block gives up once the other warps have read, which wait for what the first one sets up."""
+    largest = max(draw_calls(Algorithm.TWO_SHOT_TMA, 2), key=lambda call: sum(call.counts))
+    unlike = replace(largest, shape=replace(largest.shape, blocks=2), fingerprints=fingerprints(2))
+    read = "DEVICE void read_epoch(const Arguments& a, Call& call) {\n"
+    late = (
+        "  while (blockIdx.x && threadIdx.x < 32 && !load_relaxed_gpu(&a.counters->epoch_state[1].aborted)) continue;\n"
+    )
+    is_late = Mutation("device/sync/call.cuh", read, read + late)
+
+    assert kinds_of(Algorithm.TWO_SHOT_TMA, [unlike], is_late) == {DISAGREED}
+
+
 def unlike_parts(world_size, sender, receiver, unlike_at):
     """A call in which one of two ranks takes a part between them for another one."""
     row, lengths = (1, 16), tuple(range(world_size))
