@@ -99,6 +99,8 @@ def run(options: argparse.Namespace) -> int:
         raise ValueError("bench: --backend needs processes: torchrun --nproc-per-node=2 -m graphar bench ...")
     if not is_one_process and options.world_size:
         raise ValueError("bench: under torchrun --nproc-per-node is the number of ranks: leave out --world-size")
+    if options.backend and "graphar" not in options.backend and (options.codec or options.algorithm != "auto"):
+        raise ValueError(f"bench: {'--codec' if options.codec else '--algorithm'} is graphar's; add it to --backend")
     if "nccl" in (options.backend or ()) and not torch.cuda.is_available():
         raise ValueError("bench: --backend nccl needs GPUs, torch sees no CUDA device")
     if available and world_size and world_size > torch.cuda.device_count():
@@ -122,7 +124,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def lines(options: argparse.Namespace, rows: Sequence[Row], where: str) -> Iterator[str]:
-    codec = f", {options.codec} on the wire" if options.codec else ""
+    codec = f", {options.codec} on graphar's wire" if options.codec else ""
     yield (
         f"# {options.op}, {where}{codec}, graphar {graphar.__version__}, torch {torch.__version__}: {options.iters} "
         f"iterations after {options.warmup_iters}"

@@ -169,7 +169,7 @@ def test_torchrun_times_between_its_processes():
 
 
 def test_the_table_has_the_columns_of_nccl_tests():
-    options = Namespace(op="allreduce", codec=None, iters=2, warmup_iters=1, check=1)
+    options = Namespace(op="allreduce", codec="int8", iters=2, warmup_iters=1, check=1)
     rows = [
         Row(2048, 1024, "bfloat16", "sum", "graphar", Measured(2.5, 0.8192, 0.8192, 0), Measured(2.4, 0.853, 0.853, 0)),
         Row(2048, 1024, "bfloat16", "sum", "nccl", None, Measured(11.0, 0.186, 0.186, 3)),
@@ -178,6 +178,7 @@ def test_the_table_has_the_columns_of_nccl_tests():
     table = list(bench.lines(options, rows, "2 ranks on GPU"))
 
     words = [" ".join(line.split()) for line in table]
+    assert words[0].startswith("# allreduce, 2 ranks on GPU, int8 on graphar's wire, graphar ")
     assert words[3] == "# size count type redop backend time algbw busbw #wrong time algbw busbw #wrong"
     assert words[5] == "2048 1024 bfloat16 sum graphar 2.50 0.819 0.819 0 2.40 0.853 0.853 0"
     assert words[6] == "2048 1024 bfloat16 sum nccl N/A N/A N/A N/A 11.00 0.186 0.186 3"

@@ -129,6 +129,8 @@ BAD_ARGUMENTS = {
     "bench --backend gloo": "bench: --backend needs processes: torchrun --nproc-per-node=2 -m graphar bench ...",
     "torchrun bench 2K --backend nccl": "bench: --backend nccl needs GPUs",
     "torchrun bench 2K --world-size 4": "leave out --world-size",
+    "torchrun bench 2K --backend gloo --codec int8": "bench: --codec is graphar's; add it to --backend",
+    "torchrun bench 2K --backend gloo --algorithm one_shot": "bench: --algorithm is graphar's; add it to --backend",
     "bench 2K -b 4K": "bench: give sizes or --minbytes",
     "bench -b 4K -e 1M -f 1": "and a --stepfactor of 2 or more",
     "bench -f 1": "and a --stepfactor of 2 or more",
