@@ -220,10 +220,10 @@ class Communicator:
             CommunicatorError: the communicator is closed, or a rank did not arrive in time.
             CompileError: a kernel did not compile.
         """
+        types = call_checks.check_prepared("prepare", dtypes, max_nbytes, codecs, epilogues)
         rounded = [as_codec("prepare", codec) for codec in codecs]
         forms = [form_to_prepare(epilogue) for epilogue in epilogues]
-        named, types = call_checks.check_ops("prepare", ops), call_checks.check_prepared("prepare", dtypes, max_nbytes)
-        prepare(self.engine, named, types, max_nbytes, rounded, forms, tp_invariant)
+        prepare(self.engine, call_checks.check_ops("prepare", ops), types, max_nbytes, rounded, forms, tp_invariant)
 
     def synchronize(self) -> None:
         """Waits for all work on this process's devices, and raises the errors of calls in replayed graphs.

@@ -134,7 +134,8 @@ def log_probs(
         temperature: logits are multiplied by 1 / temperature, in fp32.
         vocab_size: how many columns of all ranks are no padding. Later columns are ignored. None: all count.
         entropy: also returns the entropy of each row, without gradients.
-        top1: also returns the column of each row's largest logit, the first of equals; -1 if a logit is NaN.
+        top1: also returns the column of each row's largest logit, the first of equals; -1 if a logit is NaN. At most
+            2^24 columns then count.
         timeout_s: the deadline of each wait on another rank, in seconds. None: the communicator's.
 
     Returns:
@@ -273,6 +274,8 @@ class _Losses(Op):
         leaf_tree.check_columns(op, columns, ranks)
         if size > columns * ranks:
             raise ValueError(f"{op}: vocab_size must be at most the {columns * ranks} columns, got {size}")
+        if arguments.top1 and (size or columns * ranks) > 1 << 24:  # columns travel in fp32
+            raise ValueError(f"{op}: top1 takes at most {1 << 24} columns, got {size or columns * ranks}")
 
     def backward(self, ctx, gradients, saved, _):
         logits, targets, states = saved

@@ -241,15 +241,15 @@ class _Summed(Op):
         if not sum(counts) or not columns:
             return None
         how = {"num_partitions": arguments.num_partitions, **matmul_operands.multiplied(self, a, w, arguments)}
-        form = followed and followed.form
-        work = Product(op, counts, columns, bool(arguments.bias), arguments.codec, form, **how)
+        work = Product(op, counts, columns, bool(arguments.bias), arguments.codec, followed and followed.form, **how)
         ranks = options.operands(
             matmul_operands.lists(a, w, arguments.scales, arguments.bias), [(out,) for out in outs], followed
         )
         return engine.run(Call.of(work, outs[0], timeout_s=arguments.timeout_s), ranks), ranks
 
     def check_out(self, a, w, outs, arguments: Arguments) -> None:
-        tensor_checks.check_apart(self.name, outs, a=a, w=w, bias=arguments.bias)
+        scales = {"a_scale": arguments.scales[::2], "w_scale": arguments.scales[1::2]}
+        tensor_checks.check_apart(self.name, outs, a=a, w=w, bias=arguments.bias, **scales)
         options.check_apart_from_epilogue(self.name, outs, arguments.tensors)
 
     def check(self, engine: Engine, a, w, arguments: Arguments) -> None:

@@ -56,7 +56,7 @@ def allreduce_residual_rmsnorm(
         x: [..., columns], bf16, fp16 or fp32: this rank's tensor, or a list with one for each device of this process.
         residual: like ``x``, equal on every rank; it is not changed. For a list a list, one per device.
         weight: [columns], of the dtype of ``x``, equal on every rank. For a list a list, one per device.
-        eps: added to the mean square.
+        eps: added to the mean square; not negative.
         weight_offset: added to every weight: 1.0 for models that store weights minus one, such as Gemma.
         out_dtype: torch.float8_e4m3fn: the normed result is normed * (1 / scale), computed in fp32, rounded to nearest
             and saturated; times the scale it is the normed value. None: the dtype of ``x``.
@@ -110,7 +110,7 @@ def reducescatter_residual_rmsnorm(
         residual: [M_r, ..., columns], this rank's rows, of the dtype of ``x``; it is not changed. M_r is the length of
             this rank's part. For a list a list, one per device.
         weight: [columns], of the dtype of ``x``. For a list a list, one per device.
-        eps: added to the mean square.
+        eps: added to the mean square; not negative.
         weight_offset: added to every weight: 1.0 for models that store weights minus one, such as Gemma.
         out_dtype: torch.float8_e4m3fn, as in :func:`allreduce_residual_rmsnorm`. None: the dtype of ``x``.
         scale: one scale for the whole FP8 result: one positive fp32 element on the device of ``x``; for a list a list,
@@ -170,7 +170,7 @@ def fused_matmul_allreduce_residual_rmsnorm(
         residual: [..., N], of the dtype of ``a``, or with scales bf16 or fp16, equal on every rank; it is not changed.
             For a list a list.
         weight: [N], of the dtype of ``residual``, equal on every rank. For a list a list.
-        eps: added to the mean square.
+        eps: added to the mean square; not negative.
         weight_offset: added to every weight: 1.0 for models that store weights minus one, such as Gemma.
         partition: "none": multiply, then sum and norm in one kernel. "tiles": multiply and sum in one kernel, for
             16-bit results on sm_90 and N a multiple of 8, then norm in another. "auto": the choice of the tuning table.
@@ -236,7 +236,7 @@ def fused_matmul_reducescatter_residual_rmsnorm(
         residual: [M_r, ..., N], this rank's rows, of the dtype of ``a``, or with scales bf16 or fp16; it is not
             changed. M_r is the length of this rank's part. For a list a list.
         weight: [N], of the dtype of ``residual``. For a list a list.
-        eps: added to the mean square.
+        eps: added to the mean square; not negative.
         weight_offset: added to every weight: 1.0 for models that store weights minus one, such as Gemma.
         partition: "none": multiply, then sum and norm in one kernel. "tiles": multiply and sum in one kernel, for
             16-bit results on sm_90 and N a multiple of 8, then norm in another. "auto": the choice of the tuning table.
@@ -271,8 +271,8 @@ def fused_matmul_reducescatter_residual_rmsnorm(
 def _call(op: Op, asked: Asked, group: Group, eps, weight_offset, out_dtype, group_size, timeout_s) -> Any:
     tensors, name = asked[0], op.name
     call_checks.check_call(name, "auto", timeout_s)
-    numbers = {"eps": eps, "weight_offset": weight_offset}
-    numbers = {what: options.check_number(name, what, number) for what, number in numbers.items()}
+    numbers = {"eps": options.check_number(name, "eps", eps, least=0)}
+    numbers["weight_offset"] = options.check_number(name, "weight_offset", weight_offset)
     options.check_input(name, tensors[0])
     ranks = options.by_rank(name, **dict(zip(_TENSORS, tensors, strict=False)))
     for x, *_ in ranks:
@@ -286,10 +286,8 @@ def _call(op: Op, asked: Asked, group: Group, eps, weight_offset, out_dtype, gro
         for scale in scales:
             tensor_checks.check_tensor(name, "scale", scale)
             if (scale.numel(), scale.dtype, scale.device) != (1, torch.float32, x.device):
-                raise ValueError(
-                    f"{name}: scale must be one element, torch.float32, on {x.device}, got {list(scale.shape)} "
-                    f"{scale.dtype} on {scale.device}"
-                )
+                got = f"{list(scale.shape)} {scale.dtype} on {scale.device}"
+                raise ValueError(f"{name}: scale must be one element, torch.float32, on {x.device}, got {got}")
         output = output_of(name, x.dtype, x.shape[-1], out_dtype, scales[0] if scales else None, group_size)
     _prepare_gradients(name, ranks, output)
     scales = [scale for _, _, _, *of_rank in ranks for scale in of_rank]
@@ -305,8 +303,8 @@ def _call_matmul(op: Op, asked: Asked, group: Group, eps, weight_offset, partiti
     ranks = options.by_rank(name, a=a, w=w, residual=residual, weight=weight)
     of_scales = (*scales, _dtype_beside_scaled(name, ranks)) if scales else (None, None, None)
     scaled = matmul_operands.check(name, a, w, None, of_scales, partition)
-    numbers = {"eps": eps, "weight_offset": weight_offset}
-    numbers = {what: options.check_number(name, what, number) for what, number in numbers.items()}
+    numbers = {"eps": options.check_number(name, "eps", eps, least=0)}
+    numbers["weight_offset"] = options.check_number(name, "weight_offset", weight_offset)
     where, lengths = parts.of_rows(name, "a", a, group, alone) if op.takes("sizes") else ({}, None)
     for at, (x, w_of_rank, residual_of_rank, weight_of_rank) in enumerate(ranks):
         if not scales:

@@ -150,10 +150,8 @@ def check_beside(
     tensor_checks.check_tensor(op, name, tensor)
     dtype = dtype or x.dtype
     if (tuple(tensor.shape), tensor.dtype, tensor.device) != (tuple(shape), dtype, x.device):
-        raise ValueError(
-            f"{op}: {name} must be {list(shape)} {dtype} on {x.device}, got {list(tensor.shape)} {tensor.dtype} "
-            f"on {tensor.device}"
-        )
+        got = f"{list(tensor.shape)} {tensor.dtype} on {tensor.device}"
+        raise ValueError(f"{op}: {name} must be {list(shape)} {dtype} on {x.device}, got {got}")
 
 
 def check_result(op: str, out: Any, shape: Sequence[int], dtype: torch.dtype, sources: Sequence[torch.Tensor]) -> None:
@@ -163,10 +161,12 @@ def check_result(op: str, out: Any, shape: Sequence[int], dtype: torch.dtype, so
     tensor_checks.check_destination(op, "out", out, wanted, "result", sources)
 
 
-def check_number(op: str, name: str, number: object) -> float:
+def check_number(op: str, name: str, number: object, least: float = -math.inf) -> float:
     # Comparisons, because torch.compile does not trace math.isfinite.
     if isinstance(number, bool) or not isinstance(number, (int, float)) or not -math.inf < number < math.inf:
         raise ValueError(f"{op}: {name} must be a finite number, got {number!r}")
+    if number < least:
+        raise ValueError(f"{op}: {name} must be at least {least:g}, got {number!r}")
     return float(number) + 0.0  # -0.0 becomes 0.0, which has the same plan
 
 
@@ -197,10 +197,9 @@ def epilogue_option(
         wanted = wanted.after_bias(bias, like, whole)
     text = wanted.text(like, whole)
     tensors, scalars = wanted.arguments()
-    if ranks is None:
-        if not all(isinstance(tensor, torch.Tensor) for tensor in tensors):
-            raise ValueError(f"{op}: with one tensor, an epilogue's tensors are tensors, not lists")
-    else:
+    if ranks is None and not all(isinstance(tensor, torch.Tensor) for tensor in tensors):
+        raise ValueError(f"{op}: with one tensor, an epilogue's tensors are tensors, not lists")
+    if ranks is not None:
         if any(isinstance(of_ranks, torch.Tensor) or len(of_ranks) != ranks for of_ranks in tensors):
             raise ValueError(f"{op}: with a list, an epilogue's tensors are lists of {ranks}, one a device")
         tensors = [of_ranks[rank] for rank in range(ranks) for of_ranks in tensors]

@@ -94,27 +94,10 @@ BAD_CODECS = {
 
 def refusals(alone: Communicator, pair: Communicator) -> list[Refusal]:
     """All refusals. ``alone`` is a communicator of a group of one process, ``pair`` one of two ranks in it."""
-    by_subject = (
-        of_tensors(alone, pair),
-        of_axes(alone),
-        of_outputs(alone, pair),
-        of_algorithms(alone, pair),
-        of_timeouts(alone, pair),
-        of_codecs(alone, pair),
-        of_trees(alone, pair),
-        of_trees_of_leaves(alone),
-        of_residuals(alone, pair),
-        of_epilogues(pair),
-        of_operands(alone),
-        of_lists_of_operands(),
-        of_tuples(alone, pair),
-        of_exchanges(alone, pair),
-        of_gathered_matmuls(alone),
-        of_norms(),
-        of_groups(alone, pair),
-        of_removed_options(),
-        of_raw_ops(),
-    )
+    with_both = of_tensors, of_outputs, of_algorithms, of_timeouts, of_codecs, of_trees, of_residuals, of_tuples
+    by_subject = [of_subject(alone, pair) for of_subject in (*with_both, of_exchanges, of_groups)]
+    by_subject += [of(alone) for of in (of_axes, of_trees_of_leaves, of_operands, of_gathered_matmuls)]
+    by_subject += [of_epilogues(pair), of_lists_of_operands(), of_norms(), of_removed_options(), of_raw_ops()]
     return [one for rows in by_subject for one in rows]
 
 
@@ -242,6 +225,11 @@ def of_outputs(alone, pair):
         for outs in ([torch.zeros(5, 5), out], [out, torch.zeros(5, 5)]):
             name = f"fused out in {which} list{'' if outs[1] is out else ' of another rank'}"
             yield row(name, said, ValueError, FUSED, **both, out=outs)
+    for which in ("a_scale", "w_scale"):
+        room, fp8 = torch.ones(50), torch.ones(5, 5).to(FP8)
+        own = {"a_scale": torch.ones(5, 1), "w_scale": torch.ones(5, 1)} | {which: room[:5].view(5, 1)}
+        own |= {"out": room.view(torch.bfloat16)[3:28].view(5, 5), "group": alone}
+        yield row(f"fused out in {which}", f"no memory with {which}", ValueError, FUSED, fp8, fp8, **own)
 
 
 def full(x):
@@ -268,6 +256,8 @@ def of_algorithms(alone, pair):
         yield row(f"prepare ops {ops}", "ops", ValueError, pair.prepare, ops=ops)
     for dtypes in (["bfloat16"], torch.bfloat16):
         yield row(f"prepare dtypes {dtypes}", "dtypes", TypeError, pair.prepare, dtypes=dtypes)
+    for name, text in {"codecs": "int8", "epilogues": "-v"}.items():
+        yield row(f"prepare {name} {text}", name, TypeError, pair.prepare, **{name: text})
     yield row("prepare max_nbytes 64M", "max_nbytes", TypeError, pair.prepare, max_nbytes="64M")
 
 

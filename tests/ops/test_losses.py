@@ -306,7 +306,7 @@ def test_compiled_calls_have_the_bits_of_eager_ones(in_place):
         assert [same_bits(*pair) for pair in zip(*found, strict=True)] == [0] * 5
 
 
-LOGITS, TARGET = torch.zeros(3, 16), torch.zeros(3, dtype=torch.int64)
+LOGITS, TARGET, WIDE = torch.zeros(3, 16), torch.zeros(3, dtype=torch.int64), torch.zeros(0, 2**24 + 8)
 LOSS, PROBS = partial(graphar.cross_entropy, LOGITS, TARGET), partial(graphar.log_probs, LOGITS, TARGET)
 REFUSED = {
     "reduction must be 'mean', 'sum' or 'none', got 'max'": partial(LOSS, reduction="max"),
@@ -315,6 +315,7 @@ REFUSED = {
     "ignore_index must be an int, got 1.0": partial(LOSS, ignore_index=1.0),
     "vocab_size must be positive, got 0": partial(LOSS, vocab_size=0),
     "vocab_size must be at most the 16 columns, got 17": partial(LOSS, vocab_size=17),
+    "top1 takes at most 16777216 columns, got 16777224": partial(graphar.log_probs, WIDE, TARGET[:0], top1=True),
     "temperature must be positive, got 0.0": partial(PROBS, temperature=0.0),
     r"target must be \[3\] torch.int64 on cpu, got \[3\] torch.int32": partial(
         graphar.cross_entropy, LOGITS, TARGET.int()

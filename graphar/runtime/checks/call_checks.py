@@ -59,8 +59,11 @@ def check_ops(op: str, ops: Iterable[str]) -> list[str]:
     return [str(name) for name in wanted]
 
 
-def check_prepared(op: str, dtypes: object, max_nbytes: object) -> list[torch.dtype]:
-    """Returns ``dtypes`` as a list; TypeError unless all are torch's dtypes, and ``max_nbytes`` is no text."""
+def check_prepared(op: str, dtypes: object, max_nbytes: object, codecs: object, epilogues: object) -> list[torch.dtype]:
+    """Returns ``dtypes`` as a list; TypeError unless it has torch's dtypes, and others are lists and no text."""
+    for name, example, given in (("codecs", "int8", codecs), ("epilogues", "gelu(v)", epilogues)):
+        if isinstance(given, str) or not isinstance(given, Iterable):
+            raise TypeError(f"{op}: {name} must be a list, such as [{example!r}], got {given!r}")
     wanted = list(dtypes) if isinstance(dtypes, Iterable) else [None]
     if not all(isinstance(dtype, torch.dtype) for dtype in wanted):
         raise TypeError(f"{op}: dtypes must be a list of torch.dtype, such as [torch.bfloat16], got {dtypes!r}")
