@@ -88,9 +88,7 @@ class MayBeFp8(torch.nn.Module):
         if self._in_blocks and columns % BLOCK:
             raise ValueError(f"{layer}: scales of blocks need a multiple of {BLOCK} input features, got {columns}")
         if self._in_blocks and self._input_scale:
-            raise ValueError(
-                f"{layer}: scales of blocks need scales of groups of inputs, but there is {self._input_scale}"
-            )
+            raise ValueError(f"{layer}: scales of blocks need scales of groups of inputs, got {self._input_scale}")
         setattr(self, self._weight_scale, _constant(scale.float()))
         if self._input_scale:
             setattr(self, self._input_scale, _constant(getattr(linear, self._input_scale).detach().float()))
@@ -109,6 +107,17 @@ class MayBeFp8(torch.nn.Module):
         bias = None if self.bias is None else self.bias.to(dtype)
         return a, a_scale, {"w_scale": getattr(self, self._weight_scale), "bias": bias, "out_dtype": dtype}
 
+    def _apply(self, fn, recurse=True):
+        """Moves or casts parameters. A cast leaves a weight in FP8 and its scales as they are."""
+        names = ("weight", self._weight_scale, self._input_scale) if self._weight_scale else ()
+        constant = {id(getattr(self, name)) for name in names if name}
+
+        def applied(x: torch.Tensor) -> torch.Tensor:
+            made = fn(x)
+            return x.to(made.device) if id(x) in constant and made.dtype != x.dtype else made
+
+        return super()._apply(applied, recurse)
+
     def _load_from_state_dict(
         self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
     ):
@@ -125,8 +134,7 @@ class MayBeFp8(torch.nn.Module):
         for name in filter(None, (self._weight_scale, self._input_scale)):
             scale, parameter = state.get(prefix + name), getattr(self, name)
             if isinstance(scale, torch.Tensor):
-                scale = scale.detach().float()
-                scale = scale.unsqueeze(1) if scale.ndim == 1 else scale
+                scale = (scale.unsqueeze(1) if scale.ndim == 1 else scale).detach().float()
                 state[prefix + name] = scale.reshape(parameter.shape) if scale.numel() == parameter.numel() else scale
         return state
 

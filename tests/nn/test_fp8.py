@@ -116,6 +116,16 @@ def test_a_copy_of_a_layer_has_a_weight_and_scales_of_its_own(group_of, scales, 
         assert mine.data_ptr() != other.data_ptr()
 
 
+@pytest.mark.parametrize("kind", [nn.Fp8Linear, nn.RowParallelLinear])
+def test_a_cast_of_a_model_leaves_weights_in_fp8_and_their_scales_as_they_are(group_of, kind):
+    group_of(1)
+    layer = kind(nn.Fp8Linear(linear()))
+
+    torch.nn.Sequential(layer).half()
+
+    assert (layer.weight.dtype, layer.weight_scale.dtype, layer.bias.dtype) == (FP8, torch.float32, torch.float16)
+
+
 @pytest.mark.parametrize("name", ["x", "bias"])
 @pytest.mark.parametrize("layer", ["Fp8Linear", "RowParallelLinear", "ColumnParallelLinear"])
 def test_gradients_are_refused(group_of, layer, name):
@@ -196,7 +206,7 @@ REFUSED = {  # by what is said: a layer, or what the whole layer is made with
     r"a weight in torch.float8_e4m3fn needs weight_scale or weight_scale_inv$": without_scales,
     r"weight_scale of a weight \[512, 256\] must be one number, or \[512, 1\] of rows, or \[4, 2\] of blocks of "
     r"128 x 128, got \[3, 5\]$": lambda: with_parameter("weight_scale", torch.ones(3, 5)),
-    r".*need scales of groups of inputs, but there is activation_scale$": lambda: with_parameter(
+    r".*need scales of groups of inputs, got activation_scale$": lambda: with_parameter(
         "activation_scale", torch.ones(()), "blocks"
     ),
 }
