@@ -288,7 +288,8 @@ class Communicator:
         ended are not waited for.
 
         Raises:
-            CommunicatorError: a rank did not arrive within ``timeout_s``; memory that it may still use is not freed.
+            CommunicatorError: a graph is being captured, or a rank did not arrive within ``timeout_s``. Memory that
+                such a rank may still use is not freed.
         """
         self.engine.close()
 

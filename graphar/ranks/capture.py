@@ -28,8 +28,8 @@ def check_can_prepare(what: str, devices: Sequence[torch.device | int]) -> None:
         )
 
 
-def check_not_capturing(op: str, devices: Sequence[torch.device]) -> None:
-    """Raises CommunicatorError if the current stream of a CUDA device is being captured into a graph."""
+def check_not_capturing(op: str, devices: Sequence[torch.device | int]) -> None:
+    """Raises CommunicatorError if the current stream of a CUDA device is being captured. A number is a CUDA device."""
     for device in devices:
-        if device.type == "cuda" and is_capturing(device):
-            raise CommunicatorError(f"{op}: allocates, which cannot be captured into a graph; call it before")
+        if (isinstance(device, int) or device.type == "cuda") and is_capturing(device):
+            raise CommunicatorError(f"{op}: cannot be captured into a graph here; call it before or after the capture")

@@ -24,7 +24,7 @@ from graphar.plan.select import Facts
 from graphar.plan.tables import DEFAULT, Table, shipped_table
 from graphar.plan.work import ALLGATHER_MATMUL, MOVING
 from graphar.ranks import agreement
-from graphar.ranks.capture import check_can_prepare
+from graphar.ranks.capture import check_can_prepare, check_not_capturing
 from graphar.ranks.cpu.without_kernels import WithoutKernels
 from graphar.ranks.groups import device_of_process, known_group
 from graphar.ranks.hierarchical import Hierarchy
@@ -70,8 +70,7 @@ class Engine:
         hosts: list[list[int]] | None = None,
         lossless: bool | None = None,
     ) -> None:
-        self.lossless = compresses(lossless)
-        self.timeout_s = float(timeout_s)
+        self.lossless, self.timeout_s = compresses(lossless), float(timeout_s)
         self.name = f"{NAME_PREFIX}{next(_names)}"
         self.group, self.devices = group, devices
         self.world_size = len(devices) if devices else known_group(group).size()
@@ -83,8 +82,7 @@ class Engine:
         self.why_no_runner: Reason | None = None  # set when a set-up found that kernels cannot run
         self.table: Table = shipped_table(DEFAULT)  # rank 0's once kernels are set up
         self.symmetric: SymmetricTensors | None = None  # the runner's symmetric tensors, from the first one on
-        self.closed = False
-        self.suspended = False
+        self.closed = self.suspended = False
         self._suspension: Suspension | None = None  # while an engine with kernels is suspended, what resumes it
         self.plans = Plans(_MAX_PLANS)
         self._rendezvous: StoreRendezvous | None = None  # made at first use
@@ -137,10 +135,8 @@ class Engine:
         how = f"no kernels: {first.reason}"
         if self.runner:
             chip, forbidden = self.runner.chip, multicast.why_not(os.environ)
-            how = (
-                f"kernels for {chip.sms} SMs of {chip.arch}, tuning table {self.table.name}, lossless compression "
-                f"{'on' if self.lossless else 'off'}, {forbidden or 'NVLink multicast allowed'}"
-            )
+            how = f"kernels for {chip.sms} SMs of {chip.arch}, tuning table {self.table.name}, lossless compression "
+            how += f"{'on' if self.lossless else 'off'}, {forbidden or 'NVLink multicast allowed'}"
         _log.info("communicator of ranks %s: %s", hook.ranks_of(self), how)
 
     def deadline(self, call: Call) -> float:
@@ -173,17 +169,9 @@ class Engine:
         # A call that names an algorithm without a kernel does not set up this group's kernels.
         needs_none = call.algorithm != "auto" and not Algorithm(call.algorithm).row.layout
         problem = None if needs_none else self.why_no_kernel(call.op, x)
-        runner = None if problem else self.runner
-        return Facts(
-            self.world_size,
-            self.table,
-            runner.chip if runner else self.table.chip,
-            problem,
-            runner.why_no_multicast if runner else lambda: None,
-            partial(self.hierarchy.set_up, x),
-            self.multimem_stand_in,
-            self.lossless,
-        )
+        runner, hosts = None if problem else self.runner, partial(self.hierarchy.set_up, x)
+        chip, why_not = (runner.chip, runner.why_no_multicast) if runner else (self.table.chip, lambda: None)
+        return Facts(self.world_size, self.table, chip, problem, why_not, hosts, self.multimem_stand_in, self.lossless)
 
     def why_no_kernel(self, op: str, x: torch.Tensor) -> Reason | None:
         """Returns why no kernel serves calls of ``op`` with ``x``. The first call is collective."""
@@ -326,6 +314,8 @@ class Engine:
         """Frees the memory shared with other ranks, but for what an absent rank may still use. Collective."""
         if self.closed:
             return
+        if self.runner:
+            check_not_capturing("close", [member.device for member in self.runner.members])
         open_engines.pop(self.name, None)
         self.closed = True
         self.plans.clear()

@@ -336,13 +336,9 @@ def bound(monkeypatch):
     monkeypatch.setattr(collective, "bind_kernel", lambda engine, call, config: Plan(lambda ranks: None, config))
     monkeypatch.setattr(communicator.engine, "find_runner", lambda device: True)
     communicator.engine.table = shipped_table("nvidia_h200")
-    communicator.engine.runner = SimpleNamespace(
-        chip=communicator.engine.table.chip,
-        why_no_multicast=lambda: "",
-        raise_failure=lambda: None,
-        announced=contextlib.nullcontext,
-        close=lambda: None,
-    )
+    does_nothing = {"raise_failure": lambda: None, "announced": contextlib.nullcontext, "close": lambda: None}
+    stand_in = SimpleNamespace(chip=communicator.engine.table.chip, members=(), why_no_multicast=str, **does_nothing)
+    communicator.engine.runner = stand_in
     yield communicator
     communicator.close()
 

@@ -64,7 +64,7 @@ def test_a_communicator_is_logged_once_with_the_reason_why_no_kernels_serve_it(p
 def test_the_plan_of_a_kernel_is_logged_with_its_grid_and_table(call, line, log, monkeypatch):
     facts = Facts(4, shipped_table("nvidia_h200"), Chip(132, "sm_90a"))
     does_nothing = {name: lambda *given: None for name in ("raise_failure", "close")}
-    stand_in = SimpleNamespace(**does_nothing, announced=contextlib.nullcontext, chip=facts.chip)
+    stand_in = SimpleNamespace(**does_nothing, announced=contextlib.nullcontext, chip=facts.chip, members=())
     monkeypatch.setattr(collective, "bind_kernel", lambda engine, call, config: Plan(lambda ranks: None, config))
     with graphar.Communicator(devices=["cpu"] * 4) as communicator:
         monkeypatch.setattr(communicator.engine, "runner", stand_in)

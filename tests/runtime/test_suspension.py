@@ -16,6 +16,7 @@ import graphar
 from graphar.errors import CommunicatorError, ConcurrentCallError, DriverError, GrapharError, UnsupportedError
 from graphar.plan.algorithms import Algorithm
 from graphar.plan.scratch import SENTINEL
+from graphar.ranks import capture
 from graphar.ranks.rendezvous import Alone, exchange_json
 from graphar.runtime import runner as runners
 from graphar.runtime.arguments import Counters, Record
@@ -268,7 +269,6 @@ def running(make_memory, ranks, rendezvous, *algorithms):
     with pytest.MonkeyPatch.context() as patch, installed(FakeDriver()) as fake:
         patch.setattr(torch.cuda, "synchronize", lambda device: fake.synchronized.append(device))
         patch.setattr(runners, "is_capturing", lambda device: False)
-        patch.setattr(suspension, "is_capturing", lambda device: False)
         patch.setattr(Runner, "_read_counters", lambda self, member: {})
         patch.setattr(runners, "calls_begun", begun)
         patch.setattr(suspension, "_pinned", lambda nbytes: torch.empty(nbytes, dtype=torch.uint8))
@@ -527,11 +527,15 @@ def test_work_is_waited_for_on_all_devices_and_an_earlier_failure_is_raised_with
     pair.engine.runner = None
 
 
-def test_it_is_refused_while_a_graph_is_captured(runner, monkeypatch):
-    monkeypatch.setattr(suspension, "is_capturing", lambda device: device == 1)
+@pytest.mark.parametrize("op", ["suspend", "close"])
+def test_it_is_refused_while_a_graph_is_captured(pair, runner, monkeypatch, op):
+    monkeypatch.setattr(capture, "is_capturing", lambda device: device == 1)
+    monkeypatch.setattr(pair.engine, "runner", runner)
 
-    with pytest.raises(CommunicatorError, match="suspend: a graph is being captured; end the capture before"):
-        Suspension(runner, keeps_tensors=False)
+    with pytest.raises(CommunicatorError, match=f"{op}: cannot be captured into a graph here; call it before or"):
+        getattr(pair, op)()
+
+    assert not pair.closed
 
 
 def test_a_suspended_runner_is_closed_without_a_trace(runner):

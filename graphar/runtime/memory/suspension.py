@@ -16,8 +16,8 @@ from functools import partial
 
 import torch
 
-from graphar.errors import CommunicatorError, DriverError
-from graphar.ranks.capture import is_capturing
+from graphar.errors import DriverError
+from graphar.ranks.capture import check_not_capturing
 from graphar.runtime.driver import call, driver, on_device
 from graphar.runtime.memory.virtual_memory import Guard, VirtualBuffer
 from graphar.runtime.runner import REPLAYED, Runner
@@ -47,9 +47,7 @@ class Suspension:
         self._meet.agree("giving memory back", self._withdraw)
 
     def _end_work(self) -> None:
-        for member in self._runner.members:
-            if is_capturing(member.device):
-                raise CommunicatorError("suspend: a graph is being captured; end the capture before")
+        check_not_capturing("suspend", [member.device for member in self._runner.members])
         self._runner.synchronize()
 
     def _save(self) -> None:
