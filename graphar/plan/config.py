@@ -12,7 +12,7 @@ from graphar.numerics.dtypes import BYTE
 from graphar.numerics.epilogues.epilogue import Pointwise
 from graphar.plan.algorithms import WITHOUT_KERNEL, Algorithm
 from graphar.plan.call import Call
-from graphar.plan.sizes import MB
+from graphar.plan.sizes import format_nbytes
 from graphar.plan.work import template_of
 
 
@@ -87,7 +87,7 @@ class Explanation:
         """One line: algorithm, grid, expected time, reason and scratch; with a codec also whether it is faster."""
         grid = f"{self.blocks} blocks of {self.threads}" if self.blocks else ""
         time = f"about {format_us(self.expected_us)} us" if self.expected_us is not None else ""
-        scratch = f"; {self.scratch_nbytes / MB:.1f} MB of scratch on each GPU" if self.scratch_nbytes else ""
+        scratch = f"; {format_nbytes(self.scratch_nbytes)} of scratch on each GPU" if self.scratch_nbytes else ""
         detail = ", ".join(part for part in (grid, time) if part)
         gain = ""
         if self.expected_us is not None and self.exact_us is not None:

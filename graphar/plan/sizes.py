@@ -9,10 +9,10 @@ KB, MB, GB = 1 << 10, 1 << 20, 1 << 30
 
 
 def format_nbytes(nbytes: int) -> str:
-    """Returns a size in the largest unit that divides it: 2048 is "2 KB"."""
+    """Returns a size in its largest unit with at most one decimal: 2048 is "2 KB", and 4000 is "3.9 KB"."""
     for unit, name in ((GB, "GB"), (MB, "MB"), (KB, "KB")):
-        if nbytes >= unit and nbytes % unit == 0:
-            return f"{nbytes // unit} {name}"
+        if nbytes >= unit:
+            return f"{nbytes / unit:.1f} {name}".replace(".0 ", " ")
     return f"{nbytes} B"
 
 

@@ -46,8 +46,8 @@ def own_cache(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("gpus", "name", "status", "words"),
     [
-        ((2,), "cuda:0", OK, "NVIDIA H200, 140.0 GB, sm_90"),
-        ((2,), "cuda:1", OK, "NVIDIA H200, 140.0 GB, sm_90"),
+        ((2,), "cuda:0", OK, "NVIDIA H200, 140 GB, sm_90"),
+        ((2,), "cuda:1", OK, "NVIDIA H200, 140 GB, sm_90"),
         ((2, (7, 5)), "cuda:1", PROBLEM, "sm_75"),
         ((1,), "ranks", NOTE, "2 or more"),
         ((9,), "ranks", NOTE, "at most 8"),

@@ -46,8 +46,9 @@ def test_what_is_no_whole_number_of_bytes_is_no_size(text):
         parse_nbytes(text)
 
 
-def test_a_size_is_written_in_its_largest_whole_unit():
-    assert [format_nbytes(nbytes) for nbytes in (100, 2048, 1 << 20, 2 << 30)] == ["100 B", "2 KB", "1 MB", "2 GB"]
+def test_a_size_is_written_in_its_largest_unit():
+    sizes = 0, 100, 2048, 4000, 3 << 19, 2 << 30
+    assert [*map(format_nbytes, sizes)] == ["0 B", "100 B", "2 KB", "3.9 KB", "1.5 MB", "2 GB"]
 
 
 @pytest.mark.parametrize(

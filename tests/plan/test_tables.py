@@ -63,8 +63,8 @@ def test_a_table_without_thresholds_of_compression_or_of_copied_all_to_alls_take
     assert Table.from_json(json.dumps(content)).copies.alltoall_from_nbytes == {}
 
 
-def without(key):
-    return lambda content: content.pop(key)
+def without(key, *policy):
+    return lambda content: (content[policy[0]] if policy else content).pop(key)
 
 
 def with_entry(**changes):
@@ -77,10 +77,6 @@ def with_part(op, **changes):
 
 def with_policy(name, **changes):
     return lambda content: content[name].update(changes)
-
-
-def without_policy(name, key):
-    return lambda content: content[name].pop(key)
 
 
 BAD_TABLES = {
@@ -125,7 +121,7 @@ BAD_TABLES = {
     "lossless: allgather_from_nbytes must be": with_policy("lossless", allgather_from_nbytes={"4": 0}),
     "allgather_from_nbytes, and differs in 'from'": with_policy("lossless", **{"from": 1}),
     "norm: one_shot_sent_nbytes must be int, got 1.5": with_policy("norm", one_shot_sent_nbytes=1.5),
-    "quantized: needs exactly half_sm_tiles, pipelined_tiles, many_tiles": without_policy("quantized", "many_tiles"),
+    "quantized: needs exactly half_sm_tiles, pipelined_tiles, many_tiles": without("many_tiles", "quantized"),
     "beside: needs exactly blocks, pipelined_from_nbytes, and differs in 'warps'": with_policy("beside", warps=1),
     "matmul: own_from_rows must be int, got [64]": with_policy("matmul", own_from_rows=[64]),
     "matmul: against_torch must be": with_policy("matmul", against_torch={"64": 1.0}),
@@ -234,7 +230,7 @@ def test_the_table_of_rank_0_serves_all_ranks(rank, world_size, tmp_path):
     torch.cuda.get_device_name = lambda device: DEVICE
     engine.missing_software = lambda: ""
     launcher.chip = lambda device: Chip(132, "sm_90a")
-    runner.ProcessMemory = lambda *_: SimpleNamespace(check=lambda: None)
+    runner.ProcessMemory = lambda *_: SimpleNamespace(check=lambda: None, close=lambda: None)
     runner.Member = runner.Runner = runner.TorchMemory = lambda *_: None
     communicator = graphar.Communicator()
     communicator.engine._set_up(torch.device("cuda", 0))
@@ -368,7 +364,7 @@ def test_an_explanation_says_nothing_of_that_where_either_time_is_missing(with_k
     for table in (replace(ROUNDED, codecs={}), replace(ROUNDED, measured={})):
         with_kernels.engine.table = table
         said = str(said_of(with_kernels, 2048, "int4"))
-        assert said.endswith("for 2 ranks and 4096 bytes; 144.0 MB of scratch on each GPU")
+        assert said.endswith("for 2 ranks and 4096 bytes; 144 MB of scratch on each GPU")
     with_kernels.engine.table = ROUNDED
     asked_for = said_of(with_kernels, 2048, "int4", "quantized_two_shot_pipelined")
     assert (asked_for.expected_us, asked_for.exact_us) == (None, None)

@@ -193,7 +193,7 @@ def test_stats_are_printed_as_a_table():
     assert str(graphar.Stats(calls, 2, {}, 0.25, "rank 1 is gone")).splitlines() == [
         "                         calls   repeated          size",
         "allreduce, one_shot         12         11        1.5 MB",
-        "allgather, fallback          1          0        0.0 MB  on the CPU",
+        "allgather, fallback          1          0          64 B  on the CPU",
         "2 plans; the host waited 0.250 s for other ranks",
         "failed: rank 1 is gone",
     ]

@@ -554,8 +554,8 @@ def test_memory_is_printed_as_a_table():
 
     assert str(Memory(scratch, MemoryUse(mb, mb))).splitlines() == [
         "                     reserved    resident",
-        "one_shot_push         16.0 MB      0.0 MB",
-        "two_shot_push        256.0 MB      0.0 MB",
-        "symmetric tensors      1.0 MB      1.0 MB",
-        "total                273.0 MB      1.0 MB",
+        "one_shot_push           16 MB         0 B",
+        "two_shot_push          256 MB         0 B",
+        "symmetric tensors        1 MB        1 MB",
+        "total                  273 MB        1 MB",
     ]

@@ -18,7 +18,7 @@ import graphar
 from graphar.cli.doctor.findings import Finding, judged, note, problem
 from graphar.plan import tables
 from graphar.plan.scratch import MAX_RANKS
-from graphar.plan.sizes import GB, MB
+from graphar.plan.sizes import MB, format_nbytes
 from graphar.ranks import descriptors
 from graphar.runtime import availability, cache, user_tables
 from graphar.runtime.availability import install, missing_cuda_python
@@ -46,7 +46,7 @@ def gpus() -> Iterator[Finding]:
         return
     for index in range(count):
         name, of_it = f"cuda:{index}", torch.cuda.get_device_properties(index)
-        text = f"{of_it.name}, {of_it.total_memory / GB:.1f} GB, sm_{of_it.major}{of_it.minor}"
+        text = f"{of_it.name}, {format_nbytes(of_it.total_memory)}, sm_{of_it.major}{of_it.minor}"
         advice = "graphar's kernels need sm_80 or newer: leave it out by CUDA_VISIBLE_DEVICES"
         yield judged(name, text, advice if of_it.major < 8 else "")
     if count == 1:
@@ -100,8 +100,7 @@ def links() -> Iterator[Finding]:
         name, active = f"cuda:{index}", sum(state)
         if active < most:
             down = [link for link, is_active in enumerate(state) if not is_active]
-            advice = f"links {down} carry nothing: look for Xid 74 in `dmesg`, and in `nvidia-smi nvlink -s -i "
-            advice += f"{_uuid(index)}`"
+            advice = f"links {down} carry nothing: see Xid 74 in `dmesg`, and `nvidia-smi nvlink -s -i {_uuid(index)}`"
             yield problem(name, f"{active} active links, while others have {most}", advice)
         elif active == 0:
             yield note(name, "no active NVLink: what there is to send goes over PCIe")
@@ -227,8 +226,7 @@ def sharing() -> Iterator[Finding]:
     except OSError as error:
         reason = str(error)
     if reason := reason or next(filter(None, map(virtual_memory.why_not, range(usable))), ""):
-        text = f"by CUDA IPC, and `suspend` is refused, since {reason}"
-        yield note("GPU memory of ranks", text)
+        yield note("GPU memory of ranks", f"by CUDA IPC, and `suspend` is refused, since {reason}")
         yield _namespaces()
     else:
         text = f"by file descriptors over sockets in {descriptors.directory()}, "
@@ -254,7 +252,7 @@ def _shared_memory() -> Finding:
         advice = "graphar does without, NCCL and torch do not: mount a tmpfs there, or run the container with"
         return problem(name, f"cannot be used: {error.strerror}", f"{advice} --ipc=host")
     total, free = status.f_blocks * status.f_frsize, status.f_bavail * status.f_frsize
-    text = f"{total / GB:.1f} GB, {free / GB:.1f} GB free"
+    text = f"{format_nbytes(total)}, {format_nbytes(free)} free"
     if total <= _LITTLE_NBYTES:
         return note(name, f"{text}: little for NCCL and data loaders; --ipc=host or --shm-size=1g gives more")
     return Finding(name, text)

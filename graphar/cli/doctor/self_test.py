@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,7 +20,7 @@ from graphar.plan.config import FALLBACK
 from graphar.plan.matmuls import fused_algorithm
 from graphar.plan.scratch import MAX_RANKS
 from graphar.plan.select import Facts, select
-from graphar.plan.sizes import MB
+from graphar.plan.sizes import format_nbytes
 from graphar.plan.tables import DEFAULT, shipped_table
 from graphar.plan.work import Norm, Product
 from graphar.runtime.availability import is_available
@@ -78,7 +79,7 @@ def self_test(algorithm: Algorithm) -> Iterator[Finding]:
             yield problem(name, f"{'; '.join(faults)}, on {where}", advice)
         else:
             ops, took_s = dict.fromkeys(op.name for op, _ in calls), time.monotonic() - begin
-            held = f", {scratch_nbytes / MB:.1f} MB of scratch on each" if scratch_nbytes else ""
+            held = f", {format_nbytes(scratch_nbytes)} of scratch on each" if scratch_nbytes else ""
             yield Finding(name, f"the specification's bits on {where}, by {', '.join(ops)} ({took_s:.1f} s{held})")
 
 
@@ -174,11 +175,9 @@ class _Op(NamedTuple):
         """Returns the algorithm that a call takes; None: the one that the call names."""
         table = find_table(torch.cuda.get_device_name(0)) if torch.cuda.is_available() else shipped_table(DEFAULT)
         if self.function.startswith("fused"):
-            rows, columns = size
-            return fused_algorithm(table, Product(self.function, (rows,), columns), world_size)
+            return fused_algorithm(table, Product(self.function, size[:1], size[1]), world_size)
         if self.function == "allreduce_residual_rmsnorm":
-            rows, columns = size
-            call = Call(Norm(self.function, (rows * columns,), columns), DTYPE, 0)
+            call = Call(Norm(self.function, (math.prod(size),), size[1]), DTYPE, 0)
             return select(call, Facts(world_size, table, table.chip)).config.algorithm
         able = [one for one in Algorithm if (one.op, one.row.takes_codec) == (self.function, self.takes_codec)]
         return able[0] if len(able) == 1 else None

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from graphar.plan.algorithms import Algorithm
-from graphar.plan.sizes import MB
+from graphar.plan.sizes import format_nbytes
 from graphar.runtime.memory.multicast import TorchBuffer
 from graphar.runtime.memory.peer_memory import Buffer
 
@@ -61,12 +61,12 @@ class Stats:
         return tuple(call for call in self.calls if call.fallback_reason)
 
     def __str__(self) -> str:
-        """Returns a table with a line for each kind of call, in MB of 2^20 B, and a line with what else was counted."""
+        """Returns a table with a line for each kind of call, and a line with what else was counted."""
         kinds = [f"{call.op}, {call.algorithm}" for call in self.calls]
         width = max(map(len, ["", *kinds]))
         rows = [f"{'':{width}}  {'calls':>9}  {'repeated':>9}  {'size':>12}"]
         for kind, call in zip(kinds, self.calls, strict=True):
-            row = f"{kind:{width}}  {call.calls:9}  {call.repeated:9}  {call.nbytes / MB:9.1f} MB"
+            row = f"{kind:{width}}  {call.calls:9}  {call.repeated:9}  {format_nbytes(call.nbytes):>12}"
             rows.append(f"{row}  {call.fallback_reason}".rstrip())
         rows.append(f"{self.plans} plans; the host waited {self.host_waited_s:.3f} s for other ranks")
         return "\n".join([*rows, *([f"failed: {self.failure}"] if self.failure else [])])
@@ -137,12 +137,13 @@ class Memory:
         return MemoryUse(sum(use.reserved_nbytes for use in uses), sum(use.resident_nbytes for use in uses))
 
     def __str__(self) -> str:
-        """Returns a table with a line for each algorithm, for symmetric tensors and for their sum, in MB of 2^20 B."""
+        """Returns a table with a line for each algorithm, for symmetric tensors and for their sum."""
         lines = {**self.scratch, "symmetric tensors": self.symmetric, "total": self.total}
         width = max(map(len, lines))
         rows = [f"{'':{width}}  {'reserved':>10}  {'resident':>10}"]
         for name, use in lines.items():
-            rows.append(f"{name:{width}}  {use.reserved_nbytes / MB:7.1f} MB  {use.resident_nbytes / MB:7.1f} MB")
+            reserved, resident = format_nbytes(use.reserved_nbytes), format_nbytes(use.resident_nbytes)
+            rows.append(f"{name:{width}}  {reserved:>10}  {resident:>10}")
         return "\n".join(rows)
 
 
