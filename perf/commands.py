@@ -21,14 +21,14 @@ def add(commands) -> None:
     report = commands.add_parser(
         "report",
         help="print the results of the reports in a folder; with --write also rewrite its page and tables",
-        description="Prints the results of the reports in a folder. With --write it also rewrites index.html and all"
-        " tables from the JSON files. The exit status is 1 if a result of graphar is wrong, if graphar is slower than"
-        " in the earlier report, or if the folder has no report.",
+        description="Prints the results of the reports in a folder. The exit status is 1 if a result of graphar is"
+        " wrong, if graphar is slower than in the earlier report, or if the folder has no report.",
     )
     report.add_argument("folder", type=Path, metavar="FOLDER", help="such as reports/h200x4")
-    report.add_argument("--write", action="store_true", help="rewrite index.html and the tables in FOLDER")
+    report.add_argument("--write", action="store_true", help="rewrite index.html and all tables from the JSON files")
     report.add_argument("--json", action="store_true", help="print one JSON document instead of text")
-    index = commands.add_parser("index", help="make the index of all report folders: index.html and README.md")
+    summary = "make the index of all report folders: index.html and README.md"
+    index = commands.add_parser("index", help=summary, description=summary)
     index.add_argument("reports", type=Path, nargs="?", default=LOCAL, metavar="REPORTS", help="default: %(default)s")
 
 

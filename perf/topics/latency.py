@@ -10,7 +10,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -235,11 +234,13 @@ class Latency(Report):
 
     @classmethod
     def add_options(cls, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("--world-size", type=int, nargs="+", choices=WORLD_SIZES, default=WORLD_SIZES, metavar="N")
+        sizes = {"choices": WORLD_SIZES, "default": WORLD_SIZES, "help": "numbers of ranks, 2 to 4 (default: all)"}
+        parser.add_argument("--world-size", type=int, nargs="+", metavar="N", **sizes)
         parser.add_argument("--few", action="store_true", help="a few sizes of the all-reduce")
         parser.add_argument("--only", nargs="+", default=[""], metavar="TEXT", help="calls whose words contain one")
         parser.add_argument("--baseline", type=Path, metavar="FOLDER", help="another checkout, timed in turn")
-        parser.add_argument("--repeats", type=int, default=REPEATS, metavar="N")
+        repeats = "timings of each call (default: %(default)s)"
+        parser.add_argument("--repeats", type=int, default=REPEATS, metavar="N", help=repeats)
 
     @classmethod
     def plan(cls, options: argparse.Namespace, gpu_count: int) -> LatencyPlan:
@@ -264,10 +265,9 @@ class Latency(Report):
     def measure(self, plan: LatencyPlan, start: Callable[[Path], Process] = Process) -> Iterator[LatencyRow | str]:
         self.before, medians = committed(machine.ROOT / "reports")
         plan, seen = plan._replace(before=medians), set()
-        with ExitStack() as stack:
-            processes = {method: start(checkout) for method, checkout in plan.checkouts.items()}
-            for process in processes.values():
-                stack.callback(process.close)
+        with contextlib.ExitStack() as stack:
+            checkouts, opened = plan.checkouts.items(), stack.enter_context
+            processes = {method: opened(contextlib.closing(start(checkout))) for method, checkout in checkouts}
             for case in plan.cases:
                 yield from rows_of(case, processes, plan, seen)
 

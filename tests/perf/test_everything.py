@@ -24,6 +24,14 @@ def write(folder, block):
     AllReduce(rows=[row(mode="cpu")]).write(folder, block, "python -m perf")
 
 
+def test_every_command_is_described_and_every_option_has_help(monkeypatch):
+    monkeypatch.setattr(program.argparse.ArgumentParser, "parse_args", lambda parser, argv: parser)
+    commands = program.parse([])._subparsers._group_actions[0].choices
+
+    assert [name for name, command in commands.items() if not command.description] == []
+    assert [(name, one.dest) for name, command in commands.items() for one in command._actions if not one.help] == []
+
+
 @pytest.fixture
 def run(tmp_path, monkeypatch):
     """Runs the command with stand-ins for its parts, which do what ``acts`` says. Returns the parts that ran."""
