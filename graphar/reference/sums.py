@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
 from itertools import accumulate
 from typing import Literal
 
@@ -59,10 +60,8 @@ def _sum(parts: Sequence[torch.Tensor], order: str = "rank") -> torch.Tensor:
             raise ValueError(f"reference: order='tree' adds partials in float32, got {parts[0].dtype}")
         leaf_tree.check_ranks("reference", len(parts))
         return leaf_tree.tree_sum(parts)
-    total = parts[0].to(ACCUMULATION_DTYPES[parts[0].dtype])
-    for part in parts[1:]:
-        total = total + part.to(total.dtype)
-    return total
+    kind = ACCUMULATION_DTYPES[parts[0].dtype]
+    return reduce(torch.add, (part.to(kind) for part in parts))
 
 
 def hierarchical_allreduce(
