@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import re
 from collections.abc import Callable, Sequence
@@ -11,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from graphar.numerics.dtypes import TYPE_NAMES
+from graphar.numerics.dtypes import TYPE_NAMES, fp32
 from graphar.numerics.epilogues import syntax
 from graphar.numerics.epilogues.code import Corner, Generated, evaluate, generate
 from graphar.numerics.epilogues.syntax import Expression, parse
@@ -275,7 +274,7 @@ def bind(
     properties = tuple([(tensor.dtype, tensor.numel(), tensor.device) for tensor in tensors])
     form = _form(op, text, x.shape, x.dtype, x.device, properties, len(scalars))
     readable = [tensor.resolve_neg().contiguous() for tensor in tensors]  # kernels read raw memory
-    return form, EpilogueInputs(readable, [ctypes.c_float(number).value for number in scalars])
+    return form, EpilogueInputs(readable, list(map(fp32, scalars)))
 
 
 @functools.lru_cache(maxsize=4096)
