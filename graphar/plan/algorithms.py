@@ -67,8 +67,6 @@ class Algorithm(StrEnum):
 
     @classmethod
     def _missing_(cls, value: object) -> Algorithm | None:
-        if not isinstance(value, str):
-            return None
         algorithm = next((loaded for loaded in ROWS if loaded == value), None)
         if algorithm is None and is_from_outside(value):
             raise ValueError(f"algorithm {value!r} is not loaded in this process; graphar.load_algorithm loads it")
