@@ -261,7 +261,7 @@ class Gathered(Fused):
     _first_output = 1  # the gathered rows: a launch is bound to the other results
 
     def _cut(self, work: Product) -> list[Slice]:
-        step = gathered_rows_a_launch(self.algorithm, self._engine.world_size, work.columns, work.factors)
+        step = gathered_rows_a_launch(self._engine.world_size, work.columns, work.factors)
         return row_slices(work.parts, step)
 
     def _place(self, operands: MatmulOperands) -> MatmulOperands:
