@@ -38,8 +38,8 @@ def bind(engine: Engine, call: Call[Product], ranks: Sequence[Operands]) -> Plan
     is_ordered = not work.as_tree
     if engine.world_size == 1 and not (is_ordered or work.epilogue or work.norm):
         return _of_one_rank(engine, work)
-    row_nbytes, summed = work.columns * call.dtype.itemsize, call._replace(work=work.without_norm)
-    can_norm = is_ordered and sum(work.parts) and has_norm_kernel(row_nbytes)
+    summed = call._replace(work=work._replace(op=work.summing_op, norm=None))
+    can_norm = is_ordered and sum(work.parts) and has_norm_kernel(work.columns * call.dtype.itemsize)
     if (can_norm or not work.norm) and takes_tiles(engine, summed, ranks[0].outputs[0]):
         if not work.norm:
             return _fused(engine, call)
