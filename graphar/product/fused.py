@@ -201,8 +201,6 @@ class Summed(Fused):
     """
 
     def _cut(self, work: Product) -> list[Slice]:
-        if reason := matmuls.why_not_columns(work, self._runner.chip, self._engine.world_size):
-            raise UnsupportedError(f"{work.op}: {reason}")
         return row_slices(work.parts, matmuls.summed_rows_a_launch(work, self._engine.world_size))
 
     def _place(self, operands: MatmulOperands) -> MatmulOperands:
