@@ -33,8 +33,7 @@ def linear(
 
     With ``tp_invariant`` the products are added in the order of K, 16 columns at a time.
     """
-    total = unrounded_product(a, w, tp_invariant)
-    return with_bias(total, bias, a.dtype)
+    return with_bias(unrounded_product(a, w, tp_invariant), bias, a.dtype)
 
 
 def unrounded_product(a: torch.Tensor, w: torch.Tensor, tp_invariant: bool = False) -> torch.Tensor:
