@@ -137,11 +137,9 @@ def reducescatter(
         A new, contiguous tensor per rank, in rank order, with the bits of :func:`allreduce`.
     """
     if epilogue is not None:
+        whole = as_epilogue(epilogue)
         of_ranks = zip(*(part.tensor_split(len(parts), axis) for part in parts), strict=True)
-        return [
-            allreduce(summands, as_epilogue(epilogue).of_rank(rank), order, out_dtype)
-            for rank, summands in enumerate(of_ranks)
-        ]
+        return [allreduce(own, whole.of_rank(rank), order, out_dtype) for rank, own in enumerate(of_ranks)]
     total = allreduce(parts, order=order, out_dtype=out_dtype)
     return [part.contiguous() for part in total.tensor_split(len(parts), axis)]
 
@@ -299,7 +297,4 @@ def reducescatter_residual_rmsnorm(
         A tuple per rank, in rank order.
     """
     of_ranks = zip(*(part.tensor_split(len(parts)) for part in parts), strict=True)
-    return [
-        allreduce_residual_rmsnorm(summands, residual, weight, **options)
-        for summands, residual in zip(of_ranks, residuals, strict=True)
-    ]
+    return [allreduce_residual_rmsnorm(*pair, weight, **options) for pair in zip(of_ranks, residuals, strict=True)]
