@@ -190,9 +190,7 @@ def _check_room(op: str, world_size: int, scratch: Scratch, limit: Any, exact: b
 def _grid(
     where: str, blocks: int | Callable[[int], int], threads: int, chunk: int, world_size: int, nbytes: int
 ) -> Grid:
-    if not callable(blocks):
-        return Grid(blocks, threads, chunk)
-    count = blocks(nbytes)
+    count = blocks(nbytes) if callable(blocks) else blocks
     with inside(where):
         _check_count(f"blocks for {nbytes} bytes", count, MAX_BLOCKS)
     return Grid(count, threads, chunk)
