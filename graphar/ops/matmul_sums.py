@@ -242,9 +242,8 @@ class _Summed(Op):
         how = {"num_partitions": arguments.num_partitions, **matmul_operands.multiplied(self, a, w, arguments)}
         form = followed and followed.form
         work = Product(op, counts, columns, bool(arguments.bias), arguments.codec, form, **how)
-        ranks = options.operands(
-            matmul_operands.lists(a, w, arguments.scales, arguments.bias), [(out,) for out in outs], followed
-        )
+        factors = matmul_operands.lists(a, w, arguments.scales, arguments.bias)
+        ranks = options.operands(factors, [(out,) for out in outs], followed)
         return engine.run(Call.of(work, outs[0], timeout_s=arguments.timeout_s), ranks), ranks
 
     def check_out(self, a, w, outs, arguments: Arguments) -> None:

@@ -333,9 +333,8 @@ def needed_kernels(
             clusters = CLUSTERS if facts.chip.has_clusters else CLUSTERS[:1]
             for order, algorithm, dtype, cluster in itertools.product(orders, with_kernels(of), dtypes, clusters):
                 norm = Norm(of, (), 1, output, order=order, out_dtype=dtype)
-                yield Kernel(
-                    algorithm, torch.float32 if order == "tree" else dtype, template=template_of(norm, cluster)
-                )
+                element = torch.float32 if order == "tree" else dtype
+                yield Kernel(algorithm, element, template=template_of(norm, cluster))
             continue
         plain, general = _up_to(facts, max_nbytes, op), GENERAL[op]
         results = [(dtypes, "rank", None), *(((torch.float32,), "tree", dtype) for dtype in dtypes if trees)]
@@ -393,9 +392,8 @@ def explain(call: Call, facts: Facts) -> Explanation:
         if codec := call.wire:
             exact = expected
             expected = tables.expected_quantized_us(facts.table, codec, facts.world_size, work.numel)
-    times = expected, exact
-    scratch_nbytes = algorithm.row.scratch_nbytes(facts.world_size)
-    return Explanation(stand_in + algorithm.value, config.blocks, config.threads, reason, *times, scratch_nbytes)
+    name, scratch_nbytes = stand_in + algorithm.value, algorithm.row.scratch_nbytes(facts.world_size)
+    return Explanation(name, config.blocks, config.threads, reason, expected, exact, scratch_nbytes)
 
 
 def _was_measured(call: Call, config: Config, facts: Facts) -> bool:

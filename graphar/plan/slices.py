@@ -79,6 +79,5 @@ def _up_to(step: int, counts: Sequence[int], offset: int) -> tuple[int, ...]:
 
 def gathered_rows_a_launch(world_size: int, k: int, factors: Factors = PLAIN) -> int:
     """Returns how many rows of each rank one launch of an all-gather + matmul handles; rows have ``k`` elements."""
-    capacity = GATHERING.row.scratch(world_size).capacity
-    rows = capacity * PACK_NBYTES // factors.row_nbytes(k)
+    rows = GATHERING.row.scratch(world_size).capacity * PACK_NBYTES // factors.row_nbytes(k)
     return rows // _ROWS_OF_TILES * _ROWS_OF_TILES or rows

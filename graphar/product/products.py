@@ -68,11 +68,10 @@ def takes_tiles(engine: Engine, call: Call[Product], out: torch.Tensor) -> bool:
 
 def _fused(engine: Engine, call: Call[Product]) -> Plan:
     work, algorithm = call.work, fused_algorithm(engine.table, call.work, engine.world_size)
-    launches = fused_launches(engine, call, algorithm)
     as_tree = f" in {work.leaves(engine.world_size)} leaves a rank", " as a tree"
     leaves, order = as_tree if work.as_tree else ("", "")
     early = ", which loads its constant weight early" if work.constant_weight and algorithm.row.is_skinny else ""
-    return launches.plan(f"multiplied{leaves} and summed{order} in one kernel{early}")
+    return fused_launches(engine, call, algorithm).plan(f"multiplied{leaves} and summed{order} in one kernel{early}")
 
 
 def _then_normed(plan: Plan, count: int, eps: float, weight_offset: float) -> Plan:
