@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from operator import floordiv, getitem
+from operator import eq, floordiv, getitem
 from typing import Any, cast
 
 import torch
@@ -201,9 +201,7 @@ def reached(starts: Iterable[Node], following: Callable[[Node], Iterable[Node]])
 
 def are_same(sizes: Sequence, others: Sequence) -> bool:
     """Whether two shapes are known to be the same."""
-    return len(sizes) == len(others) and all(
-        statically_known_true(size == other) for size, other in zip(sizes, others, strict=True)
-    )
+    return len(sizes) == len(others) and all(map(statically_known_true, map(eq, sizes, others)))
 
 
 def _take_over(graph: Graph, result: Node, new: Node) -> None:

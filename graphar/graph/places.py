@@ -18,6 +18,7 @@ from torch._C._distributed_c10d import _resolve_process_group as resolve
 from graphar.errors import Reason
 from graphar.graph.report import Refused, expect, why_refused
 from graphar.plan.algorithms import MATMUL_ARCH
+from graphar.plan.policy import Chip
 from graphar.plan.scratch import MAX_RANKS
 from graphar.plan.tables import DEFAULT, Table, shipped_table
 from graphar.ranks.groups import device_of_process, process_group
@@ -67,9 +68,8 @@ class Places:
         table = everyone[0]["table"]
         self.table = Table.from_json(table) if table else shipped_table(DEFAULT)
         with_gpu = [place for place in self._places.values() if place.sms]
-        sms = min((place.sms for place in with_gpu), default=self.table.chip.sms)
-        communicators = max((place.communicators for place in with_gpu), default=self.table.chip.communicators)
-        self.chip = replace(self.table.chip, sms=sms, communicators=communicators)
+        chips = [replace(self.table.chip, sms=place.sms, communicators=place.communicators) for place in with_gpu]
+        self.chip = Chip.in_common(chips or [self.table.chip])
 
     def check(self, group: Any, device: str) -> None:
         """Raises Refused unless graphar's ops can replace torch's collectives in ``group``.

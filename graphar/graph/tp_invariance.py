@@ -100,12 +100,8 @@ def _bias_gradients(graph: Graph) -> list[Node]:
         # A weight's gradient multiplies transposed rows.
         multiplied[_origin(a)] = value(a).shape[0 if a.target in TRANSPOSES else -1]
     totals = [node for node in graph.find_nodes(op="call_function", target=_SUM) if node.users and _is_over_rows(node)]
-    return [
-        total
-        for total in totals
-        if (features := multiplied.get(_origin(first(total)))) is not None
-        and statically_known_true(value(first(total)).shape[-1] == features)
-    ]
+    pairs = [(total, first(total)) for total in totals]
+    return [total for total, x in pairs if statically_known_true(value(x).shape[-1] == multiplied.get(_origin(x)))]
 
 
 def _is_over_rows(total: Node) -> bool:

@@ -31,13 +31,11 @@ class CausalLoss:
         if shift_labels is None:
             assert labels is not None
             shift_labels = functional.pad(labels, (0, 1), value=ignore_index)[..., 1:].contiguous()
-        target, weight, group = shift_labels.to(logits.device), self.head.weight, "alone"
+        target, weight, group = shift_labels.to(logits.device).view(logits.shape[:-1]), self.head.weight, "alone"
         if logits.shape[-1] != weight.shape[0] and isinstance(weight, DTensor):
             group = weight.device_mesh
         reduction = "mean" if num_items_in_batch is None else "sum"
-        total = cross_entropy(
-            logits, target.view(logits.shape[:-1]), group, ignore_index=ignore_index, reduction=reduction
-        )
+        total = cross_entropy(logits, target, group, ignore_index=ignore_index, reduction=reduction)
         return total if num_items_in_batch is None else total / num_items_in_batch
 
 

@@ -42,6 +42,7 @@ little-endian.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -253,10 +254,7 @@ def part_of_wires(wires: Sequence[torch.Tensor], codec: Codec, like: torch.Tenso
 
 
 def total_of(wires: Sequence[torch.Tensor], codec: Codec) -> Tensor:
-    total = decode(wires[0], codec)
-    for wire in wires[1:]:
-        total = total + decode(wire, codec)
-    return total
+    return reduce(torch.add, (decode(wire, codec) for wire in wires))
 
 
 def error_of_wire(part: torch.Tensor, wire: torch.Tensor, codec: Codec) -> torch.Tensor:

@@ -90,9 +90,7 @@ def rounded_product(
 
 def rows_of_scale(a: torch.Tensor, a_scale: torch.Tensor) -> torch.Tensor:
     """Returns the scales of ``a`` [..., K] as a matrix with a row for each of its rows: [rows, 1 or blocks of K]."""
-    if a_scale.numel() == 1:
-        return a_scale.reshape(1, 1).expand(a.shape[:-1].numel(), 1)
-    return a_scale.flatten(0, -2)
+    return _of_each(a_scale, a.shape[:-1].numel()).flatten(0, -2)
 
 
 def product(a: torch.Tensor, w: torch.Tensor, scales: Scales) -> torch.Tensor:

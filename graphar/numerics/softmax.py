@@ -263,9 +263,8 @@ def partial(logits: Tensor, target: Tensor, first: int, leaves_of_rank: int, ter
 def node_of(partials: Tensor, terms: Terms) -> Node:
     """Returns the node of partials [..., width]."""
     m, s, _, *others = partials.unbind(-1)
-    remaining = iter(others)
     asked_for = terms.label_smoothing != 0, terms.entropy, terms.top1
-    return Node(m, s, *[next(remaining) if asked else None for asked in asked_for])
+    return Node(m, s, *[others.pop(0) if asked else None for asked in asked_for])
 
 
 def finish(partials: Tensor, target: Tensor, columns: int, terms: Terms) -> tuple[Tensor, ...]:

@@ -208,9 +208,7 @@ def _of_rows(ctx, of_products, of_rows, w) -> list[torch.Tensor]:
     if not ctx.arguments.gathered:
         cut = {"partition": partitions.in_backward(ctx.arguments.partition)}
         return for_ranks(ctx, "fused_matmul_reducescatter", of_products, [x.t() for x in w], **cut, **ctx.where)
-    totals = [
-        of_product @ weight + of_whole for of_product, of_whole, weight in zip(of_products, of_rows, w, strict=True)
-    ]
+    totals = [dy @ weight + of_row for dy, of_row, weight in zip(of_products, of_rows, w, strict=True)]
     return for_ranks(ctx, "reducescatter", totals, **ctx.where)
 
 

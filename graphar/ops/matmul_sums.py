@@ -216,7 +216,6 @@ def _call(
 def check_leaves(op: str, engine: Engine, a: Sequence[torch.Tensor], arguments: Arguments) -> None:
     """Raises ValueError if a call is to be invariant without whole leaves of K."""
     if arguments.partition == TP_INVARIANT:
-        leaf_tree.check_ranks(op, engine.world_size)
         # Processes compare their columns when they sum.
         leaf_tree.check_operands(op, a if engine.devices else list(a) * engine.world_size)
 
@@ -241,10 +240,10 @@ class _Summed(Op):
         if not sum(counts) or not columns:
             return None
         how = {"num_partitions": arguments.num_partitions, **matmul_operands.multiplied(self, a, w, arguments)}
-        work = Product(op, counts, columns, bool(arguments.bias), arguments.codec, followed and followed.form, **how)
-        ranks = options.operands(
-            matmul_operands.lists(a, w, arguments.scales, arguments.bias), [(out,) for out in outs], followed
-        )
+        form = followed and followed.form
+        work = Product(op, counts, columns, bool(arguments.bias), arguments.codec, form, **how)
+        factors = matmul_operands.lists(a, w, arguments.scales, arguments.bias)
+        ranks = options.operands(factors, [(out,) for out in outs], followed)
         return engine.run(Call.of(work, outs[0], timeout_s=arguments.timeout_s), ranks), ranks
 
     def check_out(self, a, w, outs, arguments: Arguments) -> None:

@@ -25,8 +25,6 @@ from graphar.runtime.catalogue import KernelSource
 from graphar.runtime.engine import Engine, runner_of
 from graphar.runtime.runner import threads_for_compiling
 
-NeededTile = tuple[Algorithm, torch.dtype, Tile, Product]  # the product has no shape
-
 
 def prepare(
     engine: Engine,
@@ -82,14 +80,13 @@ def _needed_tiles(
     codecs: Sequence[Codec],
     epilogues: Sequence[Pointwise],
     tp_invariant: bool,
-) -> Iterator[NeededTile]:
-    """Yields the fused kernels of every tile that calls of ``ops`` may take."""
+) -> Iterator[tuple[Algorithm, torch.dtype, Tile, Product]]:
+    """Yields the fused kernels of every tile that calls of ``ops`` may take; their products have no shape."""
     if runner_of(engine).chip.arch != MATMUL_ARCH:
         return
     results = [dtype for dtype in dtypes if dtype in MATMUL_TYPES]
     algorithms = [algorithm for op in ops for algorithm in with_kernels(op) if algorithm.row.tiles]
-    forms = (None, *epilogues)
-    for algorithm, epilogue in itertools.product(algorithms, forms):
+    for algorithm, epilogue in itertools.product(algorithms, (None, *epilogues)):
         if epilogue and not algorithm.row.takes_epilogue:
             continue
         work, adds = Product(algorithm.op, (), 1, epilogue=epilogue), algorithm.row.sends_tiles

@@ -120,14 +120,7 @@ def keep(
 
 
 def _repeat(
-    launch: Launch,
-    count: Count,
-    on_cpu: bool,
-    sums: bool,
-    tensors: Tensors,
-    order: list[int],
-    outputs: Tensors,
-    codec: str,
+    launch: Launch, count: Count, on_cpu: bool, sums: bool, tensors: Tensors, order: list[int], outs: Tensors, text: str
 ) -> Repeat:
     """Returns a function that makes a call like an earlier one, and returns its result.
 
@@ -138,15 +131,15 @@ def _repeat(
     dropped with what they depend on, and not while a profiler watches. The launch finds the stream and failures.
     """
     select = None if order == list(range(len(tensors))) else operator.itemgetter(*order)
-    wire = codec_of_text(codec) if codec else None
+    wire = codec_of_text(text) if text else None  # of a codec
     device, alike = tensors[0].get_device(), _guard(tensors)
     new = _new_on_cpu if on_cpu else _new_on_current_device
-    result_like, *others = map(_layout, outputs)
-    alike_with_out = _guard([*tensors, outputs[0]])
+    result_like, *others = map(_layout, outs)
+    alike_with_out = _guard([*tensors, outs[0]])
     may_be_first, feeds_back = sums and result_like == _layout(tensors[0]), wire is not None and wire.feedback
     with_gradients = any(tensor.requires_grad for tensor in tensors)
     needs_seed = wire is not None and wire.rounding == "stochastic" and wire.seed is None
-    *nbytes, out_nbytes = map(_spanned_nbytes, (*tensors, outputs[0]))
+    *nbytes, out_nbytes = map(_spanned_nbytes, (*tensors, outs[0]))
     every, behind_first = range(len(nbytes)), range(1, len(nbytes))
 
     def repeat(tensors: Tensors, out: torch.Tensor | None, numbers: tuple[float, ...]):

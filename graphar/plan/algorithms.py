@@ -67,8 +67,6 @@ class Algorithm(StrEnum):
 
     @classmethod
     def _missing_(cls, value: object) -> Algorithm | None:
-        if not isinstance(value, str):
-            return None
         algorithm = next((loaded for loaded in ROWS if loaded == value), None)
         if algorithm is None and is_from_outside(value):
             raise ValueError(f"algorithm {value!r} is not loaded in this process; graphar.load_algorithm loads it")
@@ -453,6 +451,7 @@ NAMED: dict[str, dict[str, Algorithm]] = {
 COMPRESSING = {row.op: algorithm for algorithm, row in ROWS.items() if row.compresses}
 COPYING = {row.op: algorithm for algorithm, row in ROWS.items() if row.copies}
 MEETING = Algorithm.ALLGATHER_FLAGGED  # its kernel makes ranks meet before and after copies
+GATHERING = Algorithm.ALLGATHER_MATMUL  # of every all-gather and matmul, whose rows its scratch takes in chunks, too
 # By op, the algorithm for every call without a codec: of any size, with any option of the op, in few blocks or many.
 GENERAL = {op: next(algorithm for algorithm in in_tables(op) if algorithm.row.limit(2) is None) for op in NAMED}
 # By whether it adds host by host, the algorithm without a kernel of graphar.

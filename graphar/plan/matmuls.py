@@ -197,9 +197,8 @@ def best_tile(kind: Kind[MatmulTile], shape: Shape, cost: TileCost, chip: Chip |
     if isinstance(chip, Chip):
         return min(tiles, key=lambda tile: clocks(cost, tile, rows, n, k, chip.shared_blocks(cluster=tile.cluster)))
     cost = replace(cost, clustered=kind.factors.clustered or cost.clustered)
-    return min(
-        (tile for tile in tiles if _is_useful(tile, shape, chip)), key=lambda tile: _alone(cost, tile, shape, chip)
-    )
+    useful = [tile for tile in tiles if _is_useful(tile, shape, chip)]
+    return min(useful, key=lambda tile: _alone(cost, tile, shape, chip))
 
 
 def _is_useful(tile: MatmulTile, shape: Shape, sms: Sms) -> bool:

@@ -109,7 +109,7 @@ def load_algorithm(
         _check_count("chunk", chunk, min(scratch.capacity for scratch in scratches.values()), least=0)
         require(minimum_arch in _ARCHS, f"minimum_arch must be a number such as 80 or 90, got {minimum_arch!r}")
         require(specification is None or callable(specification), "specification must be a function or None")
-        of_specification = [*contents(specification, "specification")] if specification else [b"True"]
+        of_specification = [*contents(specification)] if specification else [b"True"]
     row = Row(
         op,
         str(file.parent),
@@ -190,9 +190,7 @@ def _check_room(op: str, world_size: int, scratch: Scratch, limit: Any, exact: b
 def _grid(
     where: str, blocks: int | Callable[[int], int], threads: int, chunk: int, world_size: int, nbytes: int
 ) -> Grid:
-    if not callable(blocks):
-        return Grid(blocks, threads, chunk)
-    count = blocks(nbytes)
+    count = blocks(nbytes) if callable(blocks) else blocks
     with inside(where):
         _check_count(f"blocks for {nbytes} bytes", count, MAX_BLOCKS)
     return Grid(count, threads, chunk)

@@ -41,8 +41,7 @@ FLAGGED_PACKS = 2 * WARP  # of a slot, for 32 packs and their flags: `place` in 
 GATHERED_NBYTES = 128 * MIB  # the rows of all ranks that one launch has scratch for
 COPY_PLACES = 3  # chunks of a peer that copy engines may bring: two travel while one is taken
 COPY_UNIT_NBYTES = 4096  # chunks that travel by copy engines are multiples of it, but for the last one
-TILE_LARGEST_NBYTES = 1280  # the largest encoded tile: 8-bit codes, and two fp32 numbers for every 32 elements
-TILE_LARGEST_SPARING_NBYTES = 1152  # of codecs with a sentinel: one fp32 number for every 32
+TILE_LARGEST_SPARING_NBYTES = 1152  # of codecs with a sentinel: 8-bit codes, and one fp32 number for every 32
 
 
 @dataclass(frozen=True)

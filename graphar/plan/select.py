@@ -82,10 +82,7 @@ def select(call: Call, facts: Facts) -> Choice:
     config, row = choice.config, choice.config.algorithm.row
     # The grid of a policy leaves room for other kernels already.
     most = MAX_BLOCKS if row.policy_grid else facts.chip.shared_blocks(row.takes_half(config.threads))
-    most = min(most, call.blocks or most)
-    if config.blocks > most:
-        return choice._replace(config=replace(config, blocks=most))
-    return choice
+    return choice._replace(config=replace(config, blocks=min(config.blocks, most, call.blocks or most)))
 
 
 def _elements(call: Call[Sum | Parts | TensorTuple | Exchange], facts: Facts) -> Choice:
@@ -336,9 +333,8 @@ def needed_kernels(
             clusters = CLUSTERS if facts.chip.has_clusters else CLUSTERS[:1]
             for order, algorithm, dtype, cluster in itertools.product(orders, with_kernels(of), dtypes, clusters):
                 norm = Norm(of, (), 1, output, order=order, out_dtype=dtype)
-                yield Kernel(
-                    algorithm, torch.float32 if order == "tree" else dtype, template=template_of(norm, cluster)
-                )
+                element = torch.float32 if order == "tree" else dtype
+                yield Kernel(algorithm, element, template=template_of(norm, cluster))
             continue
         plain, general = _up_to(facts, max_nbytes, op), GENERAL[op]
         results = [(dtypes, "rank", None), *(((torch.float32,), "tree", dtype) for dtype in dtypes if trees)]
@@ -396,9 +392,8 @@ def explain(call: Call, facts: Facts) -> Explanation:
         if codec := call.wire:
             exact = expected
             expected = tables.expected_quantized_us(facts.table, codec, facts.world_size, work.numel)
-    times = expected, exact
-    scratch_nbytes = algorithm.row.scratch_nbytes(facts.world_size)
-    return Explanation(stand_in + algorithm.value, config.blocks, config.threads, reason, *times, scratch_nbytes)
+    name, scratch_nbytes = stand_in + algorithm.value, algorithm.row.scratch_nbytes(facts.world_size)
+    return Explanation(name, config.blocks, config.threads, reason, expected, exact, scratch_nbytes)
 
 
 def _was_measured(call: Call, config: Config, facts: Facts) -> bool:

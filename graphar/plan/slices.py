@@ -8,7 +8,7 @@ from itertools import accumulate
 
 from graphar.numerics.dtypes import BYTE
 from graphar.numerics.norms import REDUCESCATTER_NORM
-from graphar.plan.algorithms import Algorithm
+from graphar.plan.algorithms import GATHERING, Algorithm
 from graphar.plan.scratch import COPY_UNIT_NBYTES, PACK_NBYTES
 from graphar.plan.work import PLAIN, Factors
 
@@ -77,7 +77,7 @@ def _up_to(step: int, counts: Sequence[int], offset: int) -> tuple[int, ...]:
     return tuple(min(max(count - offset, 0), step) for count in counts)
 
 
-def gathered_rows_a_launch(algorithm: Algorithm, world_size: int, k: int, factors: Factors = PLAIN) -> int:
+def gathered_rows_a_launch(world_size: int, k: int, factors: Factors = PLAIN) -> int:
     """Returns how many rows of each rank one launch of an all-gather + matmul handles; rows have ``k`` elements."""
-    rows = algorithm.row.scratch(world_size).capacity * PACK_NBYTES // factors.row_nbytes(k)
+    rows = GATHERING.row.scratch(world_size).capacity * PACK_NBYTES // factors.row_nbytes(k)
     return rows // _ROWS_OF_TILES * _ROWS_OF_TILES or rows

@@ -64,21 +64,20 @@ def hashed(fields: Iterable[bytes]) -> str:
     return digest.hexdigest()
 
 
-def contents(function: Callable, what: str) -> Iterator[bytes]:
+def contents(specification: Callable) -> Iterator[bytes]:
     """Yields the code of a function, and all values that it takes from its defaults, its closure and its module.
 
     It may be a ``functools.partial`` or a method. Functions of other modules, classes and modules count by their names,
-    all others by their code. ``what`` is the function's name in errors.
+    all others by their code.
 
     Raises:
         ValueError: the function has a value that processes cannot compare, such as an object with a state.
     """
-    return _Reader(what).read(function, "an object")
+    return _Reader().read(specification, "an object")
 
 
 class _Reader:
-    def __init__(self, what: str) -> None:
-        self._what = what
+    def __init__(self) -> None:
         self._module: str | None = None  # of the first function
         self._read: dict[int, int] = {}  # the functions so far, by identity: they may call each other
 
@@ -108,7 +107,7 @@ class _Reader:
             yield full_name.encode()
         else:
             raise ValueError(
-                f"{self._what} depends on {name} of type {kind.__module__}.{kind.__qualname__}, which ranks cannot "
+                f"specification depends on {name} of type {kind.__module__}.{kind.__qualname__}, which ranks cannot "
                 "compare; let it depend on plain values and functions only"
             )
 

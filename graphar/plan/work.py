@@ -332,11 +332,6 @@ class Product(NamedTuple):
         return self.op.removesuffix("_residual_rmsnorm")
 
     @property
-    def without_norm(self) -> Product:
-        """The product and its sum, without a residual and a norm."""
-        return self._replace(op=self.summing_op, norm=None) if self.norm else self
-
-    @property
     def scattered(self) -> bool:
         """Whether each rank gets its own rows of the sum only."""
         return self.summing_op == MATMUL_REDUCESCATTER

@@ -201,8 +201,6 @@ class Summed(Fused):
     """
 
     def _cut(self, work: Product) -> list[Slice]:
-        if reason := matmuls.why_not_columns(work, self._runner.chip, self._engine.world_size):
-            raise UnsupportedError(f"{work.op}: {reason}")
         return row_slices(work.parts, matmuls.summed_rows_a_launch(work, self._engine.world_size))
 
     def _place(self, operands: MatmulOperands) -> MatmulOperands:
@@ -261,7 +259,7 @@ class Gathered(Fused):
     _first_output = 1  # the gathered rows: a launch is bound to the other results
 
     def _cut(self, work: Product) -> list[Slice]:
-        step = gathered_rows_a_launch(self.algorithm, self._engine.world_size, work.columns, work.factors)
+        step = gathered_rows_a_launch(self._engine.world_size, work.columns, work.factors)
         return row_slices(work.parts, step)
 
     def _place(self, operands: MatmulOperands) -> MatmulOperands:

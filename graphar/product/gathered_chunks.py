@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
-from graphar.plan.algorithms import Algorithm
+from graphar.plan.algorithms import GATHERING
 from graphar.plan.call import Call, Operands
 from graphar.plan.scratch import gathered_slot_offset
 from graphar.plan.slices import Slice, gathered_rows_a_launch, row_slices
@@ -41,12 +41,12 @@ class _Lane(Lane):
 class GatheredChunks:
     """One call of an all-gather and matmul, made in chunks."""
 
-    def __init__(self, engine: Engine, call: Call[Product], algorithm: Algorithm) -> None:
-        self._engine, self._runner, self._call, self._algorithm = engine, runner_of(engine), call, algorithm
+    def __init__(self, engine: Engine, call: Call[Product]) -> None:
+        self._engine, self._runner, self._call = engine, runner_of(engine), call
         self._slots: BoundedCache[torch.Tensor] = BoundedCache()
-        self._runner.prepare_all((algorithm, "chunks"), algorithm, f"{algorithm.value} for chunks", lambda member: None)
+        self._runner.prepare_all((GATHERING, "chunks"), GATHERING, f"{GATHERING.value} for chunks", lambda member: None)
         # Lets the current streams wait until all ranks have come.
-        self._meet: Callable[..., None] = meetings(engine, call, algorithm, f"{agreement.words(call)}, in chunks")
+        self._meet: Callable[..., None] = meetings(engine, call, GATHERING, f"{agreement.words(call)}, in chunks")
 
     def run(self, ranks: Sequence[Operands]) -> None:
         """Enqueues the call on the members' current streams, for the operands of each rank of this process."""
@@ -58,8 +58,7 @@ class GatheredChunks:
                 main, side = streams_of(mine.a.device)
                 lanes.append(_Lane(member, main, [side], mine))
             rows, work = [mine.a.contiguous() for mine in members], self._call.work
-            step = gathered_rows_a_launch(self._algorithm, self._engine.world_size, work.columns)
-            for piece in row_slices(work.parts, step):
+            for piece in row_slices(work.parts, gathered_rows_a_launch(self._engine.world_size, work.columns)):
                 self._run_slice(lanes, rows, piece)
 
     def _run_slice(self, lanes: Sequence[_Lane], rows: Sequence[torch.Tensor], piece: Slice) -> None:
@@ -98,9 +97,8 @@ class GatheredChunks:
 
     def _address(self, rank: int, hop: int) -> int:
         world_size = self._engine.world_size
-        capacity = self._algorithm.row.scratch(world_size).capacity
-        offset = gathered_slot_offset(world_size, capacity, world_size - hop)
-        return self._runner.scratch(self._algorithm)[rank] + offset
+        offset = gathered_slot_offset(world_size, GATHERING.row.scratch(world_size).capacity, world_size - hop)
+        return self._runner.scratch(GATHERING)[rank] + offset
 
     def _slot(self, member: Member, hop: int, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
         key = (member.rank, hop, shape, dtype)

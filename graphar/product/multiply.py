@@ -12,7 +12,6 @@ from torch.nn.functional import pad
 
 from graphar.errors import Reason, UnsupportedError
 from graphar.numerics import leaf_tree
-from graphar.numerics.dtypes import with_canonical_nan
 from graphar.numerics.fp8_products import rounded_product
 from graphar.numerics.leaf_tree import LEAF_UNIT
 from graphar.numerics.partitions import Panel
@@ -212,8 +211,7 @@ class Leaves(Multiply):
         a, w, out, _, bias = step
         if not a.is_cuda:
             total = leaf_tree.in_leaves(a, w, self.leaves)
-            total = total if bias is None else total + bias.float()
-            return lambda stream: out.copy_(with_canonical_nan(total.to(out.dtype)))
+            return lambda stream: out.copy_(reference.with_bias(total, bias, out.dtype))
         if reason := lacks_software() or gemm.why_none_like(a):
             raise UnsupportedError(f"{self.op}: no kernel adds in this order: {reason}")
         rows, columns = in_whole_loads(a, self.leaves), in_whole_loads(w, self.leaves)

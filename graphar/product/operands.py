@@ -16,6 +16,7 @@ from graphar.numerics.partitions import Panel, length
 from graphar.plan.call import Operands
 from graphar.plan.scratch import PACK_NBYTES
 from graphar.plan.work import Product
+from graphar.reference.products import flat
 
 
 class Step(NamedTuple):
@@ -128,11 +129,6 @@ def operands_of(work: Product, operands: Operands) -> MatmulOperands:
     gathered = [*(flat(out) for out in operands.outputs[1:] if work.gathered), None, None]
     more = tuple(rest), operands.numbers, work.constant_weight
     return MatmulOperands(a, w, bias, flat(operands.outputs[0]), gathered[0], gathered[1], *more, scales=scales)
-
-
-def flat(x: torch.Tensor) -> torch.Tensor:
-    """Returns the tensor as a matrix whose rows are its last dimension."""
-    return x if x.ndim == 2 else x.reshape(x.shape[:-1].numel(), x.shape[-1])
 
 
 def flat_scale(scale: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,7 @@ from graphar.numerics.dtypes import BYTE
 from graphar.numerics.epilogues.epilogue import EpilogueInputs
 from graphar.numerics.leaf_tree import LEAVES
 from graphar.numerics.partitions import Panel
-from graphar.plan.algorithms import MATMUL_ARCH
+from graphar.plan.algorithms import GATHERING, MATMUL_ARCH
 from graphar.plan.call import Call, Operands
 from graphar.plan.config import FALLBACK, Config
 from graphar.plan.matmuls import fused_algorithm, may_take_one_kernel, prefers_tiles, why_not_columns
@@ -38,8 +38,8 @@ def bind(engine: Engine, call: Call[Product], ranks: Sequence[Operands]) -> Plan
     is_ordered = not work.as_tree
     if engine.world_size == 1 and not (is_ordered or work.epilogue or work.norm):
         return _of_one_rank(engine, work)
-    row_nbytes, summed = work.columns * call.dtype.itemsize, call._replace(work=work.without_norm)
-    can_norm = is_ordered and sum(work.parts) and has_norm_kernel(row_nbytes)
+    summed = call._replace(work=work._replace(op=work.summing_op, norm=None))
+    can_norm = is_ordered and sum(work.parts) and has_norm_kernel(work.columns * call.dtype.itemsize)
     if (can_norm or not work.norm) and takes_tiles(engine, summed, ranks[0].outputs[0]):
         if not work.norm:
             return _fused(engine, call)
@@ -68,11 +68,10 @@ def takes_tiles(engine: Engine, call: Call[Product], out: torch.Tensor) -> bool:
 
 def _fused(engine: Engine, call: Call[Product]) -> Plan:
     work, algorithm = call.work, fused_algorithm(engine.table, call.work, engine.world_size)
-    launches = fused_launches(engine, call, algorithm)
     as_tree = f" in {work.leaves(engine.world_size)} leaves a rank", " as a tree"
     leaves, order = as_tree if work.as_tree else ("", "")
     early = ", which loads its constant weight early" if work.constant_weight and algorithm.row.is_skinny else ""
-    return launches.plan(f"multiplied{leaves} and summed{order} in one kernel{early}")
+    return fused_launches(engine, call, algorithm).plan(f"multiplied{leaves} and summed{order} in one kernel{early}")
 
 
 def _then_normed(plan: Plan, count: int, eps: float, weight_offset: float) -> Plan:
@@ -95,12 +94,10 @@ def _of_one_rank(engine: Engine, work: Product) -> Plan:
 
 def _bind_gathered(engine: Engine, call: Call[Product], ranks: Sequence[Operands]) -> Plan:
     method = gathering_method(engine, call, ranks[0].inputs[0])
-    algorithm = fused_algorithm(engine.table, call.work, engine.world_size)
     if method == "tiles":
-        return fused_launches(engine, call, algorithm).plan("gathered and multiplied in one kernel")
+        return fused_launches(engine, call, GATHERING).plan("gathered and multiplied in one kernel")
     if method == "chunks":
-        run = GatheredChunks(engine, call, algorithm).run
-        return Plan(run, Config(algorithm, 0, 0), "gathered in chunks by copy engines")
+        return Plan(GatheredChunks(engine, call).run, Config(GATHERING, 0, 0), "gathered in chunks by copy engines")
     return _gathered_then_multiplied(engine, call, ranks)
 
 
@@ -109,24 +106,23 @@ def gathering_method(engine: Engine, call: Call[Product], a: torch.Tensor) -> st
 
     The first call is collective. The answer is equal on all ranks: it does not depend on memory layouts and weights.
     """
-    work, algorithm = call.work, fused_algorithm(engine.table, call.work, engine.world_size)
-    is_plain = work.factors.is_plain
+    work, is_plain = call.work, call.work.factors.is_plain
     like = a if a.dtype == call.dtype else a.new_empty(0, dtype=call.dtype)  # results have it
-    if work.partition == "none" or not a.is_cuda or like.dtype not in algorithm.row.dtypes:
+    if work.partition == "none" or not a.is_cuda or like.dtype not in GATHERING.row.dtypes:
         return "none"
     with engine.keeping_failure():
         if engine.why_no_kernel(work.op, like):
             return "none"
-    k, rows, has_tiles = work.columns, sum(work.parts), runner_of(engine).chip.arch == MATMUL_ARCH
-    if not k or not gathered_rows_a_launch(algorithm, engine.world_size, k, work.factors):
+    k, rows, chip = work.columns, sum(work.parts), runner_of(engine).chip
+    if not k or not gathered_rows_a_launch(engine.world_size, k, work.factors):
         return "none"
-    by_table = engine.table.allgather_matmul.faster(engine.world_size, rows, runner_of(engine).chip, is_plain)
+    by_table = engine.table.allgather_matmul.faster(engine.world_size, rows, chip, is_plain)
     method = by_table if work.partition == "auto" else work.partition
     if work.as_tree or (work.epilogue and work.partition == "auto"):
         method = "tiles"  # elsewhere an epilogue is some twenty kernels of torch
     if method == "chunks" and not is_plain:
         method = "tiles"  # torch multiplies plain chunks only
-    served = has_tiles if method == "tiles" else not work.epilogue
+    served = chip.arch == MATMUL_ARCH if method == "tiles" else not work.epilogue
     return method if served else "none"
 
 

@@ -105,7 +105,7 @@ class Then:
 
     def _room(self, matmul: MatmulOperands, panel: Panel) -> torch.Tensor:
         if self._in_place:
-            return self._place(matmul, panel, 0, panel.shape)
+            return self._place(matmul, panel, 0)
         return matmul.out.new_empty(panel.shape, dtype=self._dtype)
 
     def _bind(self, matmul: MatmulOperands, products: Sequence[torch.Tensor]) -> Callable[[int], object]:
@@ -160,8 +160,7 @@ class Then:
             product = reference.widened(product, matmul.bias)
             if not self._work.norm:
                 dtype = None if self._work.as_tree else product.dtype
-                shape = length(rows), length(panel.columns)
-                outputs = (product if self._in_place else self._place(matmul, panel, index, shape, dtype),)
+                outputs = (product if self._in_place else self._place(matmul, panel, index, dtype),)
             corner = epilogue and (rows.start, panel.columns.start, epilogue.columns)
             inputs = product, *[x.contiguous() for x in matmul.tensors]
             taken.append(Operands(inputs, outputs, matmul.numbers, corner))
@@ -195,15 +194,16 @@ class Then:
         return slice(rows.start - first, rows.stop - first)
 
     def _place(
-        self, matmul: MatmulOperands, panel: Panel, index: int, shape: tuple[int, int], dtype: torch.dtype | None = None
+        self, matmul: MatmulOperands, panel: Panel, index: int, dtype: torch.dtype | None = None
     ) -> torch.Tensor:
         """Returns a contiguous tensor for a panel: a view of ``out`` if the panel is contiguous there and has no bias.
 
         A view of a misaligned ``out`` would give the panel to torch's matmul, and so other bits.
         """
-        if matmul.bias is None and shape[1] == matmul.out.shape[1] and matmul.out.data_ptr() % 16 == 0:
-            return matmul.out[self._rows_of_out(panel, index)]
-        return matmul.out.new_empty(shape, dtype=dtype)
+        rows, columns, out = self._rows_of_out(panel, index), length(panel.columns), matmul.out
+        if matmul.bias is None and columns == out.shape[1] and out.data_ptr() % 16 == 0:
+            return out[rows]
+        return out.new_empty(length(rows), columns, dtype=dtype)
 
 
 def streams_of(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:

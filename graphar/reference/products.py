@@ -33,14 +33,13 @@ def linear(
 
     With ``tp_invariant`` the products are added in the order of K, 16 columns at a time.
     """
-    total = unrounded_product(a, w, tp_invariant)
-    return with_bias(total, bias, a.dtype)
+    return with_bias(unrounded_product(a, w, tp_invariant), bias, a.dtype)
 
 
 def unrounded_product(a: torch.Tensor, w: torch.Tensor, tp_invariant: bool = False) -> torch.Tensor:
     """Returns the ``a @ w.T`` of :func:`linear` before it is rounded."""
     if tp_invariant:
-        return leaf_tree.product(_flat(a), w).view(*a.shape[:-1], len(w))
+        return leaf_tree.product(flat(a), w).view(*a.shape[:-1], len(w))
     kind = ACCUMULATION_DTYPES[a.dtype]
     with torch.autocast(a.device.type, enabled=False):  # it would multiply in bf16
         return a.to(kind) @ w.to(kind).t()
@@ -119,11 +118,11 @@ def fused_matmul_allreduce(
     panels = partitions.panels("reference", partition, num_partitions, [a[0].shape[:-1].numel()], len(w[0]))
     if not codec:
         return _summed(products, bias, epilogue, order, dtype)
-    flat, out = list(map(_flat, products)), torch.empty_like(products[0])
+    matrices, out = list(map(flat, products)), torch.empty_like(products[0])
     for at, panel in enumerate(panels):
         place = (*panel.rows, panel.columns)
-        total = quantized_allreduce([widened(product[place], bias) for product in flat], codec, seed, call + at)
-        _flat(out)[place] = total if bias is None else with_bias(total, bias[panel.columns], dtype)
+        total = quantized_allreduce([widened(product[place], bias) for product in matrices], codec, seed, call + at)
+        flat(out)[place] = total if bias is None else with_bias(total, bias[panel.columns], dtype)
     return out
 
 
@@ -200,7 +199,7 @@ def fused_allgather_matmul(
     whole = allgather(a)
     if a_scale is not None or w_scale is not None:
         dtype, of_a = out_dtype or torch.bfloat16, [rows_of_scale(*pair) for pair in zip(a, a_scale or (), strict=True)]
-        product = scaled_linear(_flat(whole), w, torch.cat(of_a), w_scale, out_dtype=torch.float32)
+        product = scaled_linear(flat(whole), w, torch.cat(of_a), w_scale, out_dtype=torch.float32)
         product = product.view(*whole.shape[:-1], len(w))
     else:
         dtype, product = whole.dtype, unrounded_product(whole, w, tp_invariant)
@@ -260,17 +259,15 @@ def fused_matmul_reducescatter(
     panels = partitions.panels("reference", partition, num_partitions, sizes, len(w[0]))
     if not codec:
         of_ranks = zip(*(product.split(lengths) for product in products), strict=True)
-        return [
-            _summed(parts, bias, None if epilogue is None else as_epilogue(epilogue).of_rank(rank), order, dtype)
-            for rank, parts in enumerate(of_ranks)
-        ]
-    flat, out = list(map(_flat, products)), torch.empty_like(products[0])
+        whole = None if epilogue is None else as_epilogue(epilogue)
+        return [_summed(own, bias, whole and whole.of_rank(rank), order, dtype) for rank, own in enumerate(of_ranks)]
+    matrices, out = list(map(flat, products)), torch.empty_like(products[0])
     for at, panel in enumerate(panels):
-        parts = [torch.cat([product[rows, panel.columns] for rows in panel.rows]) for product in flat]
+        parts = [torch.cat([product[rows, panel.columns] for rows in panel.rows]) for product in matrices]
         rows = list(map(partitions.length, panel.rows))
         shares = quantized_reducescatter([widened(part, bias) for part in parts], codec, seed, call + at, sizes=rows)
         for of_rank, share in zip(panel.rows, shares, strict=True):
-            _flat(out)[of_rank, panel.columns] = share if bias is None else with_bias(share, bias[panel.columns], dtype)
+            flat(out)[of_rank, panel.columns] = share if bias is None else with_bias(share, bias[panel.columns], dtype)
     return [part.clone() for part in out.split(lengths)]
 
 
@@ -319,21 +316,21 @@ def _products(
 
     The products are rounded, or with ``tp_invariant`` fp32 nodes of the tree of leaves.
     """
-    flat, order, dtype = list(map(_flat, a)), "rank", a[0].dtype
+    matrices, order, dtype = list(map(flat, a)), "rank", a[0].dtype
     if a_scale is not None or w_scale is not None:
         if tp_invariant:
             raise ValueError("reference: takes scales or tp_invariant, not both")
         dtype, of_a = out_dtype or torch.bfloat16, [rows_of_scale(*pair) for pair in zip(a, a_scale or (), strict=True)]
-        operands = zip(flat, w, of_a, w_scale or (), strict=True)
+        operands = zip(matrices, w, of_a, w_scale or (), strict=True)
         products = [scaled_linear(*of_rank, out_dtype=dtype) for of_rank in operands]
     elif not tp_invariant:
-        products = list(map(linear, flat, w))
+        products = list(map(linear, matrices, w))
     else:
         if codec is not None:
             raise ValueError("reference: takes a codec or tp_invariant, not both")
-        leaf_tree.check_operands("reference", flat)
+        leaf_tree.check_operands("reference", matrices)
         leaves, order = leaf_tree.LEAVES // len(a), "tree"
-        products = [leaf_tree.in_leaves(*pair, leaves) for pair in zip(flat, w, strict=True)]
+        products = [leaf_tree.in_leaves(*pair, leaves) for pair in zip(matrices, w, strict=True)]
     return [product.view(*a[0].shape[:-1], len(w[0])) for product in products], order, dtype
 
 
@@ -346,8 +343,9 @@ def _summed(
     return with_bias(allreduce([widened(product, bias) for product in products], order=order), bias, dtype)
 
 
-def _flat(a: torch.Tensor) -> torch.Tensor:
-    return a.reshape(a.shape[:-1].numel(), a.shape[-1])
+def flat(x: torch.Tensor) -> torch.Tensor:
+    """Returns the tensor as a matrix whose rows are its last dimension."""
+    return x if x.ndim == 2 else x.reshape(x.shape[:-1].numel(), x.shape[-1])
 
 
 def _after_bias(epilogue: object, bias: torch.Tensor | None, x: torch.Tensor) -> Epilogue:

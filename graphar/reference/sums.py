@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
 from itertools import accumulate
 from typing import Literal
 
@@ -59,10 +60,8 @@ def _sum(parts: Sequence[torch.Tensor], order: str = "rank") -> torch.Tensor:
             raise ValueError(f"reference: order='tree' adds partials in float32, got {parts[0].dtype}")
         leaf_tree.check_ranks("reference", len(parts))
         return leaf_tree.tree_sum(parts)
-    total = parts[0].to(ACCUMULATION_DTYPES[parts[0].dtype])
-    for part in parts[1:]:
-        total = total + part.to(total.dtype)
-    return total
+    kind = ACCUMULATION_DTYPES[parts[0].dtype]
+    return reduce(torch.add, (part.to(kind) for part in parts))
 
 
 def hierarchical_allreduce(
@@ -138,11 +137,9 @@ def reducescatter(
         A new, contiguous tensor per rank, in rank order, with the bits of :func:`allreduce`.
     """
     if epilogue is not None:
+        whole = as_epilogue(epilogue)
         of_ranks = zip(*(part.tensor_split(len(parts), axis) for part in parts), strict=True)
-        return [
-            allreduce(summands, as_epilogue(epilogue).of_rank(rank), order, out_dtype)
-            for rank, summands in enumerate(of_ranks)
-        ]
+        return [allreduce(own, whole.of_rank(rank), order, out_dtype) for rank, own in enumerate(of_ranks)]
     total = allreduce(parts, order=order, out_dtype=out_dtype)
     return [part.contiguous() for part in total.tensor_split(len(parts), axis)]
 
@@ -300,7 +297,4 @@ def reducescatter_residual_rmsnorm(
         A tuple per rank, in rank order.
     """
     of_ranks = zip(*(part.tensor_split(len(parts)) for part in parts), strict=True)
-    return [
-        allreduce_residual_rmsnorm(summands, residual, weight, **options)
-        for summands, residual in zip(of_ranks, residuals, strict=True)
-    ]
+    return [allreduce_residual_rmsnorm(*pair, weight, **options) for pair in zip(of_ranks, residuals, strict=True)]

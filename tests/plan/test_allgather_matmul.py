@@ -163,7 +163,7 @@ SCALES_OF_ROW = {"": lambda k: 0, "rows": lambda k: 1, "blocks": lambda k: -(-k 
 @pytest.mark.parametrize("world_size", range(2, 9))
 def test_the_rows_of_a_launch_their_flags_and_scales_fit_the_scratch(world_size, k, scales):
     scratch, row_packs = Algorithm.ALLGATHER_MATMUL.row.scratch(world_size), -(-k // (16 if scales else 8))
-    rows = gathered_rows_a_launch(Algorithm.ALLGATHER_MATMUL, world_size, k, FACTORS[scales])
+    rows = gathered_rows_a_launch(world_size, k, FACTORS[scales])
     unit_rows = max(1024 // row_packs, 1)
 
     assert rows > 0

@@ -65,7 +65,7 @@ class Ranks:
         monkeypatch.setattr(by_copies, "here", self._on_device)
         monkeypatch.setattr(by_copies, "_functions", lambda: (self._copy, None))
         monkeypatch.setattr(gathered_chunks, "tensor_at", self._tensor_at)
-        monkeypatch.setattr(gathered_chunks, "gathered_rows_a_launch", lambda algorithm, world_size, k: ROWS_A_LAUNCH)
+        monkeypatch.setattr(gathered_chunks, "gathered_rows_a_launch", lambda world_size, k: ROWS_A_LAUNCH)
         monkeypatch.setattr(gathered_chunks, "multiply", self._multiply)
 
     @contextlib.contextmanager
@@ -111,7 +111,7 @@ def run(ranks, members) -> None:
     bias, gathered = first.bias is not None, first.gathered is not None
     call = Call.of(Product(algorithm.op, counts, K, bias, gathered=gathered), first.a, timeout_s=1.0)
     operands = [Operands((one.a, one.w, *[one.bias] * bias), (one.out, *[one.gathered] * gathered)) for one in members]
-    GatheredChunks(ranks, call, algorithm).run(operands)
+    GatheredChunks(ranks, call).run(operands)
 
 
 @pytest.mark.parametrize("with_bias", [False, True])

@@ -113,7 +113,7 @@ def test_sums_of_whole_rows_are_made_where_the_result_lies_if_that_is_aligned(of
     one = MatmulOperands(torch.ones(8, 2), torch.ones(16, 2), None, out)
     then = then_of(one.a, one.w, "split_m", 2, [8])
 
-    place = then._place(one, then._panels[1], 0, then._panels[1].shape)
+    place = then._place(one, then._panels[1], 0)
 
     assert (place.data_ptr() == one.out[4:].data_ptr()) == (offset == 0)
     assert place.data_ptr() % 16 == 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -71,12 +71,12 @@ def evaluate(
     v: torch.Tensor,
     tensors: Sequence[torch.Tensor],
     scalars: Sequence[float],
-    at: Callable[[str], torch.Tensor],
+    places: Mapping[str, Callable[[], torch.Tensor]],
     read: Callable[[torch.Tensor, str], torch.Tensor],
 ) -> torch.Tensor:
     """Returns an expression's values in fp32 for the fp32 sums ``v``, with ``tensors`` and ``scalars`` sorted by name.
 
-    ``at`` gives the sums' places of a name in PLACES, and ``read`` what they read of a tensor at a subscript.
+    ``places`` give the sums' places by name in PLACES, and ``read`` what they read of a tensor at a subscript.
     """
 
     def value(node: Node) -> torch.Tensor:
@@ -86,7 +86,7 @@ def evaluate(
             case Name("v"):
                 return v
             case Name(name) if name in PLACES:
-                return at(name).to(torch.float32)
+                return places[name]().to(torch.float32)
             case Name(name):
                 return torch.full((), scalars[expression.scalars.index(name)], dtype=torch.float32, device=v.device)
             case Operand(name, subscript):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import re
 from collections.abc import Callable, Sequence
@@ -11,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from graphar.numerics.dtypes import TYPE_NAMES
+from graphar.numerics.dtypes import TYPE_NAMES, fp32
 from graphar.numerics.epilogues import syntax
 from graphar.numerics.epilogues.code import Corner, Generated, evaluate, generate
 from graphar.numerics.epilogues.syntax import Expression, parse
@@ -235,15 +234,12 @@ class Pointwise:
             index = (index // columns + row) * whole_columns + index % columns + column
             columns = whole_columns
 
-        def at(place: str) -> torch.Tensor:
-            if place == "row":
-                return index // columns
-            return index % columns if place == "col" else index
+        places = {"row": lambda: index // columns, "col": lambda: index % columns, "index": lambda: index}
 
         def read(x: torch.Tensor, subscript: str) -> torch.Tensor:
-            return x.reshape(-1) if subscript == "0" else x.reshape(-1)[at(subscript)]
+            return x.reshape(-1) if subscript == "0" else x.reshape(-1)[places[subscript]()]
 
-        return evaluate(self.expression, v, inputs.tensors, inputs.scalars, at, read)
+        return evaluate(self.expression, v, inputs.tensors, inputs.scalars, places, read)
 
     def apply_whole(self, total: torch.Tensor, inputs: EpilogueInputs) -> torch.Tensor:
         """Returns the epilogue's values, in fp32, for all sums of a tensor. Differentiable."""
@@ -253,14 +249,13 @@ class Pointwise:
         row, col = (torch.arange(count, device=total.device) for count in (rows, columns))
         places = {"row": lambda: row[:, None], "col": lambda: col, "index": lambda: row[:, None] * columns + col}
 
+        shapes = {"row": (rows, 1), "col": (1, columns), "index": (rows, columns), "0": (1, 1)}
+
         def read(x: torch.Tensor, subscript: str) -> torch.Tensor:
-            # By broadcasting: then the gradient of an operand is a sum over rows or columns.
-            return x.reshape(
-                rows if subscript in ("row", "index") else 1, columns if subscript in ("col", "index") else 1
-            )
+            return x.reshape(shapes[subscript])  # it broadcasts: then its gradient is a sum over rows or columns
 
         v = total.reshape(rows, columns)
-        values = evaluate(self.expression, v, inputs.tensors, inputs.scalars, lambda place: places[place](), read)
+        values = evaluate(self.expression, v, inputs.tensors, inputs.scalars, places, read)
         return values.reshape(total.shape)
 
 
@@ -275,7 +270,7 @@ def bind(
     properties = tuple([(tensor.dtype, tensor.numel(), tensor.device) for tensor in tensors])
     form = _form(op, text, x.shape, x.dtype, x.device, properties, len(scalars))
     readable = [tensor.resolve_neg().contiguous() for tensor in tensors]  # kernels read raw memory
-    return form, EpilogueInputs(readable, [ctypes.c_float(number).value for number in scalars])
+    return form, EpilogueInputs(readable, list(map(fp32, scalars)))
 
 
 @functools.lru_cache(maxsize=4096)
