@@ -224,6 +224,12 @@ def _clamp(a: Node, low: Node | None = None, high: Node | None = None, **named: 
     return Apply("min", (a, high)) if high is not None else a
 
 
+def _div(a: Node, b: Node, rounding_mode: str | None = None) -> Node:
+    if rounding_mode is not None:
+        raise TypeError
+    return Apply("/", (a, b))
+
+
 def _pow(a: Node, b: Node) -> Node:
     if b == number(2.0):
         return Apply("*", (a, a))
@@ -265,7 +271,7 @@ RULES: dict[str, Callable[..., Node]] = {
     "sub": _scaled("-"),
     "rsub": lambda a, b: Apply("-", (b, a)),
     "mul": _of("*"),
-    "div": lambda a, b, rounding_mode=None: Apply({None: "/"}[rounding_mode], (a, b)),
+    "div": _div,
     "reciprocal": lambda a: Apply("/", (number(1.0), a)),
     "square": lambda a: Apply("*", (a, a)),
     "pow": _pow,
