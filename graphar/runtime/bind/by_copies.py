@@ -41,13 +41,13 @@ import ctypes
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, cycle, pairwise, repeat
+from itertools import cycle, repeat
 from typing import Any, NamedTuple
 
 import torch
 
 from graphar.numerics.dtypes import BYTE
-from graphar.numerics.partitions import split
+from graphar.numerics.partitions import split_units
 from graphar.plan.algorithms import MEETING, Algorithm
 from graphar.plan.call import Call, Operands
 from graphar.plan.config import Config, Kernel
@@ -227,7 +227,9 @@ class ByCopies:
         self._meets_first = config.direct or not is_allreduce
         areas = 2 if is_allreduce and config.direct else 1
         self._place_nbytes = areas * config.algorithm.row.scratch(self._world_size).capacity * PACK_NBYTES
-        self._counts = _elements_of_ranks(call, self._world_size)
+        self._counts: Sequence[int] = call.work.parts
+        if is_allreduce:
+            self._counts = split_units(self._counts[0], self._world_size, PACK_NBYTES // self._itemsize)
         if config.direct and self._gathers:
             self._slices = row_slices(self._counts, max(self._counts))
         else:
@@ -383,12 +385,3 @@ class ByCopies:
             arguments.peer_input[peer] = part
         with here(state.member.device):
             launch.enqueue(state.main.cuda_stream)
-
-
-def _elements_of_ranks(call: Call, world_size: int) -> Sequence[int]:
-    """Returns the length of each rank's part: an all-reduce is divided in packs."""
-    if call.op != "allreduce":
-        return call.work.parts
-    (numel,), pack = call.work.parts, PACK_NBYTES // call.dtype.itemsize
-    ends = [min(end * pack, numel) for end in accumulate(split(-(-numel // pack), world_size), initial=0)]
-    return [end - begin for begin, end in pairwise(ends)]
