@@ -42,12 +42,9 @@ _ENVIRONMENT = {
 class KernelFailure(GrapharError):
     """A sanitizer reported an error, or the threads waited for one another for ever, at a step of the scheduler."""
 
-    def __init__(self, message: str, step: int) -> None:
-        super().__init__(message, step)
+    def __init__(self, message: str, step: int = 0) -> None:
+        super().__init__(message)
         self.step = step
-
-    def __str__(self) -> str:
-        return self.args[0]
 
 
 @dataclass(frozen=True)
