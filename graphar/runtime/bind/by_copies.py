@@ -336,7 +336,6 @@ class ByCopies:
         for state in states:
             for at in range(max(0, count - self._keeps_after), count):
                 self._keep(state, at)
-        for state in states:
             for end in state.ends:
                 state.wait(end)
         for state in copied:
