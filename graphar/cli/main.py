@@ -39,8 +39,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "graphar") -> int:
         parser.error(f"there is no command {argv[0]!r}: {_hint(argv[0], list(commands.choices))}")
     options = parser.parse_args(argv)
     try:
-        if "load" in options:
-            load(options.load)
+        load(getattr(options, "load", ()))
         if "run" in options:
             return options.run(options)
         print(_version() if options.version else _completion(parser, options.completion), end="")

@@ -130,8 +130,7 @@ class Simulation:
             step, *addresses = shown or (0,)
             what = shortened(done.stderr, self._regions(addresses, calls))[:_MOST_TEXT]
             if done.returncode < 0 and not done.stderr:
-                ended_by = signal.Signals(-done.returncode).name
-                what = f"ended by {ended_by}: a thread accessed memory that is no rank's"
+                what = f"ended by {signal.Signals(-done.returncode).name}: a thread accessed memory that is no rank's"
             raise KernelFailure(what, step)
         return self._decode(raw, calls)
 

@@ -226,8 +226,7 @@ def sharing() -> Iterator[Finding]:
     except OSError as error:
         reason = str(error)
     if reason := reason or next(filter(None, map(virtual_memory.why_not, range(usable))), ""):
-        text = f"by CUDA IPC, and `suspend` is refused, since {reason}"
-        yield note("GPU memory of ranks", text)
+        yield note("GPU memory of ranks", f"by CUDA IPC, and `suspend` is refused, since {reason}")
         yield _namespaces()
     else:
         text = f"by file descriptors over sockets in {descriptors.directory()}, "
