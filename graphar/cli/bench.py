@@ -19,7 +19,6 @@ from graphar.cli.options import (
     add_load,
     algorithm_named,
     count,
-    load,
     one_of,
     progress,
     ranks_here,
@@ -85,7 +84,6 @@ def sizes_of(options: argparse.Namespace, defaults: Sequence[int]) -> list[int]:
 
 def run(options: argparse.Namespace) -> int:
     """Runs the command; of several processes, rank 0 prints. Returns the exit status: 1 if a result is wrong."""
-    load(options.load)
     options.algorithm = algorithm_named(options.op, options.algorithm)
     available = is_available()
     sizes = sizes_of(options, SIZES if available else CPU_SIZES)

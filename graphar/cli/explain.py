@@ -9,7 +9,7 @@ from dataclasses import asdict, replace
 
 import torch
 
-from graphar.cli.options import DTYPES, add_call, add_command, add_load, load, ranks_here
+from graphar.cli.options import DTYPES, add_call, add_command, add_load, ranks_here
 from graphar.numerics.codecs import Codec
 from graphar.plan import select
 from graphar.plan.call import Call
@@ -44,12 +44,10 @@ def add(commands) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    load(options.load)
     device, assumed = device_of(options.device)
     world_size, table, dtype = options.world_size or ranks_here(), find_table(device), KNOWN_DTYPES[options.dtype]
-    wire = None
-    if options.codec:
-        wire = call_checks.check_quantized_call("allreduce", options.codec, "auto", torch.empty(0, dtype=dtype))
+    x = torch.empty(0, dtype=dtype)
+    wire = call_checks.check_quantized_call("allreduce", options.codec, "auto", x) if options.codec else None
     answers = list(explanations(table, world_size, options.sizes, dtype, wire))
     if table.name == DEFAULT:
         without = f"without a table of {device}, "

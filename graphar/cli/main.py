@@ -14,7 +14,7 @@ from pathlib import Path
 import graphar
 from graphar.cli import bench, explain, simulate, trace, tune
 from graphar.cli.doctor import examination
-from graphar.cli.options import BAD_ARGUMENTS, EXIT_STATUS, INTERRUPTED, fail
+from graphar.cli.options import BAD_ARGUMENTS, EXIT_STATUS, INTERRUPTED, fail, load
 from graphar.errors import GrapharError, UnsupportedError
 from graphar.runtime.availability import PROJECT
 
@@ -39,6 +39,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "graphar") -> int:
         parser.error(f"there is no command {argv[0]!r}: {_hint(argv[0], list(commands.choices))}")
     options = parser.parse_args(argv)
     try:
+        load(getattr(options, "load", ()))
         if "run" in options:
             return options.run(options)
         print(_version() if options.version else _completion(parser, options.completion), end="")

@@ -107,7 +107,7 @@ def add_call(command: argparse.ArgumentParser, dtypes: Iterable[str], *, count: 
 
 
 def add_load(command: argparse.ArgumentParser) -> None:
-    """Adds files of algorithms from outside the package, which :func:`load` runs."""
+    """Adds files of algorithms from outside the package, which :func:`load` runs before the command."""
     files = "Python files to run first, which call graphar.load_algorithm: algorithms of your own"
     command.add_argument("--load", type=python_file, nargs="+", default=(), metavar="FILE.py", help=files)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from graphar.cli.options import add_command, add_load, fail, load, progress, size
+from graphar.cli.options import add_command, add_load, fail, progress, size
 from graphar.cli.specified import DTYPE
 from graphar.cli.timing import Timer
 from graphar.numerics.codecs import NAMES, Codec, codec
@@ -59,7 +59,6 @@ def add(commands) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    load(options.load)
     available = is_available()
     if not available:
         return fail(f"tune: {available.reason}; it times kernels, and needs 2 GPUs or more")

@@ -61,12 +61,9 @@ class GrapharWork(dist.Work):
         return self._outputs
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
-        if not self._stream:
-            future = torch.futures.Future(devices=[x.device for x in self._outputs[:1] if x.is_cuda])
-            future.set_result(self._outputs)
-            return future
-        future = torch.futures.Future(devices=[self._stream.device])
-        with torch.cuda.stream(self._stream):  # whose work the future's waiters wait for
+        places = [self._stream] if self._stream else [x for x in self._outputs[:1] if x.is_cuda]
+        future = torch.futures.Future(devices=[place.device for place in places])
+        with torch.cuda.stream(self._stream):  # whose work the future's waiters wait for; None: the current stream's
             future.set_result(self._outputs)
         return future
 

@@ -91,3 +91,9 @@ def _check(op: str, partition: object, count: object) -> None:
 def split(length: int, world_size: int) -> list[int]:
     """Returns the lengths of torch.tensor_split's parts: they differ by at most one, and the first ones are longer."""
     return [(length - rank + world_size - 1) // world_size for rank in range(world_size)]
+
+
+def split_units(length: int, world_size: int, unit: int) -> list[int]:
+    """Returns the lengths of parts of whole units, but for the end of the last one, split as equally as possible."""
+    ends = [min(end * unit, length) for end in itertools.accumulate(split(-(-length // unit), world_size), initial=0)]
+    return [end - begin for begin, end in itertools.pairwise(ends)]

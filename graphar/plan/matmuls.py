@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -13,7 +12,7 @@ import torch
 
 from graphar.errors import Reason
 from graphar.numerics.codecs import codec as codec_of_text
-from graphar.numerics.partitions import BATCH_INVARIANT, TP_INVARIANT, split
+from graphar.numerics.partitions import BATCH_INVARIANT, TP_INVARIANT, split_units
 from graphar.plan.algorithms import MATMUL_ARCH, MATMUL_TYPES, Algorithm, kernels_that, with_kernels
 from graphar.plan.policy import Chip, MatmulPolicy, MeasuredMatmul, TileCost
 from graphar.plan.scratch import MATMUL_BOX_COLUMNS, MATMUL_BOX_ROWS, MATMUL_PARTIAL_PLACES, boxes_a_slot
@@ -43,9 +42,7 @@ _SKINNY = kernels_that(lambda row: row.is_skinny)
 
 def owned_rows(rows: int, world_size: int) -> list[int]:
     """Returns how many rows of an all-reduce's result each rank sums: whole tiles, split as equally as possible."""
-    tiles = split(-(-rows // _ROWS), world_size)
-    ends = [min(sum(tiles[:rank]) * _ROWS, rows) for rank in range(world_size + 1)]
-    return [end - begin for begin, end in itertools.pairwise(ends)]
+    return split_units(rows, world_size, _ROWS)
 
 
 def is_skinny(work: Product, world_size: int) -> bool:

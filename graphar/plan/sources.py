@@ -27,10 +27,11 @@ _SHAPE_OF_CODE = ("co_flags", "co_argcount", "co_posonlyargcount", "co_kwonlyarg
 _NO_VALUE = object()  # of a name, or of a variable that is not bound yet
 
 
-def files_of(source: Path) -> dict[str, bytes]:
+def files_of(source: Path, root: Path | None = None) -> dict[str, bytes]:
     """Returns the content of a file and of all files that it includes, by their paths; ``source`` is first.
 
-    A header that is neither beside the file that includes it, nor beside ``source``, is left to the compiler.
+    A header that lies neither beside the file that includes it, nor in ``root``, is left to the compiler. None: the
+    folder of ``source``.
     """
     contents: dict[str, bytes] = {}
     left = [source]
@@ -40,7 +41,7 @@ def files_of(source: Path) -> dict[str, bytes]:
             continue
         contents[str(path)] = content = path.read_bytes()
         for name in _INCLUDED.findall(content):
-            beside = [folder / name.decode(errors="replace") for folder in (path.parent, source.parent)]
+            beside = [folder / name.decode(errors="replace") for folder in (path.parent, root or source.parent)]
             left += [Path(os.path.normpath(file)) for file in beside if file.is_file()][:1]
     return contents
 

@@ -149,11 +149,9 @@ class StoreRendezvous:
 
     def published(self, name: str, rank: int) -> str | None:
         """Returns what a rank published under ``name``; None if nothing was, or the store cannot be reached."""
-        try:
+        with contextlib.suppress(CommunicatorError):
             words = self._look(self._key(name, rank))
-        except CommunicatorError:
-            return None
-        return None if words is None else words.decode()
+            return None if words is None else words.decode()
 
     def withdraw(self, name: str) -> None:
         """Deletes what this rank published under ``name``, if the store can be reached."""

@@ -107,8 +107,7 @@ class TupleArguments(Arguments):
     def bind(self, call: Call[TensorTuple], part: Slice, fingerprint: Callable[[str], int]) -> Put:
         work = call.work
         self._addresses = self.inputs, self.outputs  # each look-up of a field makes an object
-        for at, nbytes in enumerate(work.row_nbytes):
-            self.row_nbytes[at] = nbytes
+        self.row_nbytes[: len(work.row_nbytes)] = work.row_nbytes
         for rank, (first, rows) in enumerate(zip(accumulate(work.sizes, initial=0), work.sizes, strict=False)):
             self.first_row[rank], self.rows[rank] = first, rows
         return self.put

@@ -51,11 +51,21 @@ def store(key: str, content: bytes) -> None:
 
 def load_file(folder: str, name: str) -> bytes | None:
     """Returns a file's content in a folder of the cache, or "": the cache; None: no file. OSError if not trusted."""
+
+    def open_no_link(path: str, flags: int) -> int:
+        return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)  # opening a named pipe would block
+
     directory = _directory()
-    if directory is None or not (directory / folder).exists():
+    if directory is None:
         return None
-    _check(directory / folder)
-    return _read(directory / folder / name)
+    try:
+        _check(directory / folder)
+        with open(directory / folder / name, "rb", opener=open_no_link) as file:
+            if distrust := _distrust(os.fstat(file.fileno())):
+                raise PermissionError(f"it {distrust}")
+            return file.read()
+    except FileNotFoundError:
+        return None
 
 
 def store_file(folder: str, name: str, content: bytes) -> Path:
@@ -79,21 +89,6 @@ def folder_of(name: str) -> Path:
 def _check(folder: Path) -> None:
     if distrust := _distrust(folder.stat()):
         raise PermissionError(f"{folder} {distrust}")
-
-
-def _read(path: Path) -> bytes | None:
-    """Returns the content of a file; None if there is none. Raises PermissionError if it is not trusted."""
-
-    def open_no_link(path: str, flags: int) -> int:
-        return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)  # opening a named pipe would block
-
-    try:
-        with open(path, "rb", opener=open_no_link) as file:
-            if distrust := _distrust(os.fstat(file.fileno())):
-                raise PermissionError(f"it {distrust}")
-            return file.read()
-    except FileNotFoundError:
-        return None
 
 
 def _directory() -> Path | None:

@@ -15,11 +15,11 @@ def find_table(device_name: str) -> Table:
     """Returns the tuning table of a device, by torch's name: the user's if it is valid, else the shipped or default."""
     name = slug(device_name)
     try:
-        table = user_table(name)
+        if table := user_table(name):
+            return table
     except (OSError, ValueError) as error:
         _warn_once(f"{FOLDER}/{name}.json of the cache", str(error))
-        table = None
-    return table or shipped_table(name)
+    return shipped_table(name)
 
 
 def user_table(name: str) -> Table | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import io
 import os
-import re
 import signal
 import struct
 import subprocess
@@ -23,6 +22,7 @@ from graphar.numerics.epilogues.syntax import MAX_ARGUMENTS
 from graphar.plan.algorithms import Algorithm
 from graphar.plan.config import Config
 from graphar.plan.scratch import MAX_RANKS, Scratch
+from graphar.plan.sources import files_of
 from graphar.runtime.arguments import Record
 from graphar.runtime.catalogue import file_of
 from graphar.runtime.compiler import source_directory
@@ -42,12 +42,9 @@ _ENVIRONMENT = {
 class KernelFailure(GrapharError):
     """A sanitizer reported an error, or the threads waited for one another for ever, at a step of the scheduler."""
 
-    def __init__(self, message: str, step: int) -> None:
-        super().__init__(message, step)
+    def __init__(self, message: str, step: int = 0) -> None:
+        super().__init__(message)
         self.step = step
-
-    def __str__(self) -> str:
-        return self.args[0]
 
 
 @dataclass(frozen=True)
@@ -133,8 +130,7 @@ class Simulation:
             step, *addresses = shown or (0,)
             what = shortened(done.stderr, self._regions(addresses, calls))[:_MOST_TEXT]
             if done.returncode < 0 and not done.stderr:
-                ended_by = signal.Signals(-done.returncode).name
-                what = f"ended by {ended_by}: a thread accessed memory that is no rank's"
+                what = f"ended by {signal.Signals(-done.returncode).name}: a thread accessed memory that is no rank's"
             raise KernelFailure(what, step)
         return self._decode(raw, calls)
 
@@ -189,10 +185,6 @@ class Simulation:
         skipped = [at * x.itemsize for at, x in zip(begin, call.inputs, strict=False)] if is_part else [0] * ranks
         derived = {
             "kernel": self.first_kernel + call.kernel,
-            "threads": call.shape.threads,
-            "chunk": call.shape.chunk,
-            "shared_nbytes": self.scratch.shared_nbytes,
-            "capacity": self.scratch.capacity,
             "absent": sum(1 << rank for rank in call.absent),
             "twice": sum(1 << rank for rank in call.twice),
             "blocks": call.blocks or (call.shape.blocks,) * ranks,
@@ -207,7 +199,7 @@ class Simulation:
             "output_offset": (call.offset,) * ranks,
             "fingerprint": call.fingerprints or (1,) * ranks,
         }
-        return _Call(**_values(_Call, call) | derived)
+        return _Call(**_values(_Call, self.scratch) | _values(_Call, call.shape) | _values(_Call, call) | derived)
 
     def _decode(self, raw: bytes, calls: Sequence[Call]) -> list[Outcome]:
         file, failing = io.BytesIO(raw), sum(bool(call.absent) for call in calls)
@@ -252,15 +244,8 @@ def _place(operand: int | None) -> int:
 
 def has_pad(algorithm: Algorithm) -> bool:
     """Whether an algorithm's scratch begins with a signal pad."""
-    pad, left = (source_directory() / "device/sync/signal_pad.cuh").resolve(), [source_directory() / file_of(algorithm)]
-    included: set[Path] = set()  # from the including file's folder or from cuda_src; the compiler knows of others
-    while left:
-        if (file := left.pop().resolve()) not in included:
-            included.add(file)
-            for name in re.findall(r'#include "(.+)"', file.read_text()):
-                places = (file.parent / name, source_directory() / name)
-                left += [path for path in places if path.is_file()][:1]
-    return pad in included
+    root = source_directory().resolve()
+    return str(root / "device/sync/signal_pad.cuh") in files_of(root / file_of(algorithm), root)
 
 
 # The files of a case; Simulation, Call and Outcome say what the fields mean.

@@ -23,7 +23,7 @@ from graphar.ranks import descriptors
 from graphar.runtime import availability, cache, user_tables
 from graphar.runtime.availability import install, missing_cuda_python
 from graphar.runtime.compiler import nvrtc_version
-from graphar.runtime.driver import call, driver
+from graphar.runtime.driver import attribute
 from graphar.runtime.memory import multicast, virtual_memory
 
 _PCI_DEVICES = Path("/sys/bus/pci/devices")
@@ -150,8 +150,7 @@ def multicast_state() -> Iterator[Finding]:
     yield Finding("NVLink multicast", f"off: {shut}" if shut else "on: multimem algorithms may have it")
     if gpu_count() == 0 or missing_cuda_python():
         return
-    attribute = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED
-    able = Counter(bool(call(driver.cuDeviceGetAttribute, attribute, index)) for index in range(gpu_count()))
+    able = Counter(bool(attribute("MULTICAST_SUPPORTED", index)) for index in range(gpu_count()))
     text = f"{able[True]} of {able.total()} have the hardware for it"
     has_effect = shut or able[False] == 0
     yield judged("GPUs", text, "" if has_effect else f"{multicast.OPT_IN}=1 has no effect here: unset it")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
 from functools import partial
-from itertools import accumulate, repeat
+from itertools import accumulate, product, repeat
 
 import torch
 
@@ -197,14 +197,13 @@ def _compare_lengths(call: Call[Exchange], transport: Transport, device: torch.d
     operands = torch.tensor([*work.sends[0], *work.receives[0]], dtype=torch.int64)
     (of_ranks,) = transport.gather([operands], [operands.numel()] * len(ranks))()
     lengths = [of_rank.tolist() for of_rank in of_ranks]
-    for sender in ranks:
-        for receiver in ranks:
-            sends, receives = lengths[sender][receiver], lengths[receiver][len(ranks) + sender]
-            if sends != receives:
-                raise CommunicatorError(
-                    f"{call.op}: ranks must send what others receive, got\nrank {sender}: {sends} to rank "
-                    f"{receiver}\nrank {receiver}: {receives} from rank {sender}"
-                )
+    for sender, receiver in product(ranks, repeat=2):
+        sends, receives = lengths[sender][receiver], lengths[receiver][len(ranks) + sender]
+        if sends != receives:
+            raise CommunicatorError(
+                f"{call.op}: ranks must send what others receive, got\nrank {sender}: {sends} to rank "
+                f"{receiver}\nrank {receiver}: {receives} from rank {sender}"
+            )
 
 
 _RUNS = {"allreduce": _allreduce, "reducescatter": _reducescatter, "allgather": _allgather}

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 from graphar.ranks.cpu.reduction import Tensors
-from graphar.ranks.cpu.transport import ROW_UNIT, Arriving, GroupFailed, Rooms, deadline, wait
+from graphar.ranks.cpu.transport import ROW_UNIT, Arriving, GroupFailed, Rooms, arriving, deadline, wait
 
 SMALL_NBYTES = 256 << 10  # of a tensor that travels behind the header
 _HEADER_NBYTES = 64  # a multiple of every dtype's size, so that the tensor behind it is aligned
@@ -133,12 +133,7 @@ class Messages:
         tag = zlib.crc32(b"gather", self._tag_of_call) >> 1
         moves = [self._post(gloo.recv, received[peer], peer, tag) for peer in self.peers if received[peer].numel()]
         moves += [self._post(gloo.send, mine, peer, tag) for peer in self.peers if mine.numel()]
-
-        def arrived():
-            wait(moves, self._timeout_s)
-            return [received]
-
-        return arrived
+        return arriving(partial(wait, moves, self._timeout_s), received)
 
     def exchange(self, sent: Sequence[Tensors], rooms: Rooms = None) -> Arriving:
         """Small parts travel behind the header, if the call has brought none yet, and others while headers do."""
@@ -148,19 +143,14 @@ class Messages:
         if self._header:
             self.announce(parts=[part[: part.numel() if part.numel() <= most else 0] for part in mine])
         tag, large = self._tag_of_call, [peer for peer in self.peers if received[peer].numel() > most]
-        arriving = [self._post(gloo.recv, received[peer], peer, tag) for peer in large]
-        sending = [self._post(gloo.send, mine[peer], peer, tag) for peer in self.peers if mine[peer].numel() > most]
+        moves = [self._post(gloo.recv, received[peer], peer, tag) for peer in large]
+        moves += [self._post(gloo.send, mine[peer], peer, tag) for peer in self.peers if mine[peer].numel() > most]
         if self._pending:
             self.await_headers()
         received[rank].copy_(mine[rank])
         for peer in set(self.peers) - set(large):
             received[peer].copy_(self._tensors[peer][_HEADER_NBYTES:][: received[peer].numel()])
-
-        def arrived():
-            wait([*arriving, *sending], self._timeout_s)
-            return [received]
-
-        return arrived
+        return arriving(partial(wait, moves, self._timeout_s), received)
 
     def _scratch_like(self, mine: torch.Tensor) -> list[torch.Tensor]:
         """Returns ``mine``, and memory like it for every other rank, which the exchange after the next uses again."""

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -101,12 +102,8 @@ class Group:
         rows = row.new_empty(self.world_size, row.numel())
         options = self._options(AllgatherOptions(), mine.device)
         work = self._group.allgather([list(rows)], [row], options)
-
-        def arrived():
-            self._wait(work, mine.device)
-            return [[row[:n].view(mine.dtype) for row, n in zip(rows, nbytes, strict=True)]]
-
-        return arrived
+        received = [row[:n].view(mine.dtype) for row, n in zip(rows, nbytes, strict=True)]
+        return arriving(partial(self._wait, work, mine.device), received)
 
     def exchange(self, sent: Sequence[Tensors], rooms: Rooms = None) -> Arriving:
         (mine,) = sent
@@ -115,12 +112,7 @@ class Group:
         received = flat.new_empty(sum(nbytes))
         options = self._options(dist.distributed_c10d.AllToAllOptions(), flat.device)
         work = self._group.alltoall_base(received, flat, nbytes, [part.nbytes for part in mine], options)
-
-        def arrived():
-            self._wait(work, flat.device)
-            return [received.split(nbytes)]
-
-        return arrived
+        return arriving(partial(self._wait, work, flat.device), received.split(nbytes))
 
     def _options(self, options, device: torch.device):
         check_backend(device, self._group)
@@ -134,6 +126,16 @@ class Group:
             wait([work], self.timeout_s)
         else:
             work.wait()  # only orders the stream; the group's own time-out applies
+
+
+def arriving(end: Callable[[], None], received: Tensors) -> Arriving:
+    """Returns a function that waits for the ``end``, and then returns what this process's only rank receives."""
+
+    def arrived() -> Sequence[Tensors]:
+        end()
+        return [received]
+
+    return arrived
 
 
 def check_backend(device: torch.device, group: dist.ProcessGroup) -> None:

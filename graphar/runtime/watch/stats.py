@@ -79,13 +79,10 @@ beside: list[Callable[[str], list[Stats]]] = []
 def with_beside(ours: Stats, name: str) -> Stats:
     """Returns ``ours`` with what else was counted of the process group of this name added."""
     all_stats = [ours, *(stats for counter in beside for stats in counter(name))]
-    launches: Counter[str] = Counter()
-    for stats in all_stats:
-        launches.update(stats.launches)
     return Stats(
         merged(call for stats in all_stats for call in stats.calls),
         sum(stats.plans for stats in all_stats),
-        dict(launches),
+        dict(sum((Counter(stats.launches) for stats in all_stats), Counter())),
         sum(stats.host_waited_s for stats in all_stats),
         next((stats.failure for stats in all_stats if stats.failure), ""),
     )
