@@ -61,8 +61,8 @@ class GrapharWork(dist.Work):
         return self._outputs
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
-        places = [self._stream] if self._stream else [x for x in self._outputs[:1] if x.is_cuda]
-        future = torch.futures.Future(devices=[place.device for place in places])
+        devices = [self._stream.device] if self._stream else [x.device for x in self._outputs[:1] if x.is_cuda]
+        future = torch.futures.Future(devices=devices)
         with torch.cuda.stream(self._stream):  # whose work the future's waiters wait for; None: the current stream's
             future.set_result(self._outputs)
         return future
