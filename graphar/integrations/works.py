@@ -61,9 +61,12 @@ class GrapharWork(dist.Work):
         return self._outputs
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
-        devices = [self._stream.device] if self._stream else [x.device for x in self._outputs[:1] if x.is_cuda]
-        future = torch.futures.Future(devices=devices)
-        with torch.cuda.stream(self._stream):  # whose work the future's waiters wait for; None: the current stream's
+        if not self._stream:
+            future = torch.futures.Future(devices=[x.device for x in self._outputs[:1] if x.is_cuda])
+            future.set_result(self._outputs)
+            return future
+        future = torch.futures.Future(devices=[self._stream.device])
+        with torch.cuda.stream(self._stream):  # whose work the future's waiters wait for
             future.set_result(self._outputs)
         return future
 
