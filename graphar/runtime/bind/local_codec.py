@@ -53,27 +53,36 @@ class LocalCodec:
     sources: tuple[KernelSource, ...]  # of local_codec_encode, of local_codec_sum, and of local_codec_sum that encodes
 
     def encode(self, part: torch.Tensor, noise: Noise) -> torch.Tensor:
-        return self._launch(self.sources[0], part, (), noise)
+        wire = self._wire(part)
+        self._launch(0, part, wire, (), noise)
+        return wire
 
     def decode(self, wires: Sequence[torch.Tensor], target: torch.Tensor) -> None:
-        self._launch(self.sources[1], target, wires, None)
+        self._launch(1, target, None, wires, Noise(0, 0, SUM))
 
     def recode(self, wires: Sequence[torch.Tensor], target: torch.Tensor, noise: Noise) -> torch.Tensor:
-        return self._launch(self.sources[2], target, wires, noise)
+        wire = self._wire(target)
+        self._launch(2, target, wire, wires, noise)
+        return wire
+
+    def _wire(self, like: torch.Tensor) -> torch.Tensor:
+        return like.new_empty(self.codec.wire_nbytes(like.numel()), dtype=torch.uint8)
 
     def _launch(
-        self, source: KernelSource, x: torch.Tensor, messages: Sequence[torch.Tensor], noise: Noise | None
-    ) -> torch.Tensor:
-        """Returns what the kernel encodes; without ``noise`` it encodes nothing."""
-        device, blocks = x.device.index, -(-self.codec.tiles(x.numel()) // _WARPS)
-        launches = _bind(device, source, min(blocks, _BLOCKS_AN_SM * launcher.sm_count(device)))
+        self,
+        which: int,
+        tensor: torch.Tensor,
+        wire: torch.Tensor | None,
+        messages: Sequence[torch.Tensor],
+        noise: Noise,
+    ) -> None:
+        device, blocks = tensor.device.index, -(-self.codec.tiles(tensor.numel()) // _WARPS)
+        launches = _bind(device, self.sources[which], min(blocks, _BLOCKS_AN_SM * launcher.sm_count(device)))
         rows, pitch = _in_rows(messages)
-        wire = x.new_empty(self.codec.wire_nbytes(x.numel()) if noise else 0, dtype=torch.uint8)
-        seed, number, origin, begin = noise or Noise(0, 0, SUM)
+        seed, number, source, begin = noise
         of_wire = {"wire": wire, "messages": rows[0] if messages else None, "pitch": pitch, "count": len(messages)}
-        of_noise = {"first_tile": begin // TILE_NUMEL, "seed": seed, "call": number, "source": origin}
-        launches.run(tensor=x, numel=x.numel(), **of_wire, **of_noise)
-        return wire
+        of_noise = {"first_tile": begin // TILE_NUMEL, "seed": seed, "call": number, "source": source}
+        launches.run(tensor=tensor, numel=tensor.numel(), **of_wire, **of_noise)
 
 
 def _in_rows(messages: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], int]:
