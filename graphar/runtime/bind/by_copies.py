@@ -185,6 +185,10 @@ class _Rank(Lane):
     factor: float = 1.0  # by which the rounded sum is multiplied
     ends: list[Event | None] = field(default_factory=list)  # of the copies that the next meeting must come after
 
+    @property
+    def rank(self) -> int:
+        return self.member.rank
+
     def moves(self, copies: Sequence[Copy]) -> list[Move]:
         bases = self.bases
         return [(bases[to] + there, bases[source] + begin, nbytes) for (to, there), (source, begin), nbytes in copies]
@@ -339,13 +343,13 @@ class ByCopies:
 
     def _copy_own_part(self, state: _Rank) -> bool:
         """Copies a rank's own part of a gather to its output beside the pushes; False if the input lies there."""
-        source, begin = state.bases[_X] + state.member.rank * self._stride, self._slices[0].begin[state.member.rank]
+        source, begin = state.bases[_X] + state.rank * self._stride, self._slices[0].begin[state.rank]
         if source != (to := state.bases[_OUT] + begin * self._itemsize):
-            state.copy([(to, source, self._counts[state.member.rank] * self._itemsize)], _RESULTS)
+            state.copy([(to, source, self._counts[state.rank] * self._itemsize)], _RESULTS)
         return source != to
 
     def _push(self, states: Sequence[_Rank], at: int) -> list[Event | None]:
-        return [state.copy(state.moves(self._chunk(state.member.rank, at).push), _PUSHES) for state in states]
+        return [state.copy(state.moves(self._chunk(state.rank, at).push), _PUSHES) for state in states]
 
     def _meet_after(self, states: Sequence[_Rank], left: int, words: str = "") -> None:
         """Waits for each rank's noted copies except the last ``left``, and then lets the ranks meet."""
@@ -358,24 +362,24 @@ class ByCopies:
         """Does what follows the meeting after which chunk ``at`` has arrived."""
         if at >= self._keeps_after:
             self._keep(state, at - self._keeps_after)
-        chunk = self._chunk(state.member.rank, at)
-        if chunk.add and self._slices[at].count[state.member.rank]:
+        chunk = self._chunk(state.rank, at)
+        if chunk.add and self._slices[at].count[state.rank]:
             self._add(state, self._slices[at], chunk.add)
         if chunk.back:
             state.ends.append(state.copy(state.moves(chunk.back), _RESULTS))
 
     def _keep(self, state: _Rank, at: int) -> None:
-        if keep := self._chunk(state.member.rank, at).keep:
+        if keep := self._chunk(state.rank, at).keep:
             state.ends.append(state.copy(state.moves(keep), _KEPT))
 
     def _add(self, state: _Rank, chunk: Slice, arrived: Sequence[tuple[int, int]]) -> None:
         """Adds this rank's own part of a chunk and its peers' parts, in rank order."""
-        launch, arguments = self._sums[state.member.rank]
-        own = chunk.begin[state.member.rank]
+        launch, arguments = self._sums[state.rank]
+        own = chunk.begin[state.rank]
         to = chunk.offset if self._op == "reducescatter" else own
-        arguments.numel, arguments.output = chunk.count[state.member.rank], state.bases[_OUT] + to * self._itemsize
+        arguments.numel, arguments.output = chunk.count[state.rank], state.bases[_OUT] + to * self._itemsize
         arguments.epilogue.scalar[0] = state.factor
-        arguments.peer_input[state.member.rank] = state.bases[_X] + own * self._itemsize
+        arguments.peer_input[state.rank] = state.bases[_X] + own * self._itemsize
         for peer, part in arrived:
             arguments.peer_input[peer] = part
         with here(state.member.device):
