@@ -37,7 +37,7 @@ MAX_TEST_FILES_OUTSIDE_FOLDERS = 12
 MAX_ROOT_ENTRIES = 19  # 16 packages and modules, and `__init__.py`, `__main__.py` and `py.typed`
 MAX_INNER_IMPORTS = 8
 MAX_SCHEMAS = 36
-MAX_LINES = {"graphar": 31_970, "cuda_src": 8_740, "tests": 64_640, "perf": 14_360}  # what comes in takes out as much
+MAX_LINES = {"graphar": 31_910, "cuda_src": 8_740, "tests": 64_680, "perf": 14_360}  # what comes in takes out as much
 LIMITS = {
     **{f"lines of code in `{folder}/`": most for folder, most in MAX_LINES.items()},
     "entries of `graphar/`": MAX_ROOT_ENTRIES,

@@ -367,8 +367,12 @@ class KeepingFailure(contextlib.ContextDecorator):
             self._engine.keep_failure(error)
 
 
-# Of a copy: another thread may add an engine.
-hook.when_changed.append(lambda: [engine.find_warm_plans() for engine in [*open_engines.values()]])
+def _find_warm_plans() -> None:
+    for engine in [*open_engines.values()]:  # another thread may add one
+        engine.find_warm_plans()
+
+
+hook.when_changed.append(_find_warm_plans)
 
 
 def closed(op: str) -> CommunicatorError:

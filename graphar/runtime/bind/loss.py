@@ -34,8 +34,6 @@ RESULTS_THREADS, SUM_THREADS, BACKWARD_THREADS, ROWS_OF_WARP = 128, 1024, 256, 1
 # Where rows are few, slices of rows make grids of the gradient of up to so many blocks for each SM, and clusters that
 # share rows make grids of one for each SM, but pairs of blocks of so many (H200).
 SLICED_BLOCKS, PAIRED_BLOCKS = 8, 4
-# The terms that kernels take as they are, as arguments of the same names.
-_OF_TERMS = ("vocab_size", "label_smoothing", "lse_square_scale", "inverse_temperature", "width", "is_loss")
 # What partials may have beside the maximum and the sum, and whether their logits are scaled.
 FORMS = ("nothing", False), ("nothing", True), ("sum_of_logits", False), ("entropy_and_top1", True)
 
@@ -65,7 +63,11 @@ def arguments(work: Loss, first: int, ranks: int, cluster: int = 1, slices: int 
         rows=work.rows,
         columns=work.columns,
         first=first,
+        vocab_size=terms.vocab_size,
         ignore_index=terms.ignore_index or 0,
+        label_smoothing=terms.label_smoothing,
+        lse_square_scale=terms.lse_square_scale,
+        inverse_temperature=terms.inverse_temperature,
         all_share=terms.label_smoothing / terms.vocab_size,
         target_share=1 - terms.label_smoothing,
         real_columns=min(work.columns, max(0, terms.vocab_size - first)),
@@ -74,12 +76,13 @@ def arguments(work: Loss, first: int, ranks: int, cluster: int = 1, slices: int 
         ranks=ranks,
         cluster_log2=cluster.bit_length() - 1,
         slices=slices,
+        width=terms.width,
         may_ignore=terms.ignore_index is not None,
+        is_loss=terms.is_loss,
         is_mean=terms.result == "mean",
         is_per_row=terms.result not in ("mean", "sum"),
         with_entropy=terms.entropy,
         with_top1=terms.top1,
-        **{name: getattr(terms, name) for name in _OF_TERMS},
     )
 
 

@@ -25,7 +25,7 @@ from graphar.ranks.rendezvous import Ranks
 Sink = Callable[[Any, Call, Sequence[Operands]], AbstractContextManager[object]]
 
 sinks: list[Sink] = []  # of the calls of all engines; the context of a later sink encloses earlier sinks' contexts
-when_changed: list[Callable[[], object]] = []  # called when the sinks change
+when_changed: list[Callable[[], None]] = []  # called when the sinks change
 NVTX_SWITCH = "GRAPHAR_NVTX"
 
 
