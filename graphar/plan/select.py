@@ -82,7 +82,10 @@ def select(call: Call, facts: Facts) -> Choice:
     config, row = choice.config, choice.config.algorithm.row
     # The grid of a policy leaves room for other kernels already.
     most = MAX_BLOCKS if row.policy_grid else facts.chip.shared_blocks(row.takes_half(config.threads))
-    return choice._replace(config=replace(config, blocks=min(config.blocks, most, call.blocks or most)))
+    most = min(most, call.blocks or most)
+    if config.blocks > most:
+        return choice._replace(config=replace(config, blocks=most))
+    return choice
 
 
 def _elements(call: Call[Sum | Parts | TensorTuple | Exchange], facts: Facts) -> Choice:
