@@ -55,12 +55,12 @@ class WithoutKernels:
     def bind(self, call: Call[Sum | Parts | Exchange], x: torch.Tensor, config: Config, timeout_s: float) -> Run:
         """Returns the function of a call whose first tensor is like ``x``."""
         ranks, numbers = self._communicator, self._quantized_calls
-        coded = call._replace(dtype=torch.float32) if config is HIERARCHICAL else call  # as sums of hosts are
+        coded = call._replace(dtype=torch.float32) if config == HIERARCHICAL else call  # as sums of hosts are
         coder = self._coder_of(coded, call.wire, ranks.devices) if call.wire else None
         if ranks.devices:
             return fallback.bind(call, InProcess(ranks.world_size), numbers, coder)
         calls = self.group_calls()
-        if config is HIERARCHICAL:
+        if config == HIERARCHICAL:
             run = self._hierarchy.bind(call, timeout_s, coder)
         else:
             messages = calls.messages if x.device.type == "cpu" else None

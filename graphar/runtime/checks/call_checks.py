@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 
@@ -64,7 +65,7 @@ def check_prepared(op: str, dtypes: object, max_nbytes: object, codecs: object, 
     for name, example, given in (("codecs", "int8", codecs), ("epilogues", "gelu(v)", epilogues)):
         if isinstance(given, str) or not isinstance(given, Iterable):
             raise TypeError(f"{op}: {name} must be a list, such as [{example!r}], got {given!r}")
-    wanted = list(dtypes) if isinstance(dtypes, Iterable) else [None]
+    wanted: list[Any] = list(dtypes) if isinstance(dtypes, Iterable) else [None]
     if not all(isinstance(dtype, torch.dtype) for dtype in wanted):
         raise TypeError(f"{op}: dtypes must be a list of torch.dtype, such as [torch.bfloat16], got {dtypes!r}")
     if isinstance(max_nbytes, str):
