@@ -268,11 +268,17 @@ def fused_matmul_reducescatter_residual_rmsnorm(
     return _call_matmul(MATMUL_SCATTERED_NORM, asked, group, eps, weight_offset, partition, timeout_s)
 
 
+def _numbers(op: str, eps: object, weight_offset: object) -> dict[str, float]:
+    return {
+        "eps": options.check_number(op, "eps", eps, least=0),
+        "weight_offset": options.check_number(op, "weight_offset", weight_offset),
+    }
+
+
 def _call(op: Op, asked: Asked, group: Group, eps, weight_offset, out_dtype, group_size, timeout_s) -> Any:
     tensors, name = asked[0], op.name
     call_checks.check_call(name, "auto", timeout_s)
-    numbers = {"eps": options.check_number(name, "eps", eps, least=0)}
-    numbers["weight_offset"] = options.check_number(name, "weight_offset", weight_offset)
+    numbers = _numbers(name, eps, weight_offset)
     options.check_input(name, tensors[0])
     ranks = options.by_rank(name, **dict(zip(_TENSORS, tensors, strict=False)))
     for x, *_ in ranks:
@@ -303,8 +309,7 @@ def _call_matmul(op: Op, asked: Asked, group: Group, eps, weight_offset, partiti
     ranks = options.by_rank(name, a=a, w=w, residual=residual, weight=weight)
     of_scales = (*scales, _dtype_beside_scaled(name, ranks)) if scales else (None, None, None)
     scaled = matmul_operands.check(name, a, w, None, of_scales, partition)
-    numbers = {"eps": options.check_number(name, "eps", eps, least=0)}
-    numbers["weight_offset"] = options.check_number(name, "weight_offset", weight_offset)
+    numbers = _numbers(name, eps, weight_offset)
     where, lengths = parts.of_rows(name, "a", a, group, alone) if op.takes("sizes") else ({}, None)
     for at, (x, w_of_rank, residual_of_rank, weight_of_rank) in enumerate(ranks):
         if not scales:

@@ -219,8 +219,10 @@ class Runner:
 
     def launches(self) -> dict[str, int]:
         """Returns the launches that the first member's GPU has counted, by algorithm; empty during graph capture."""
-        if self.suspended or any(is_capturing(member.device) for member in self.members):
-            return dict(self.launched) if self.suspended else {}  # scratch has the counters of the guard
+        if self.suspended:
+            return dict(self.launched)  # where counters were is the guard
+        if any(is_capturing(member.device) for member in self.members):
+            return {}
         begun = {algorithm.value: counts[0] or 0 for algorithm, counts in self.calls_begun().items()}
         return dict(self.launched + Counter(begun))
 
