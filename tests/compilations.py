@@ -93,16 +93,16 @@ def sample(budgeted: Sequence[KernelSource]) -> list[tuple[KernelSource, str]]:
     turns, ranks = Counter(), named()
     of_few_ranks = [source for source in ranks if ranks[source] <= FEW_RANKS]
     changed = [source for source in of_few_ranks if source not in budgeted and any_changed(included(source.file))]
-    chosen = dict.fromkeys([*budgeted, *changed[:: -(-len(changed) // MOST_CHANGED) or 1]])
-    found = set().union(*map(combinations, chosen))
-    chosen |= dict.fromkeys(cover(of_few_ranks, found))
-    chosen |= dict.fromkeys(cover(ranks, found))
-    made = [(source, "sm_90a") for source in chosen]
+    changed = changed[:: -(-len(changed) // MOST_CHANGED) or 1]
+    made = dict.fromkeys((source, "sm_90a") for source in [*budgeted, *changed])
+    made |= dict.fromkeys(some())  # which `tests` compile, too
+    found = set().union(*(combinations(source) for source, _ in made))
+    made |= dict.fromkeys((source, "sm_90a") for few in (of_few_ranks, ranks) for source in cover(few, found))
     for source in cover(catalogue(), found):
         arch = min((arch for arch in ARCHS if source.runs_on(arch)), key=lambda arch: turns[arch])
-        made.append((source, arch))
+        made[source, arch] = None
         turns[arch] += 1
-    return made
+    return list(made)
 
 
 def cases(budgeted: Sequence[KernelSource]) -> dict[str, list[tuple[KernelSource, str]]]:
