@@ -25,6 +25,7 @@ TMA_CHANNELS = 2
 NORM_SLOTS = 64  # so that rows of few packs take several rounds
 GROUP_LANES = 4  # so that few groups of rows are several for one lane
 UNIT_PACKS = 64  # so that small rows are several units
+SPINS_A_LOOK = 64  # so that waits without an end, which look at the clock twice, take few steps
 EARLY_PLACES = 2  # so that of three stages one is loaded later
 _SMALLER = (
     Mutation(
@@ -36,6 +37,7 @@ _SMALLER = (
         f"constexpr u32 unit_packs = {UNIT_PACKS};",
     ),
     Mutation("allreduce/two_shot_tma.cu", "constexpr int channels = 4;", f"constexpr int channels = {TMA_CHANNELS};"),
+    Mutation("device/sync/deadline.cuh", "spins_a_look = 1024;", f"spins_a_look = {SPINS_A_LOOK};"),
     Mutation("device/rms_norm.cuh", "constexpr int norm_slots = 1024;", f"constexpr int norm_slots = {NORM_SLOTS};"),
     Mutation(
         "norm/residual_rmsnorm_backward.cu",

@@ -314,7 +314,7 @@ class Products:
 
     def _draw_sizes(self, kind: Kind, choices: random.Random) -> tuple[list[int], int]:
         """The rows of each rank's part, or of the whole, and the columns."""
-        tile, share = kind.tile, 1 if self.sanitizer == "plain" else 2
+        tile, share = kind.tile, 1 if self.sanitizer == "plain" and self.world_size < 8 else 2
         if self.algorithm is None:
             m, n = (choices.randint(1, int(most / share)) for most in (2.5 * self._height(kind), 2 * tile.columns + 70))
             return [m], -(-n // STORE_COLUMNS) * STORE_COLUMNS

@@ -6,7 +6,6 @@
 #include <cstdio>
 #include <cstdlib>
 #include <new>
-#include <random>
 #include <sstream>
 
 #include "context.hpp"
@@ -17,7 +16,7 @@
 namespace simulator {
 namespace {
 
-constexpr size_t stack_nbytes = 256 << 10;
+constexpr size_t stack_nbytes = (256 << 10) + 4096 + 64;  // a power of two would have them share cache lines
 constexpr size_t static_shared_nbytes = 16 << 10;
 constexpr size_t alignment = 128;
 constexpr size_t most_pending = 256;  // stores
@@ -87,7 +86,7 @@ struct Gpu {
   Vector<Launch*> begun{};
 };
 
-std::mt19937_64 generator;
+uint64_t generator;  // the state of SplitMix64
 Vector<Vector<Launch>> launches;  // by stream
 size_t incomplete;                // launches
 Vector<Gpu> gpus;                 // by rank
@@ -366,7 +365,12 @@ Thread& self() { return *current; }
 const Kernel& launched() { return *current->launch->kernel; }
 uint64_t now_ns() { return first_ns + steps * step_ns; }
 uint64_t step_number() { return steps; }
-uint32_t random(uint32_t below) { return generator() % below; }
+uint32_t random(uint32_t below) {
+  uint64_t it = generator += 0x9e3779b97f4a7c15;
+  it = (it ^ it >> 30) * 0xbf58476d1ce4e5b9;
+  it = (it ^ it >> 27) * 0x94d049bb133111eb;
+  return (it >> 32) * below >> 32;
+}
 
 void step() {
   last_event = steps;
@@ -445,7 +449,7 @@ void wait_for_previous_kernel() {
 
 End run(const std::vector<std::vector<Kernel>>& streams, int ranks, unsigned room, uint64_t seed, uint64_t patience_ns,
         void (*look)()) {
-  generator.seed(seed);
+  generator = seed;
   pending.reserve(most_pending);
   runnable.reserve(1 << 16);
   sleeping.reserve(1 << 16);
