@@ -40,7 +40,7 @@ class Layers:
     Attributes:
         row_parallel: the names of layers whose products are added as a tree of 8 leaves of K.
         column_parallel: the names of the other linear layers, whose products are added in the order of K.
-        left: by name, modules that may give other bits on another number of ranks, and why.
+        left: by name, modules that may give other bits on another number of ranks, or that only a plan has, and why.
         loss: whether the model's ``loss_function``, of transformers, is :func:`graphar.cross_entropy` now.
     """
 
@@ -91,9 +91,11 @@ def make_tp_invariant(model: torch.nn.Module, plan: Mapping[str, object] | None 
         ValueError: a layer's weight is sharded over several dimensions of a mesh, or in another way than by rows or
             columns. The model is unchanged.
     """
-    styles, layers, linears = plan if plan is not None else getattr(model, "tp_plan", None) or {}, Layers(), []
+    planned, layers, linears = plan if plan is not None else getattr(model, "tp_plan", None) or {}, Layers(), []
+    with_stars = {name: re.sub(r"\b\d+\b", "*", name) for name, _ in model.named_modules(remove_duplicate=False)}
+    styles = {name: planned.get(name, planned.get(other)) for name, other in with_stars.items()}
     for name, module in model.named_modules():
-        style = _style(styles, name)
+        style = styles[name]
         if not isinstance(module, torch.nn.Linear):
             if why := _why_left(module, style):
                 layers.left[name] = why
@@ -101,8 +103,10 @@ def make_tp_invariant(model: torch.nn.Module, plan: Mapping[str, object] | None 
         is_row = _is_row_parallel(name, module, style)
         (layers.row_parallel if is_row else layers.column_parallel).append(name)
         linears.append((module, InvariantRowParallelLinear if is_row else InvariantLinear, style))
+    unknown = [name for name in plan or () if name not in {*with_stars, *with_stars.values()}]
+    layers.left |= dict.fromkeys(unknown, "the plan names it, and the model has no such module")
     for name, module in model.named_modules():
-        if (kind := _NORMS.get(type(module))) and _may_have_own_tokens(module, _style(styles, name)):
+        if (kind := _NORMS.get(type(module))) and _may_have_own_tokens(module, styles[name]):
             module.__class__ = kind
     for module, kind, style in linears:
         vars(module).pop("forward", None)  # from a plan of transformers
@@ -121,10 +125,6 @@ def in_dtype_of_autocast(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | 
         return x, w, bias
     dtype = torch.get_autocast_dtype(x.device.type)
     return x.to(dtype), w.to(dtype), None if bias is None else bias.to(dtype)
-
-
-def _style(plan: Mapping[str, object], name: str) -> object:
-    return plan.get(name, plan.get(re.sub(r"\b\d+\b", "*", name)))
 
 
 def _is_row_parallel(name: str, layer: torch.nn.Linear, style: object) -> bool:

@@ -213,3 +213,11 @@ def test_a_norm_of_another_class_that_sees_a_ranks_tokens_is_named():
 
     assert list(layers.left) == ["0"]
     assert "the gradients of its parameters are summed in the order of ranks" in layers.left["0"]
+
+
+def test_a_name_of_the_plan_that_no_module_has_is_told():
+    model = torch.nn.Sequential(torch.nn.Linear(HIDDEN, HIDDEN), torch.nn.Linear(HIDDEN, HIDDEN))
+
+    layers = nn.make_tp_invariant(model, {"*": "colwise", "0": "colwise", "down": "rowwise"})
+
+    assert layers.left == {"down": "the plan names it, and the model has no such module"}

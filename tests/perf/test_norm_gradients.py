@@ -134,13 +134,9 @@ def by_formula(operands, rounded=lambda x: x, whole_sum=False):
     return rows if more is None else rounded(rows + more), rounded((g * u).sum(0))
 
 
-def to_bf16(x):
-    return x.bfloat16().double()
-
-
 @SUMMED
 @pytest.mark.parametrize("whole_sum", [True, False])
-@pytest.mark.parametrize("rounded", [to_bf16, lambda x: x], ids=["rounded", "in_fp64"])
+@pytest.mark.parametrize("rounded", [lambda x: x.bfloat16().double(), lambda x: x], ids=["rounded", "in_fp64"])
 def test_a_peer_may_round_every_intermediate_result_and_leave_the_sum_unrounded(summed, whole_sum, rounded):
     operands = make_operands(SHAPE, summed, "cpu")
 
