@@ -16,7 +16,7 @@
 namespace simulator {
 namespace {
 
-constexpr size_t stack_nbytes = (256 << 10) + 4096 + 64;  // a power of two would have them share cache lines
+constexpr size_t stack_nbytes = (256 << 10) + 4096 + 64;  // a power of two would put all in the same sets of caches
 constexpr size_t static_shared_nbytes = 16 << 10;
 constexpr size_t alignment = 128;
 constexpr size_t most_pending = 256;  // stores
