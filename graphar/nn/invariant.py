@@ -95,16 +95,14 @@ def make_tp_invariant(model: torch.nn.Module, plan: Mapping[str, object] | None 
     with_stars = {name: re.sub(r"\b\d+\b", "*", name) for name, _ in model.named_modules(remove_duplicate=False)}
     styles = {name: planned.get(name, planned.get(other)) for name, other in with_stars.items()}
     for name, module in model.named_modules():
-        style = styles[name]
         if not isinstance(module, torch.nn.Linear):
-            if why := _why_left(module, style):
+            if why := _why_left(module, styles[name]):
                 layers.left[name] = why
             continue
-        is_row = _is_row_parallel(name, module, style)
+        is_row = _is_row_parallel(name, module, styles[name])
         (layers.row_parallel if is_row else layers.column_parallel).append(name)
-        linears.append((module, InvariantRowParallelLinear if is_row else InvariantLinear, style))
-    unknown = [name for name in plan or () if name not in {*with_stars, *with_stars.values()}]
-    layers.left |= dict.fromkeys(unknown, "the plan names it, and the model has no such module")
+        linears.append((module, InvariantRowParallelLinear if is_row else InvariantLinear, styles[name]))
+    layers.left |= {name: "no such module" for name in plan or () if name not in {*with_stars, *with_stars.values()}}
     for name, module in model.named_modules():
         if (kind := _NORMS.get(type(module))) and _may_have_own_tokens(module, styles[name]):
             module.__class__ = kind

@@ -220,4 +220,4 @@ def test_a_name_of_the_plan_that_no_module_has_is_told():
 
     layers = nn.make_tp_invariant(model, {"*": "colwise", "0": "colwise", "down": "rowwise"})
 
-    assert layers.left == {"down": "the plan names it, and the model has no such module"}
+    assert layers.left == {"down": "no such module"}
