@@ -87,15 +87,15 @@ def combinations(source: KernelSource) -> set[tuple]:
 def sample(budgeted: Sequence[KernelSource]) -> list[tuple[KernelSource, str]]:
     """Few kernels that cover all :func:`combinations`, and up to MOST_CHANGED whose files changed (tests.changes).
 
-    ``budgeted`` are compiled for sm_90a in any case. Next come kernels of few ranks that a tuning table names, then
-    others that it names, for the same architecture. For those that cover the rest architectures take turns.
+    ``budgeted`` are compiled for sm_90a in any case, and the cases of :func:`some` are among them. Next come kernels of
+    few ranks that a tuning table names, then others that it names, for sm_90a. For the rest architectures take turns.
     """
     turns, ranks = Counter(), named()
     of_few_ranks = [source for source in ranks if ranks[source] <= FEW_RANKS]
     changed = [source for source in of_few_ranks if source not in budgeted and any_changed(included(source.file))]
     changed = changed[:: -(-len(changed) // MOST_CHANGED) or 1]
     made = dict.fromkeys((source, "sm_90a") for source in [*budgeted, *changed])
-    made |= dict.fromkeys(some())  # which `tests` compile, too
+    made |= dict.fromkeys(some())  # `tests` compile them too, and keep them
     found = set().union(*(combinations(source) for source, _ in made))
     made |= dict.fromkeys((source, "sm_90a") for few in (of_few_ranks, ranks) for source in cover(few, found))
     for source in cover(catalogue(), found):
